@@ -1,0 +1,52 @@
+# make run       set up and run the quickstart from documents to an evaluated model
+# make test      everything that must pass before a change lands (make check is part of it)
+# make install   set up .venv only
+# make check     ruff and mypy         make format    let ruff format
+# make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
+CONFIG ?= configs/quickstart.yaml
+
+.PHONY: run install test test-long check format bench clean
+
+run: install
+	$(BIN)/python submit.py $(CONFIG)
+
+install: $(VENV)/.installed
+$(VENV)/.installed: setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Sluice needs Python 3.11 or later; this is %d.%d: make PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.installed
+	$(PIP) -e '.[tests,formats]'
+	touch $@
+
+check: $(VENV)/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.tests
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check
+	$(BIN)/python -m pytest
+
+test-long: check
+	$(BIN)/python -m pytest -m "long or not long"
+
+bench: $(VENV)/.tests
+	$(BIN)/python -m benchmarks.login
+	$(BIN)/python -m benchmarks.loader
+	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.checkpoint
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,47 @@
+"""Stripe rule of the shard folder on Lustre: one storage target for each shard.
+
+Every task writes files of its own, so parallelism comes from the number of files; striping each of them over
+several targets only makes opening dearer. `lfs setstripe -c 1 DIR` sets the folder's default, which files
+inherit when they are created, so it runs before the first shard is written (Lustre manual, "Managing file
+layout (striping)"). On other file systems, or without `lfs`, nothing happens; when `lfs` fails, that is a
+warning: a shard with another stripe count is slower, not wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+_TIMEOUT_S = 60
+
+
+def file_system_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Type of the file system that holds `path` ("lustre", "ext4", …); "" where it cannot be told (proc(5))."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    path, best, kind = path.resolve(), -1, ""
+    for line in lines:
+        _, point, fs_type, *_ = line.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # \040 is a space
+        if path.is_relative_to(point) and len(point) >= best:  # of two on one point, the later lies on top
+            best, kind = len(point), fs_type
+    return kind
+
+
+def stripe(directory: Path, log: Callable[[str], None], file_system: Callable[[Path], str] = file_system_type) -> None:
+    """Give new files of `directory` one stripe each where it lies on Lustre; never raises for what `lfs` does."""
+    lfs = shutil.which("lfs")
+    if lfs is None or file_system(directory) != "lustre":
+        return
+    command = [lfs, "setstripe", "-c", "1", os.fspath(directory)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip()
+        log(f"warning: {' '.join(command)} failed, the folder keeps its stripe count: {detail}")

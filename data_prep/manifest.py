@@ -1,0 +1,294 @@
+"""What the data folder holds and whether it is whole: the manifests, light enough for a login node.
+
+    data_dir/tokenizer.json, units.json           what `prepare` fixes
+    data_dir/prepare.json                         their sizes and hashes, written last   (:class:`Prepared`)
+    data_dir/shards/unit-00003-train-00.h5, ...   the shards of one work unit
+    data_dir/shards/unit-00003.json               their sizes and hashes, written last   (:class:`UnitManifest`)
+    data_dir/manifest.json                        all shards in unit order               (:class:`Manifest`)
+    data_dir/rejected.jsonl                       documents that could not be read
+
+A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
+a manifest, never the reverse. Each one carries a key. `prepare.json` is keyed by the config that shapes the
+bytes and by the sources of this package; units and the manifest of all are keyed by that key, the tokenizer
+and `units.json` (which holds path, size and time of each input). When anything of it changes, the key no
+longer fits and the file counts as missing.
+
+Once all shards are written the inputs may go (scratch file systems purge): they are compared with the disk
+only while there are shards to write.
+
+Standard library only: a login node asks these questions, and importing numpy or h5py there takes seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.config import DataConfig
+from pipeline.errors import InputError
+from pipeline.files import sha256_file, sha256_json
+
+FORMAT_VERSION = 1
+"""Version of the layout of shards and manifests."""
+ORDER_VERSION = 1
+"""Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
+WAY_OUT = "run the shard stage again, e.g. `python submit.py resume RUN`"
+SHARDS = "shards"
+
+_NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """One small file: its size in bytes and its sha256 (64 hex digits)."""
+
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardEntry:
+    """One HDF5 shard.
+
+    A document counts in the file where it starts, so `documents` and `bytes` add up over files to the totals
+    also where a document runs on into the next file.
+    """
+
+    file: str
+    """Path relative to the data folder."""
+    tokens: int
+    """Length of the dataset `tokens`; never 0."""
+    documents: int
+    """Documents that start in this file."""
+    bytes: int
+    """UTF-8 bytes of the texts of these documents (the end-of-text token is no text)."""
+    offset: int
+    """Where the data of `tokens` starts in the file, in bytes: map `tokens` items of `dtype` from here."""
+    dtype: str
+    """`uint16` or `uint32`, little-endian."""
+    size: int
+    """Bytes of the file."""
+    sha256: str
+    """SHA-256 of the file, as 64 hex digits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitManifest:
+    """`shards/unit-NNNNN.json`: what one work unit became."""
+
+    key: str
+    unit: int
+    documents: int
+    """Documents with text, held-out ones included."""
+    held_out_documents: int
+    lines: tuple[int, ...]
+    """Lines (parquet: rows) that start in each piece of the unit: what line numbers of later pieces build on."""
+    rejected: tuple[tuple[int, int, str], ...]
+    """Piece, line within the piece (from 1) and reason of each document that could not be read."""
+    train: tuple[ShardEntry, ...]
+    held_out: tuple[ShardEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """`prepare.json`: what `prepare` fixed."""
+
+    key: str
+    tokenizer: FileEntry
+    units: FileEntry
+    unit_count: int
+    vocab_size: int
+    eos_id: int
+    dtype: str
+
+    @property
+    def shards_key(self) -> str:
+        """Key of everything made from this tokenizer and these units."""
+        return sha256_json({"prepare": self.key, "tokenizer": self.tokenizer.sha256, "units": self.units.sha256})
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """`manifest.json`: all shards of a run, in unit order."""
+
+    format_version: int
+    order_version: int
+    key: str
+    source: tuple[str, ...]
+    tokenizer_sha256: str
+    vocab_size: int
+    eos_id: int
+    dtype: str
+    documents: int
+    """Documents with text, held-out ones included."""
+    held_out_documents: int
+    rejected_documents: int
+    train_tokens: int
+    held_out_tokens: int
+    train_bytes: int
+    held_out_bytes: int
+    train: tuple[ShardEntry, ...]
+    held_out: tuple[ShardEntry, ...]
+
+
+def unit_path(data_dir: Path, unit: int) -> Path:
+    """The manifest of a work unit."""
+    return data_dir / SHARDS / f"unit-{unit:05d}.json"
+
+
+def code_sha256() -> str:
+    """SHA-256 over names and contents of this package's sources, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(f"{path.name}\n{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def prepare_key(data: DataConfig) -> str:
+    """Key of `prepare.json`: the config that shapes the bytes, and the code (64 hex digits)."""
+    config = {**data.model_dump(mode="json", exclude=_NOT_IN_KEY), "source": data.sources}
+    return sha256_json({"format": FORMAT_VERSION, "config": config, "code": code_sha256()})
+
+
+T = TypeVar("T", Prepared, UnitManifest, Manifest)
+
+
+def _load(path: Path, kind: type[T]) -> T:
+    """Read one manifest. Raises InputError, naming the file, when it is missing, torn or of another shape."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+        for name in ("train", "held_out"):
+            if name in value:
+                value[name] = tuple(ShardEntry(**entry) for entry in value[name])
+        for name in ("tokenizer", "units"):
+            if name in value:
+                value[name] = FileEntry(**value[name])
+        for name in ("lines", "source"):
+            if name in value:
+                value[name] = tuple(value[name])
+        if "rejected" in value:
+            value["rejected"] = tuple((piece, line, reason) for piece, line, reason in value["rejected"])
+        return kind(**value)
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: {WAY_OUT}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise InputError(f"{path} is torn or no manifest of this version: {WAY_OUT}") from None
+
+
+def load_manifest(data_dir: Path) -> Manifest:
+    """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
+    return _load(Path(data_dir) / "manifest.json", Manifest)
+
+
+def load_prepared(data_dir: Path) -> Prepared:
+    """What `prepare` fixed. Raises InputError, naming the file, when it is missing or torn."""
+    return _load(Path(data_dir) / "prepare.json", Prepared)
+
+
+def _size_problem(path: Path, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    return None if found == size else f"{path} has {found} bytes, its manifest says {size}"
+
+
+def _hash_problem(path: Path, sha256: str) -> str | None:
+    found = sha256_file(path)
+    return None if found == sha256 else f"{path} is damaged: its sha256 is {found}, its manifest says {sha256}"
+
+
+def check_shard(data_dir: Path, entry: ShardEntry, hashes: bool) -> None:
+    """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
+
+    Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
+    written for the stage's quick look, so a damaged one has to be removed before the stage runs again.
+    """
+    path = Path(data_dir) / entry.file
+    if problem := _size_problem(path, entry.size):
+        raise InputError(f"{problem}: {WAY_OUT}")
+    if hashes and (problem := _hash_problem(path, entry.sha256)):
+        raise InputError(f"{problem}: remove it (rm {path}) and {WAY_OUT}")
+
+
+def load_unit(data_dir: Path, unit: int, key: str, hashes: bool) -> UnitManifest | None:
+    """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
+    try:
+        manifest = _load(unit_path(data_dir, unit), UnitManifest)
+        if manifest.key != key or manifest.unit != unit:
+            return None
+        for entry in (*manifest.train, *manifest.held_out):
+            check_shard(data_dir, entry, hashes)
+    except InputError:
+        return None
+    return manifest
+
+
+def _changed_input(data_dir: Path) -> str | None:
+    """The first input that is no longer what `prepare` saw, as a phrase."""
+    for path, size, mtime_ns, _ in json.loads((data_dir / "units.json").read_bytes())["inputs"]:
+        if problem := input_problem(path, size, mtime_ns):
+            return problem
+    return None
+
+
+def input_problem(path: str, size: int, mtime_ns: int) -> str | None:
+    """How an input differs from what `prepare` saw (its size, its time in ns), None when it does not."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return f"input {path} is gone since it was prepared"
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        return f"input {path} has changed since it was prepared"
+    return None
+
+
+def prepare_missing(data: DataConfig, data_dir: Path) -> str | None:
+    """Why prepare is not done; None when tokenizer and units are there, whole, and made for this config and code.
+
+    While shards are still to be written, the inputs must also be what `prepare` saw.
+    """
+    data_dir = Path(data_dir)
+    try:
+        prepared = load_prepared(data_dir)
+    except InputError as error:
+        return str(error)
+    if prepared.key != prepare_key(data):
+        return f"{data_dir / 'prepare.json'} was made with another data config or other code"
+    for name, entry in (("tokenizer.json", prepared.tokenizer), ("units.json", prepared.units)):
+        path = data_dir / name
+        if problem := _size_problem(path, entry.size) or _hash_problem(path, entry.sha256):
+            return problem
+    return None if shard_missing(data, data_dir) is None else _changed_input(data_dir)
+
+
+def shard_missing(data: DataConfig, data_dir: Path) -> str | None:
+    """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
+    data_dir = Path(data_dir)
+    try:
+        prepared = load_prepared(data_dir)
+        if prepared.key != prepare_key(data):
+            return f"{data_dir / 'prepare.json'} was made with another data config or other code"
+        manifest = load_manifest(data_dir)
+        if manifest.key != prepared.shards_key:
+            return f"{data_dir / 'manifest.json'} belongs to another tokenizer, other units or other code"
+        for entry in (*manifest.train, *manifest.held_out):
+            check_shard(data_dir, entry, hashes=False)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def shard_progress(data_dir: Path) -> tuple[int, int]:
+    """Units whose manifest and shards are there, and units in all; (0, 0) before `prepare`."""
+    data_dir = Path(data_dir)
+    try:
+        prepared = load_prepared(data_dir)
+    except InputError:
+        return 0, 0
+    units = range(prepared.unit_count)
+    return sum(load_unit(data_dir, unit, prepared.shards_key, hashes=False) is not None for unit in units), len(units)

@@ -1,0 +1,1 @@
+"""The pipeline: config, run directory, stages, and what the ranks compute."""

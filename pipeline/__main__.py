@@ -1,0 +1,135 @@
+"""The rank's door: `python -m pipeline STAGE RUN`, under srun, mpirun, torchrun, our launcher or alone.
+
+    python -m pipeline train runs/quickstart            one stage of an existing run
+    python -m pipeline train configs/quickstart.yaml train.steps=50     makes or finds the run first
+    python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
+    python -m pipeline verify RUN [--step N]            hash a checkpoint's files, print its digest
+
+A rank computes, saves and leaves with a code (pipeline/errors.py); it never requeues. Where it fails, it leaves
+`jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
+be told from those that followed it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from pipeline import stages
+from pipeline.errors import Exit, UserError, storage_error
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import Place, identify
+
+USAGE = "usage: python -m pipeline prepare|shard|train|evaluate|verify RUN|CONFIG [--step N] [key=value …]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run one stage; returns the exit code."""
+    flag = StopFlag().install()
+    faulthandler.enable()
+    place, run, stage = None, None, "?"
+    try:
+        stage, target, options, overrides = parse(arguments)
+        if stage == "verify":
+            from pipeline.verify import verify
+
+            return verify(Run.open(target), options.get("step"))
+        place = identify(os.environ)
+        run = find_run(target, overrides, place)
+        return stages.load(stage).main(run, place, options, flag)
+    except BaseException as error:
+        code, message = explain(error)
+        report_error(run, stage, place, code, message)
+        print(message, file=sys.stderr, flush=True)
+        return code
+
+
+def parse(arguments: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
+    """Stage, run or config, options and overrides. Raises UserError with the usage."""
+    words: list[str] = []
+    options: dict[str, str] = {}
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--step":
+            options["step"] = next(rest, "")
+        elif word.startswith("--step="):
+            options["step"] = word.removeprefix("--step=")
+        elif word.startswith("-"):
+            raise UserError(f"{word}: no such option\n{USAGE}")
+        elif "=" in word and len(words) == 2:
+            overrides.append(word)
+        else:
+            words.append(word)
+    if len(words) != 2:
+        raise UserError(USAGE)
+    return words[0], words[1], options, overrides
+
+
+def find_run(target: str, overrides: list[str], place: Place) -> Run:
+    """The run in directory `target`, or the one that the config `target` describes, made by rank 0."""
+    path = Path(target)
+    if path.is_dir():
+        if overrides:
+            raise UserError(f"{overrides[0]}: a run's config is frozen; change it with submit.py resume")
+        return Run.open(path)
+    from pipeline.config_file import load_config
+
+    config = load_config(path, overrides)
+    run_folder = config.run.root / config.run.name
+    if place.rank == 0:
+        return Run.create(config)
+    deadline = time.monotonic() + 120
+    while not (run_folder / "config.yaml").exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"rank 0 has not made {run_folder} within two minutes")
+        time.sleep(0.05)
+    return Run.open(run_folder)
+
+
+def explain(error: BaseException) -> tuple[Exit, str]:
+    """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
+    if isinstance(error, UserError):
+        return error.code, f"error: {error}"
+    if (storage := storage_error(error)) is not None:
+        return storage.code, f"error: {storage}"
+    text = "".join(traceback.format_exception(error))
+    kind, words = type(error).__name__, str(error)
+    if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
+        return Exit.OUT_OF_MEMORY, text
+    if kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words:
+        return Exit.PEER_LOST, text
+    return Exit.CRASHED, text
+
+
+def report_error(run: Run | None, stage: str, place: Place | None, code: Exit, message: str) -> None:
+    """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
+    if run is None or place is None or code == Exit.STOPPED:
+        return
+    from pipeline.files import write_json
+
+    try:
+        entry = {
+            "time": time.time(),
+            "rank": place.rank,
+            "code": int(code),
+            "cause": code.name.lower(),
+            "message": message,
+        }
+        entry["host"] = os.uname().nodename
+        write_json(run.stage_folder(stage) / f"error-rank-{place.rank}.json", entry)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    exit_code = int(main(sys.argv[1:]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # threads of a failed process group or save may wait for peers that are gone: never wait for them
+    os._exit(exit_code)

@@ -1,0 +1,257 @@
+"""From shards on disk to a batch of tokens on the device: dataset, sampler, background reader.
+
+    shards (HDF5, one contiguous dataset each)
+      -> TokenDataset        maps every shard into memory once; `read` copies a whole batch
+      -> GlobalOrderSampler  which indices this rank reads at each optimizer step (the order: `pipeline/order.py`)
+      -> Batches             a thread reads ahead; the consumer moves a batch to the device and widens it there
+
+**A sample** is T + 1 consecutive tokens of one shard, T = `sequence_length`: inputs are its first T tokens,
+targets its last T. Sample j of a shard covers tokens [j*T, j*T + T], so neighbours share one token and every
+token but a shard's first is a target once. A shard of n tokens has (n - 1) // T samples. Samples never cross
+shards: the (n - 1) % T tokens left at a shard's end are dropped. Samples are numbered through the shards in order.
+
+**Why it is built so** (figures in `benchmarks/results/loader.md`): a contiguous HDF5 dataset is a plain array at a
+known offset, so it is mapped without HDF5 and opened once per process; a whole batch is looked up at once and copied
+row by row straight into its buffer; tokens stay 2 (or 4) bytes wide until they are on the device; and a thread reads
+ahead, because numpy's copies release the GIL, while worker processes would cost many times the reading in copies
+between processes.
+
+**What must hold:** a shard must not be truncated while it is mapped (the operating system kills the reader with
+SIGBUS). Shards are therefore written under another name and renamed, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from pipeline.errors import InputError, UserError
+from pipeline.order import Int64Array, indices_of
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+# A device widens tokens itself: torch has few operations on unsigned integers, so their bits travel as the
+# signed type of the same size, and the mask removes the sign that widening extends.
+_SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
+_MASK = {"uint16": 0xFFFF, "uint32": 0xFFFFFFFF}
+
+_SAMPLES_AHEAD = 4096  # how many sample numbers the sampler computes at once: numpy's cost per call is spread
+
+
+@dataclass(frozen=True)
+class ShardSpan:
+    """Where the tokens of one shard lie."""
+
+    path: Path
+    """The HDF5 file."""
+    tokens: int
+    """Number of tokens."""
+    offset: int
+    """Byte offset of the first token in the file."""
+    dtype: str
+    """`uint16` or `uint32`."""
+
+
+class TokenDataset(Dataset[TokenArray]):
+    """Samples of `sequence_length` + 1 tokens over a list of shards (see the file's docstring).
+
+    Every shard that holds a sample is opened once, here, and stays mapped. Raises InputError for a shard that is
+    missing or too short and for token types that are unknown or differ; UserError if there is not a single sample.
+    """
+
+    def __init__(self, shards: Sequence[ShardSpan], sequence_length: int) -> None:
+        usable = [shard for shard in shards if shard.tokens > sequence_length]
+        if not usable:
+            tokens, longest = sum(s.tokens for s in shards), max((s.tokens for s in shards), default=0)
+            raise UserError(
+                f"no training sample: one takes {sequence_length + 1} tokens of one shard (data.sequence_length "
+                f"{sequence_length}, and one more), but there are {tokens} tokens in {len(shards)} shards, at most "
+                f"{longest} in one; add text or lower data.sequence_length"
+            )
+        kinds = {shard.dtype: shard.path for shard in usable}
+        if len(kinds) > 1 or not kinds.keys() <= _SIGNED.keys():
+            found = ", ".join(f"{dtype} ({path})" for dtype, path in kinds.items())
+            raise InputError(f"shards hold either uint16 or uint32 tokens, all the same; found {found}: shard again")
+        self.sequence_length = sequence_length
+        self.dtype = next(iter(kinds))
+        """Type of the tokens, `uint16` or `uint32`."""
+        self._windows = [_windows(shard, sequence_length) for shard in usable]
+        self._starts = np.cumsum([0] + [len(windows) for windows in self._windows])  # first sample of each shard
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> TokenArray:
+        """Sample `index` as an array of shape (T + 1,), for code that expects a map-style dataset."""
+        return self.read(np.array([index], dtype=np.int64))[0]
+
+    def read(self, indices: Int64Array, out: TokenArray | None = None) -> TokenArray:
+        """The samples `indices` (int64, shape (B,)) as an array of shape (B, T + 1) in the shards' type.
+
+        Written into `out` where it is given. Raises IndexError for an index outside [0, len(self)).
+        """
+        if out is None:
+            out = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
+        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} asked for; there are {len(self)}")
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        rows = indices - self._starts[shards]
+        # The lookup above is vectorised, the copy is not: a shuffled batch has few rows of any one shard, and then one
+        # plain copy per row costs half to a third of one index operation per shard.
+        for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist(), strict=True)):
+            out[i] = self._windows[shard][row]
+        return out
+
+
+def _windows(shard: ShardSpan, sequence_length: int) -> TokenArray:
+    """The shard's samples as a view of shape (samples, T + 1) on its mapped bytes; rows overlap by one token."""
+    try:
+        tokens = np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot map {shard.tokens} {shard.dtype} tokens at byte {shard.offset} of {shard.path}: {error}; "
+            "the shard is missing or damaged: run the shard stage again"
+        ) from error
+    plain = tokens.view(np.ndarray)  # np.memmap's own indexing is several times slower
+    return np.lib.stride_tricks.sliding_window_view(plain, sequence_length + 1)[::sequence_length]
+
+
+class GlobalOrderSampler(DistributedSampler[Int64Array]):
+    """Which samples this rank reads, one array per optimizer step; endless.
+
+    Optimizer step k of the run takes the run-global samples [k*G, (k + 1)*G), G = `global_batch`, in the order
+    of `pipeline/order.py`; rank r of W takes the contiguous positions [r*G/W, (r + 1)*G/W) of them. So the
+    layout only splits a batch, and ranks put behind one another are always the same global batch.
+
+    Iterating yields int64 arrays of dataset indices, shape (G/W,), from run-global sample `samples_consumed` on.
+    Epochs follow one another by themselves: `set_epoch` has no effect. `num_replicas` and `rank` come from the
+    default process group if they are not given (in a mesh, give the data parallel size and rank). Raises
+    UserError if W does not divide G.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        global_batch: int,
+        seed: int,
+        samples_consumed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        if global_batch % self.num_replicas:
+            raise UserError(
+                f"train.global_batch ({global_batch}) is no multiple of {self.num_replicas} data parallel ranks"
+            )
+        self.global_batch = global_batch
+        self.samples_consumed = samples_consumed
+        self._size = len(dataset)
+
+    def __len__(self) -> int:
+        """Optimizer steps of one epoch, a last partial one counted: ceil(n / G). Iterating does not end there."""
+        return -(-self._size // self.global_batch)
+
+    def __iter__(self) -> Iterator[Int64Array]:
+        local = self.global_batch // self.num_replicas
+        steps = max(1, _SAMPLES_AHEAD // local)
+        first = self.samples_consumed + self.rank * local
+        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
+        while True:
+            yield from indices_of(self.seed, first + offsets, self._size)
+            first += steps * self.global_batch
+
+
+class Batches:
+    """Iterator over a rank's batches on `device`: int64 tensors `tokens_BT1` of shape (B, T + 1).
+
+    A thread reads what `sampler` yields up to `depth` batches ahead into (on CUDA page-locked) host memory, with
+    numpy only: no torch operation runs there, so it starts no OpenMP pool of its own. The consumer copies a batch
+    to the device, without waiting for it on CUDA, and widens it there. An exception of the thread is raised by
+    `next`; the end of a finite sampler ends the iteration. Use it as a context manager or call :meth:`close`.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
+    ) -> None:
+        self.data_wait_s = 0.0
+        """Seconds that the consumer waited for the last batch to be read."""
+        self._dataset, self._sampler, self._device = dataset, sampler, device
+        self._ready: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per batch that may be read ahead
+        for _ in range(depth):
+            self._room.put(None)
+        self._closed = False
+        self._end: BaseException | None = None
+        # A daemon, so that a trainer that dies without close() is not kept alive by its reader.
+        self._thread = threading.Thread(target=self._read_ahead, name="sluice-batches", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self._end is not None:
+            raise self._end
+        if self._closed:
+            raise StopIteration
+        start = time.perf_counter()
+        batch = self._ready.get()
+        self.data_wait_s = time.perf_counter() - start
+        if isinstance(batch, BaseException):
+            self._end = batch
+            raise batch
+        self._room.put(None)
+        # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
+        tokens_BT1 = batch.to(self._device, non_blocking=True).to(torch.int64)
+        return tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
+
+    def close(self) -> None:
+        """End the thread and wait for it (at most for the batch that it is reading); later `next` calls stop."""
+        self._closed = True
+        self._room.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_ahead(self) -> None:
+        """The thread: wait for room, read, hand over; whatever ends it is handed over too."""
+        try:
+            cuda = self._device.type == "cuda"
+            if cuda:  # the current device is per thread; page-locking would open a context on device 0
+                torch.cuda.set_device(self._device)
+            for indices in self._sampler:
+                self._room.get()
+                if self._closed:
+                    return
+                self._ready.put(self._read(indices, cuda))
+            self._ready.put(StopIteration())
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _read(self, indices: Int64Array, pin: bool) -> Tensor:
+        """One batch in host memory: signed integers of shape (B, T + 1) that hold the tokens' bits."""
+        shape = (len(indices), self._dataset.sequence_length + 1)
+        host = torch.empty(shape, dtype=_SIGNED[self._dataset.dtype], pin_memory=pin)
+        view: Any = host.numpy().view(self._dataset.dtype)
+        self._dataset.read(indices, out=view)
+        return host

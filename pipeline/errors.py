@@ -1,0 +1,95 @@
+"""How a process of Sluice ends: the exit codes, and the errors that a person can mend.
+
+Ranks (`python -m pipeline`) leave with one of these codes; the supervisor (`python -m slurm`) reads the
+code, decides the cause and acts. A :class:`UserError` is a mistake or a condition outside the program (a
+typo, a missing file, a full disk): it is shown as one clear message without a traceback. Anything else
+that escapes is a bug and is shown with its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+from pathlib import Path
+
+
+class Exit(IntEnum):
+    """Exit codes of ranks and supervisors. Values are stable: scripts may test them."""
+
+    DONE = 0
+    """The stage finished and its outputs validate."""
+    CRASHED = 1
+    """An unexpected exception; its traceback is in the log and in `jobs/STAGE/error-rank-N.json`."""
+    USER_ERROR = 2
+    """A wrong config, command line or missing source: the message says how to mend it."""
+    BAD_INPUT = 20
+    """What an earlier stage left does not validate (damaged or missing files)."""
+    STORAGE = 21
+    """The file system refused: full, read-only, over quota."""
+    OUT_OF_MEMORY = 22
+    """Host or device memory ran out."""
+    BAD_CHECKPOINT = 23
+    """There are checkpoints, and none of them is intact: nothing was started from zero in silence."""
+    NON_FINITE = 24
+    """The loss or the gradient is not a finite number."""
+    STOPPED = 75
+    """Stopped on request at a step boundary, everything saved: run again to go on (EX_TEMPFAIL)."""
+    PEER_LOST = 76
+    """Another rank went away; this rank has no fault of its own to report."""
+
+
+class UserError(Exception):
+    """A condition that the user can mend; shown without a traceback."""
+
+    code = Exit.USER_ERROR
+
+
+class InputError(UserError):
+    """Outputs of an earlier stage are missing or damaged; the message names the file."""
+
+    code = Exit.BAD_INPUT
+
+
+class CheckpointError(UserError):
+    """No intact checkpoint where there should be one."""
+
+    code = Exit.BAD_CHECKPOINT
+
+
+class StorageError(UserError):
+    """The file system refused a write; the message names the path and the reason."""
+
+    code = Exit.STORAGE
+
+
+class NonFiniteError(UserError):
+    """A loss or gradient that is not a number."""
+
+    code = Exit.NON_FINITE
+
+
+_STORAGE_ERRNOS = {
+    errno.ENOSPC: "no space is left on the device: free some, or choose another `run.root`",
+    errno.EDQUOT: "the disk quota is used up: free some, or choose another `run.root`",
+    errno.EROFS: "the file system is read-only: choose another `run.root`",
+    errno.EACCES: "permission denied: check the owner and mode of the folder",
+    errno.EPERM: "permission denied: check the owner and mode of the folder",
+    errno.EIO: "input/output error: the storage itself failed",
+    errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
+}
+
+
+def storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
+    """The :class:`StorageError` behind `error` (or behind what caused it), None if it is something else.
+
+    `path` is named where the system's own error has no file name.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, StorageError):
+            return seen
+        if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
+            where = seen.filename or path or "a file of the run"
+            return StorageError(f"cannot write {where}: {_STORAGE_ERRNOS[seen.errno]}")
+        seen = seen.__cause__ or seen.__context__
+    return None

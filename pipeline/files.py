@@ -1,0 +1,117 @@
+"""Files that survive a crash: atomic writes, appended lines, hashes, and reading what a crash left.
+
+Every file of a run directory is either written whole (temporary name, fsync, rename: readers see the old or
+the new content, never half) or appended to one line per `write` (a crash can tear the last line only, and
+:func:`read_jsonl` drops a torn tail).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HASH_BLOCK = 1 << 20
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make renames and new names inside directory `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: str | Path) -> None:
+    """Make the content of `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Replace `path` by `content`: temporary file beside it, fsync, rename, fsync of the directory."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append one line in a single `write`, so that writers on one machine never mix their lines.
+
+    A tail without a newline (torn by a crash) is closed first, so that it cannot swallow the new line.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        os.write(fd, (b"\n" if torn else b"") + line.encode() + b"\n")
+    finally:
+        os.close(fd)
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
+    if not Path(path).exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def last_object(path: str | Path, tail: int = 1 << 16) -> dict[str, Any] | None:
+    """The last whole object of a JSON-lines file, reading at most `tail` bytes; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return None
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file's content, as 64 hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of `value`'s canonical JSON (sorted keys, no spaces), as 64 hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

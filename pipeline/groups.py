@@ -1,0 +1,142 @@
+"""Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
+
+The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs). `side_group` makes Gloo groups
+of all ranks for what must never wait for those, or be mixed with them: the stop agreement, checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.errors import UserError
+from slurm.environment import Place
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this one's device."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that writes what is written once."""
+        return self.rank == 0
+
+
+def join(place: Place, config: Config) -> World:
+    """Join the process group that `place` describes.
+
+    Raises UserError where the backend cannot run here.
+    """
+    backend = config.parallel.backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UserError("parallel.backend: nccl needs GPUs, and torch sees none here; use auto or gloo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if backend == "nccl" and place.local_world_size > count and count > 1:
+            raise UserError(
+                f"{place.local_world_size} ranks share a node with {count} GPUs; NCCL needs one GPU per rank: "
+                "lower stages.*.tasks_per_node, or use parallel.backend: gloo"
+            )
+        device = torch.device("cuda", place.local_rank % count)
+        torch.cuda.set_device(device)
+    if place.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        owner = place.rank == 0
+        store = dist.TCPStore(
+            place.master_host,
+            place.master_port,
+            place.world_size,
+            is_master=owner,
+            timeout=TIMEOUT,
+            master_listen_fd=place.listen_fd,
+        )
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    return World(place.rank, place.world_size, device, backend)
+
+
+def side_group() -> dist.ProcessGroup:
+    """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order."""
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    if not isinstance(group, dist.ProcessGroup):  # torch types it as maybe absent; all ranks are members
+        raise RuntimeError("this rank is not in the group of all ranks")
+    return group
+
+
+def leave() -> None:
+    """Leave the process group; call it at a normal end only (after an error the process just exits)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_deterministic(config: Config) -> None:
+    """Fix what may vary: threads, and kernels whose results differ from run to run.
+
+    Source: torch documentation, "Reproducibility". Call it before the first CUDA call.
+    """
+    torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # filling costs time, and nothing here reads memory that it has not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def layout(place: Place, config: Config, world: World) -> dict[str, object]:
+    """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
+    return {
+        "data_parallel": world.size,
+        "tensor": config.parallel.tensor,
+        "pipeline": config.parallel.pipeline,
+        "zero": config.parallel.zero,
+        "ranks_per_node": place.local_world_size,
+        "micro_batch": config.train.micro_batch,
+        "threads": config.train.threads,
+        "precision": config.train.precision,
+        "compile": config.train.compile,
+        "backend": world.backend,
+        "device": world.device.type,
+    }
+
+
+def agree(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank of a Gloo group: all results on all ranks, or the first rank's error on all."""
+    result: T | None = None
+    error: BaseException | None = None
+    try:
+        result = work()
+    except BaseException as caught:
+        error = caught
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (result, error), group=group)
+    for _, failure in everyone:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in everyone]
+
+
+def from_rank0(group: dist.ProcessGroup, value: T) -> T:
+    """Rank 0's `value`, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return cast(T, box[0])

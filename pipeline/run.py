@@ -1,0 +1,277 @@
+"""The run directory: the only state there is.
+
+    runs/NAME/
+      config.yaml      the resolved config, frozen when the run is made
+      changes.jsonl    what each `resume RUN key=value` changed since (config.yaml itself never changes)
+      code/            the code that the jobs run, copied when the run is made, with its git commit and diff
+      jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
+      data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
+      checkpoints/     step-00000100/ …
+      metrics.jsonl    one line per optimizer step
+      events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
+      evaluation/      step-00000100.json …
+      stop, cancelled  requests of a person: leave at the next step; leave and stay ended
+
+Any process may die at any moment: whoever comes next reads this directory and goes on. The login node reads
+it too, so nothing here imports torch, numpy or h5py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, Sharing
+from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
+from pipeline.errors import UserError
+from pipeline.files import append_line, read_jsonl, write_atomic
+
+CODE_ROOT = Path(__file__).resolve().parent.parent
+"""The folder that holds submit.py and the packages: a checkout, or a run's `code/`."""
+
+_SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
+_UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
+_MAY_CHANGE = ("parallel", "stages", "site")
+
+
+def now() -> str:
+    """The present, as events write it (UTC, ISO 8601, milliseconds)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Run:
+    """One run directory. Constructing reads nothing; `create` and `open` are the ways to get one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.code = self.path / "code"
+        self.jobs = self.path / "jobs"
+        self.data = self.path / "data"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluation = self.path / "evaluation"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.changes = self.path / "changes.jsonl"
+        self.config_file = self.path / "config.yaml"
+        self.stop_file = self.path / "stop"
+        self.cancelled_file = self.path / "cancelled"
+
+    # -- making and finding ------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, config: Config) -> Run:
+        """Make the run of `config`, or find it where it was made before with the same config.
+
+        Raises UserError where a run of this name exists with another config, naming what differs.
+        """
+        config = with_absolute_paths(config)
+        os.umask(_UMASK[config.run.sharing])
+        run = cls(config.run.root / config.run.name)
+        if run.config_file.exists():
+            differences = describe_differences(load_config(run.config_file), config)
+            if differences:
+                raise UserError(
+                    f"{run.name} exists with another config:\n  "
+                    + "\n  ".join(differences)
+                    + f"\nchoose another run.name, or go on with the run as it is: python submit.py resume {run.name}"
+                )
+            return run
+        for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
+            folder.mkdir(parents=True, exist_ok=True)
+        run.snapshot_code()
+        write_atomic(run.config_file, dump_config(config))
+        run.event("created", config=str(run.config_file))
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run in directory `path`. Raises UserError where there is none."""
+        run = cls(Path(path))
+        if not run.config_file.is_file():
+            hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
+            raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
+        os.umask(_UMASK[run.config.run.sharing])
+        return run
+
+    @property
+    def name(self) -> str:
+        """The path that a person types for this run: relative to the working directory where that is shorter."""
+        try:
+            return str(self.path.relative_to(Path.cwd()))
+        except ValueError:
+            return str(self.path)
+
+    # -- config ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def config(self) -> Config:
+        """The config as it holds now: config.yaml with all changes of `resume` applied."""
+        values = load_config(self.config_file).model_dump(mode="json")
+        for change in read_jsonl(self.changes):
+            values = merge(values, change.get("set", {}))
+        return config_from_mapping(values, self.config_file.name)
+
+    def change(self, overrides: Sequence[str]) -> None:
+        """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*` or a larger `train.steps`.
+
+        Raises UserError for any other key, and ConfigError where the changed config is wrong.
+        """
+        if not overrides:
+            return
+        changes = parse_overrides(overrides)
+        for key, value in flatten(changes).items():
+            section = key.split(".")[0]
+            if key == "train.steps":
+                if not isinstance(value, int) or value < self.config.train.steps:
+                    raise UserError(
+                        f"train.steps={value}: resume can only make it larger than the {self.config.train.steps} "
+                        "steps of this run"
+                    )
+            elif section not in _MAY_CHANGE:
+                raise UserError(
+                    f"{key}: resume cannot change it without changing the result; it takes parallel.*, stages.*, "
+                    "site.* and a larger train.steps. For anything else start a new run (another run.name)"
+                )
+        changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
+        append_line(self.changes, json.dumps({"time": now(), "set": changes}))
+        self.event("changed", set=flatten(changes))
+        self.__dict__["config"] = changed
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def event(self, event: str, stage: str | None = None, **fields: Any) -> None:
+        """Append one line to events.jsonl."""
+        append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
+
+    def read_events(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """All events, or those of one stage, oldest first."""
+        return [e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage]
+
+    def attempts(self, stage: str) -> int:
+        """How often the stage was started so far."""
+        return sum(e["event"] == "started" for e in self.read_events(stage))
+
+    # -- requests of a person ----------------------------------------------------------------------------
+
+    def request(self, file: Path, who: str) -> None:
+        """Write a stop or cancel request."""
+        write_atomic(file, f"{now()} {who}\n")
+
+    def clear_requests(self) -> None:
+        """Forget stop and cancel requests: a person said to go on."""
+        for file in (self.stop_file, self.cancelled_file):
+            file.unlink(missing_ok=True)
+
+    # -- who is running ----------------------------------------------------------------------------------
+
+    def stage_folder(self, stage: str) -> Path:
+        """`jobs/STAGE`, made where it is missing."""
+        folder = self.jobs / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def lock(self, stage: str) -> int | None:
+        """Take the stage's lock on this machine and write this pid into it; None where somebody holds it.
+
+        The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
+        """
+        fd = os.open(self.stage_folder(stage) / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def holder(self, stage: str) -> int | None:
+        """The pid of the supervisor that runs the stage on this machine, None where nobody does."""
+        try:
+            with open(self.jobs / stage / "lock", "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    text = file.read().strip()
+                    return int(text) if text.isdigit() else None
+        except FileNotFoundError:
+            pass
+        return None
+
+    # -- code --------------------------------------------------------------------------------------------
+
+    def snapshot_code(self) -> None:
+        """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced."""
+        new = self.path / f".code.{os.getpid()}.tmp"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+        for entry in _SNAPSHOT:
+            source = CODE_ROOT / entry
+            if source.is_dir():
+                shutil.copytree(source, new / entry, ignore=ignore)
+            elif source.is_file():
+                shutil.copy2(source, new / entry)
+        commit = _git("rev-parse", "HEAD")
+        if commit is not None:
+            (new / "COMMIT").write_text(commit)
+            (new / "DIFF").write_text(_git("diff", "HEAD") or "")
+        shutil.rmtree(self.code, ignore_errors=True)
+        os.rename(new, self.code)
+
+    @property
+    def commit(self) -> str | None:
+        """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
+        with suppress(FileNotFoundError):
+            diff = self.code / "DIFF"
+            return (self.code / "COMMIT").read_text().strip() + ("+" if diff.stat().st_size else "")
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the code's folder; None without git, a repository or a commit."""
+    if not (CODE_ROOT / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with every path made absolute: jobs run in another working directory than the person."""
+    values = config.model_dump(mode="json")
+    values["run"]["root"] = os.path.abspath(os.path.expanduser(values["run"]["root"]))
+    sources = [s if s == "python-stdlib" else os.path.abspath(os.path.expanduser(s)) for s in config.data.sources]
+    values["data"]["source"] = sources[0] if isinstance(config.data.source, str) else sources
+    if config.data.tokenizer.path is not None:
+        values["data"]["tokenizer"]["path"] = os.path.abspath(os.path.expanduser(config.data.tokenizer.path))
+    return Config.model_validate(values)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def describe_differences(old: Config, new: Config) -> list[str]:
+    """Lines such as `train.steps: 200 → 300` for every key that differs."""
+    before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)} → {after.get(k)}" for k in keys if before.get(k) != after.get(k)]

@@ -1,0 +1,53 @@
+"""The stages of a run, in order, and how to know that one is done.
+
+Each stage is one module here, and light: importing it loads no torch, numpy or h5py, so that the login node
+can ask it questions. Heavy imports stand inside `main`. A stage module has:
+
+    NEEDS: tuple[str, ...]                 the stages whose outputs it reads
+    def missing(run) -> str | None         why the stage is not done; None when its outputs validate
+    def progress(run) -> str               one short phrase for `status`
+    def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
+
+A stage is done when its outputs validate, never because a job exited 0. To add one: write the module, add
+its name to STAGES (and a section to `StagesConfig` in pipeline/config.py for its resources).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+from pipeline.errors import Exit, UserError
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import Place
+
+STAGES = ("prepare", "shard", "train", "evaluate")
+
+
+class Stage(Protocol):
+    """What a stage module offers."""
+
+    NEEDS: tuple[str, ...]
+
+    def missing(self, run: Run) -> str | None:
+        """Why the stage is not done; None when its outputs validate (sizes; hashes are checked by its users)."""
+
+    def progress(self, run: Run) -> str:
+        """How far it is, in a few words."""
+
+    def main(self, run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+        """Do the stage's work as rank `place.rank` of `place.world_size`; leave soon once `flag` is set."""
+
+
+def load(name: str) -> Stage:
+    """The stage called `name`. Raises UserError for a name that is none."""
+    if name not in STAGES:
+        raise UserError(f"{name}: no such stage; there are {', '.join(STAGES)}")
+    return cast(Stage, importlib.import_module(f"pipeline.stages.{name}"))
+
+
+def ranks(run: Run, stage: str) -> int:
+    """How many processes the config wants for a stage."""
+    return int(getattr(run.config.stages, stage).ranks)

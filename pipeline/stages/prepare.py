@@ -1,0 +1,33 @@
+"""Stage prepare: fix the tokenizer and the work units before anything is sharded (one process)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from data_prep.manifest import prepare_missing
+from pipeline.errors import Exit
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import Place
+
+NEEDS: tuple[str, ...] = ()
+
+
+def missing(run: Run) -> str | None:
+    """Why prepare is not done; None when tokenizer and units validate."""
+    return prepare_missing(run.config.data, run.data)
+
+
+def progress(run: Run) -> str:
+    """A phrase for `status`."""
+    return "tokenizer and work units fixed" if missing(run) is None else "-"
+
+
+def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    """Train or read the tokenizer and cut the source into work units; ranks beyond the first have nothing to do."""
+    from data_prep.prepare import prepare
+
+    flag.leave_at_once()
+    if place.rank == 0:
+        prepare(run.config.data, run.data, log=lambda text: print(text, flush=True))
+    return Exit.DONE

@@ -1,0 +1,44 @@
+"""Stage shard: documents to HDF5 shards, several tasks at once, each unit written by one task.
+
+The tasks need no process group: unit `u` belongs to task `u % tasks`, and whichever task finds every unit
+written validates them all and writes the manifest (two may do so at once: same bytes, atomic rename).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from data_prep.manifest import shard_missing, shard_progress
+from pipeline.errors import Exit
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import Place
+
+NEEDS: tuple[str, ...] = ("prepare",)
+
+
+def missing(run: Run) -> str | None:
+    """Why shard is not done; None when the manifest and every shard validate (by size)."""
+    return shard_missing(run.config.data, run.data)
+
+
+def progress(run: Run) -> str:
+    """A phrase for `status`."""
+    done, total = shard_progress(run.data)
+    return f"{done}/{total} units"
+
+
+def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    """Shard this task's units; the last task to finish writes the manifest."""
+    from data_prep.shards import finalize, shard
+
+    flag.leave_at_once()
+
+    def log(text: str) -> None:
+        print(text, flush=True)
+
+    shard(run.config.data, run.data, place.rank, place.world_size, log)
+    done, total = shard_progress(run.data)
+    if done == total:
+        finalize(run.config.data, run.data, log)
+    return Exit.DONE

@@ -1,0 +1,42 @@
+"""Stage train: from where the checkpoints stand to `train.steps`, in all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.checkpoint_files import newest_step
+from pipeline.errors import Exit
+from pipeline.files import last_object
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import Place
+
+NEEDS: tuple[str, ...] = ("shard",)
+
+
+def missing(run: Run) -> str | None:
+    """Why training is not done; None when the checkpoint of the last step is there."""
+    step, steps = newest_step(run.checkpoints), run.config.train.steps
+    return None if step >= steps else f"the newest checkpoint is step {step} of {steps}"
+
+
+def progress(run: Run) -> str:
+    """A phrase for `status`."""
+    last = last_object(run.metrics)
+    if last is None:
+        return f"0/{run.config.train.steps} steps"
+    return f"{last['step']}/{run.config.train.steps} steps, loss {last['loss']:.4f}"
+
+
+def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
+    from data_prep.manifest import load_manifest
+    from pipeline import groups
+    from pipeline.trainer import Trainer
+
+    manifest = load_manifest(run.data)
+    groups.make_deterministic(run.config)
+    world = groups.join(place, run.config)
+    result = Trainer(run, manifest, place, world, flag).fit()
+    groups.leave()
+    return result

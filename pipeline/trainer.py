@@ -1,0 +1,307 @@
+"""The training loop, from top to bottom: build, restore, step, save, stop.
+
+`Trainer.step` is one optimizer step and fits on a screen. What makes a run exact (contract 3) stands here in
+four places: the batch of a step is a function of `samples_consumed` alone (pipeline/order.py); everything
+random in a step is seeded by (seed, step, rank, micro-batch); DDP's gradient buckets are fixed before the first
+step (`fix_buckets`); and a checkpoint is taken at step boundaries only, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data_prep.manifest import Manifest
+from pipeline import groups
+from pipeline.checkpoint import Checkpointer, State
+from pipeline.config import Config, check_batch
+from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.errors import Exit
+from pipeline.files import sha256_json
+from pipeline.inputs import verify_shards
+from pipeline.metrics import Metrics, StepRecord, rewind
+from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum
+from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
+from pipeline.order import ORDER_VERSION
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from pipeline.stop import Agreement
+from slurm.environment import Place
+
+# the model's only buffers are constant tables; torch 2.13 gave the option that says so another name
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config_hash(config: Config) -> str:
+    """Hash of what shapes the result: not where it runs, nor how long."""
+    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer", "run"})
+    values["run"] = {"seed": config.run.seed}
+    del values["train"]["steps"], values["train"]["log_every"], values["data"]["verify"]
+    return sha256_json(values)
+
+
+def step_seed(seed: int, step: int, rank: int, micro: int) -> int:
+    """Seed of everything random in one micro-batch: a function of place and time, not of history."""
+    text = f"{seed}/{step}/{rank}/{micro}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+class Trainer:
+    """One rank of one attempt of one training."""
+
+    def __init__(self, run: Run, manifest: Manifest, place: Place, world: groups.World, flag: StopFlag) -> None:
+        config = run.config
+        self.run, self.config, self.world, self.flag = run, config, world, flag
+        self.micro_batches = check_batch(config, world.size)
+        self.tokens_per_step = config.train.global_batch * config.data.sequence_length
+        self.agreement = Agreement(flag, groups.side_group())
+        layout = groups.layout(place, config, world)
+        self.checkpointer = Checkpointer(
+            run.checkpoints,
+            groups.side_group(),
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.mode == "async",
+            describe={
+                "layout": layout,
+                "config_hash": config_hash(config),
+                "data_key": manifest.key,
+                "order_version": ORDER_VERSION,
+            },
+            on_saved=self._log_saved,
+        )
+        verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
+        self.dataset = TokenDataset(
+            [ShardSpan(run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train],
+            config.data.sequence_length,
+        )
+        with torch.device("meta"):
+            model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length)
+        self.model = model.to_empty(device=world.device)
+        init_weights(self.model, config.run.seed, config.model.initializer_range)
+        self.optimizer = make_optimizer(self.model, config.optimizer, world.device)
+        fill_state(self.optimizer)
+        fp16 = config.train.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16)
+        self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
+        self.samples_consumed = 0
+        self.start_step = self._restore()
+        if config.train.compile:
+            for layer in self.model.model.layers:
+                layer.compile()
+        self.forward: nn.Module = self.model
+        if world.size > 1:
+            self.forward = DistributedDataParallel(
+                self.model,
+                device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                bucket_cap_mb=config.parallel.bucket_mb,
+                gradient_as_bucket_view=True,
+                init_sync=False,  # weights are already equal: same seed, or same checkpoint
+                **_NO_BUFFER_SYNC,
+            )
+            self.fix_buckets()
+        self.metrics = Metrics(run.metrics if world.first else None)
+        self._checkpoint_s = 0.0
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def step(self, step: int, tokens_BT1: torch.Tensor) -> StepRecord:
+        """Optimizer step number `step` (from 1) on this rank's part of the global batch.
+
+        tokens_BT1: int64 of shape (global_batch / data_parallel, sequence_length + 1).
+        """
+        config, started = self.config, time.perf_counter()
+        lr = learning_rate(config.optimizer, step, config.train.steps)
+        set_learning_rate(self.optimizer, lr)
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for micro, micro_BT1 in enumerate(tokens_BT1.split(config.train.micro_batch)):
+            torch.manual_seed(step_seed(config.run.seed, step, self.world.rank, micro))
+            with self._sync_only(micro == self.micro_batches - 1):
+                with self._autocast():
+                    loss = loss_sum(self.forward(micro_BT1[:, :-1]), micro_BT1[:, 1:])
+                # DDP averages over ranks: × world size makes the gradient that of the global batch's mean loss
+                self.scaler.scale(loss * (self.world.size / self.tokens_per_step)).backward()
+            total_loss += loss.detach()
+        dist.all_reduce(total_loss)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self._clip()
+        self.agreement.start()
+        self.checkpointer.wait_staged()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.samples_consumed += config.train.global_batch
+        values = {"lr": lr, "samples_consumed": self.samples_consumed, "tokens": step * self.tokens_per_step}
+        values["step_time_s"] = time.perf_counter() - started
+        return StepRecord(step, total_loss / self.tokens_per_step, grad_norm, values, self.scaler.is_enabled())
+
+    def _sync_only(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are reduced with the last micro-batch of a step, not before."""
+        if last or not isinstance(self.forward, DistributedDataParallel):
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self.forward.no_sync()
+        return context
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        dtype = _DTYPES.get(self.config.train.precision)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, dtype)
+
+    def _clip(self) -> torch.Tensor:
+        """Norm of the whole gradient before clipping; clips where the config says so."""
+        limit = self.config.optimizer.clip_norm
+        if limit is not None:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def fix_buckets(self) -> None:
+        """Make DDP rebuild its gradient buckets now, not after the first step.
+
+        DDP reduces the first backward after a start in other buckets than all later ones; with three ranks or
+        more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
+        the last bits. One backward whose gradients are thrown away settles the buckets.
+        """
+        length = self.config.data.sequence_length if self.config.train.compile else 1
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        tokens_BT = torch.zeros((rows, length), dtype=torch.int64, device=self.world.device)
+        with self._autocast():
+            loss = loss_sum(self.forward(tokens_BT), tokens_BT)
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    def fit(self) -> Exit:
+        """Train from where the run stands to `train.steps`, or until all ranks agree to stop."""
+        config = self.config.train
+        if self.start_step >= config.steps:
+            return Exit.DONE
+        self.agreement.start()
+        if self.agreement.stop():  # asked to stop during start-up: nothing new to save
+            return Exit.STOPPED
+        sampler = GlobalOrderSampler(
+            self.dataset,
+            global_batch=config.global_batch,
+            seed=self.config.run.seed,
+            samples_consumed=self.samples_consumed,
+            num_replicas=self.world.size,
+            rank=self.world.rank,
+        )
+        with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
+            return self._loop(iter(batches), batches)
+
+    def _loop(self, tokens: Iterator[torch.Tensor], batches: Batches) -> Exit:
+        steps, every = self.config.train.steps, self.config.checkpoint.every_steps
+        previous_end = time.perf_counter()
+        for step in range(self.start_step + 1, steps + 1):
+            record = self.step(step, next(tokens))
+            stopping = self.agreement.stop()
+            end = time.perf_counter()
+            record.values |= self._rates(end - previous_end, batches.data_wait_s)
+            previous_end = end
+            self._log(self.metrics.record(record))
+            if stopping and self.world.first:
+                self.run.event("stop_requested", "train", step=step, signal=self.flag.reason or "another rank's")
+            if stopping or step == steps or step % every == 0:
+                self.save(step)
+            if stopping and step < steps:
+                self.checkpointer.close()
+                self._print(f"stopped after step {step}, saved")
+                return Exit.STOPPED
+        self.checkpointer.close()
+        return Exit.DONE
+
+    def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
+        tokens_per_s = self.tokens_per_step / step_s
+        values = {
+            "step_time_s": round(step_s, 6),
+            "data_wait_s": round(data_wait_s, 6),
+            "tokens_per_s": round(tokens_per_s, 1),
+            "tflops": round(tokens_per_s * self.flops_per_token / 1e12, 6),
+            "memory_gb": round(self._memory_gb(), 3),
+        }
+        if self._checkpoint_s:
+            values["checkpoint_s"], self._checkpoint_s = round(self._checkpoint_s, 6), 0.0
+        return values
+
+    def _memory_gb(self) -> float:
+        """Peak memory: of the device where there is one, else of the process."""
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Weights and optimizer state by layout-independent names."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+        for parameter, name in names.items():
+            for key, value in self.optimizer.state[parameter].items():
+                state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
+        started = time.perf_counter()
+        self._log(self.metrics.flush())
+        extra = {"scaler": self.scaler.state_dict()}
+        self.checkpointer.save(self.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
+        self._checkpoint_s += time.perf_counter() - started
+
+    def _restore(self) -> int:
+        """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
+
+        def on_damaged(step: int, reason: str) -> None:
+            self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
+            self.run.event("damaged", "train", step=step, reason=reason)
+
+        started = time.perf_counter()
+        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.state(), on_damaged)
+        step = int(manifest["step"]) if manifest else 0
+        if manifest is not None:
+            self.samples_consumed = int(manifest["samples_consumed"])
+            if manifest["extra"]["scaler"] and self.scaler.is_enabled():
+                self.scaler.load_state_dict(manifest["extra"]["scaler"])
+        if self.world.first:
+            lost = rewind(self.run.metrics, step)
+            if lost:
+                self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+            if step:
+                seconds = round(time.perf_counter() - started, 3)
+                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost))
+                self._print(f"restored step {step}" + (f", {len(lost)} steps are done again" if lost else ""))
+        return step
+
+    # -- words -------------------------------------------------------------------------------------------
+
+    def _log_saved(self, step: int, seconds: float) -> None:
+        self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
+        self._print(f"saved step {step} ({seconds:.2f} s)")
+
+    def _log(self, line: dict[str, Any] | None) -> None:
+        if line is not None and (line["step"] % self.config.train.log_every == 0 or line["step"] == 1):
+            norm = "-" if line["grad_norm"] is None else f"{line['grad_norm']:.3f}"
+            self._print(
+                f"step {line['step']}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {norm}  "
+                f"lr {line['lr']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"
+            )
+
+    def _print(self, text: str) -> None:
+        if self.world.first:
+            print(text, flush=True)

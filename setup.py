@@ -1,0 +1,5 @@
+"""Kept for tools that still call it; everything is declared in setup.cfg."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,1 @@
+"""The job's side: who am I, submission, supervision, status. No torch here."""

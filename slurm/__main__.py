@@ -1,0 +1,32 @@
+"""The job's door: `python -m slurm STAGE RUN` supervises one stage of a run, in a job or by hand."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from pipeline.errors import Exit, UserError, storage_error
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+
+
+def main(arguments: list[str]) -> int:
+    """Supervise; returns the exit code."""
+    flag = StopFlag().install()
+    try:
+        if len(arguments) != 2 or arguments[0].startswith("-"):
+            raise UserError("usage: python -m slurm prepare|shard|train|evaluate RUN")
+        from slurm.supervisor import supervise
+
+        return supervise(Run.open(arguments[1]), arguments[0], flag)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except Exception as error:
+        found = storage_error(error)
+        print(f"error: {found}" if found else traceback.format_exc(), file=sys.stderr)
+        return found.code if found else Exit.CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

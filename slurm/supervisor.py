@@ -1,0 +1,133 @@
+"""One job's supervisor: starts the ranks of a stage, watches them, and alone decides what their end means.
+
+Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory and
+the requests of a person, the supervisor tells why a stage ended, writes it to events.jsonl and leaves with
+that cause's own exit code. Success is a matter of outputs: a stage whose ranks all left with 0 and whose outputs do
+not validate has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import stages
+from pipeline.errors import Exit, UserError
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from slurm.environment import identify
+from slurm.launch import Left, LocalRanks
+
+POLL_S = 0.05
+REQUEST_POLL_S = 0.5
+PEERS_LEAVE_S = 5.0
+"""After one rank failed, how long the others have to leave by themselves before they are killed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong."""
+
+    code: Exit
+    rank: int
+    host: str
+    message: str
+
+
+def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
+    """Run one attempt of `stage`. Raises UserError where it may not start."""
+    work = stages.load(stage)
+    lock = run.lock(stage)
+    if lock is None:
+        raise UserError(f"{stage} of {run.name} is already running (pid {run.holder(stage)})")
+    if run.cancelled_file.exists():
+        raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
+    attempt = run.attempts(stage) + 1
+    job = identify(os.environ).job_id or str(os.getpid())
+    size = stages.ranks(run, stage)
+    run.event("started", stage, job_id=job, attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid())
+    for report in run.stage_folder(stage).glob("error-rank-*.json"):
+        report.unlink()
+    started = time.monotonic()
+    code, facts = _one_attempt(run, stage, size, lock, flag)
+    if code == Exit.DONE and (reason := work.missing(run)) is not None:
+        code, facts = Exit.CRASHED, {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
+    facts["seconds"] = round(time.monotonic() - started, 3)
+    event = {Exit.DONE: "done", Exit.STOPPED: "stopped"}.get(code, "failed")
+    if code == Exit.STOPPED and run.cancelled_file.exists():
+        event = "cancelled"
+    run.event(event, stage, job_id=job, attempt=attempt, exit_code=int(code), **facts)
+    if event == "failed":
+        print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
+    os.close(lock)
+    return code
+
+
+def _one_attempt(run: Run, stage: str, size: int, lock: int, flag: StopFlag) -> tuple[Exit, dict[str, Any]]:
+    """Start the ranks and wait for all of them; the verdict and its facts."""
+    ranks = LocalRanks(run, stage, size, keep_open=[lock])
+    deadline: float | None = None
+    asked: str | None = None
+    next_look = 0.0
+    first: list[Left] = []
+    while ranks.running:
+        clock = time.monotonic()
+        if asked is None and clock >= next_look:
+            next_look = clock + REQUEST_POLL_S
+            asked = flag.reason or _request(run)
+            if asked is not None:
+                print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
+                ranks.send(signal.SIGTERM)
+        bad = [left for left in ranks.poll() if left.code not in (Exit.DONE, Exit.STOPPED)]
+        if bad and not first:
+            first, deadline = bad, clock + PEERS_LEAVE_S
+        if deadline is not None and clock >= deadline:
+            ranks.kill()
+        time.sleep(POLL_S)
+    if asked is not None and any(left.code == -signal.SIGTERM for left in first):
+        return Exit.STOPPED, {"cause": asked}  # stopped in its first milliseconds, before it could listen
+    if first:
+        failure = find_failure(run, stage, first)
+        facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
+        return failure.code, {**facts, "message": failure.message}
+    if any(left.code == Exit.STOPPED for left in ranks.left):
+        return Exit.STOPPED, {"cause": asked or "signal"}
+    return Exit.DONE, {}
+
+
+def _request(run: Run) -> str | None:
+    """A person's request in the run directory."""
+    if run.cancelled_file.exists():
+        return "cancelled"
+    return "stop file" if run.stop_file.exists() else None
+
+
+def find_failure(run: Run, stage: str, first: list[Left]) -> Failure:
+    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
+
+    A rank that a signal killed writes no report; its peers report a lost connection (or abort over it): they
+    are blamed last. Among reports the earliest counts.
+    """
+    reports = []
+    for path in run.stage_folder(stage).glob("error-rank-*.json"):
+        try:
+            reports.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    killed = [left for left in first if left.code < 0]
+    culprits = [left for left in killed if left.code != -signal.SIGABRT]
+    blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))
+    if blamed and not culprits:
+        report = blamed[0]
+        message = f"rank {report['rank']} on {report['host']}:\n{report['message']}"
+        return Failure(Exit(report["code"]), report["rank"], report["host"], message)
+    culprit = (culprits or killed or first)[0]
+    host = os.uname().nodename
+    log = run.stage_folder(stage) / f"rank-{culprit.rank}.log"
+    hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
+    return Failure(Exit.CRASHED, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

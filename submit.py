@@ -1,0 +1,204 @@
+"""Sluice on the login node.
+
+    python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
+    python submit.py status|logs|cancel|resume|report|verify RUN
+
+RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
+those imports take seconds; what needs torch runs as a child (`verify`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from pipeline.errors import Exit, UserError, storage_error
+
+
+class SubmitByDefault(TyperGroup):
+    """`submit.py CONFIG` is short for `submit.py submit CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put `submit` before a first word that is no command."""
+        words = [a for a in args if not a.startswith("-")]
+        if words and words[0] not in self.commands:
+            args = ["submit", *args]
+        return super().parse_args(ctx, args)
+
+
+class Executor(StrEnum):
+    """Where stages run."""
+
+    AUTO = "auto"
+    LOCAL = "local"
+
+
+app = typer.Typer(
+    cls=SubmitByDefault, add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+console = Console()
+
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
+
+
+@app.command()
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and do nothing")] = False,
+    executor: Annotated[Executor, typer.Option(help="auto: this machine (Slurm is not available yet)")] = Executor.AUTO,
+) -> None:
+    """Make the run of a config (or find it) and run the stages that are not done."""
+    from pipeline.config_file import load_config
+
+    loaded = load_config(config, overrides or ())
+    if dry_run:
+        from slurm.plan import print_plan
+
+        print_plan(loaded, console)
+        return
+    from pipeline.run import Run
+
+    _go(Run.create(loaded))
+
+
+@app.command()
+def resume(
+    run: RunPath,
+    overrides: Overrides = None,
+    update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
+) -> None:
+    """Go on with a run; may change parallel.*, stages.*, site.* and enlarge train.steps."""
+    from pipeline.run import Run
+
+    opened = Run.open(run)
+    opened.change(overrides or [])
+    opened.clear_requests()
+    if update_code:
+        opened.snapshot_code()
+        opened.event("code_updated", commit=opened.commit)
+    _go(opened)
+
+
+def _go(run: Any) -> None:
+    from slurm.chain import run_chain
+    from slurm.report import outcome
+
+    console.print(f"run {run.name}", highlight=False, soft_wrap=True)
+    code = run_chain(run, console)
+    if code == Exit.DONE:
+        console.print(outcome(run), highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(run: RunPath) -> None:
+    """Show the stages of a run and how they stand."""
+    from pipeline.run import Run
+    from slurm.report import print_status
+
+    print_status(Run.open(run), console)
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Show what a run came to: attempts, time, losses, evaluation."""
+    from pipeline.run import Run
+    from slurm.report import print_report
+
+    print_report(Run.open(run), console)
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="prepare, shard, train or evaluate")],
+    rank: Annotated[int, typer.Option(help="whose log")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing as it grows")] = False,
+) -> None:
+    """Print the log of one rank of a stage."""
+    from pipeline.run import Run
+    from pipeline.stages import load
+
+    load(stage)
+    opened = Run.open(run)
+    path = opened.jobs / stage / f"rank-{rank}.log"
+    if not path.exists():
+        there = sorted(p.name for p in path.parent.glob("rank-*.log"))
+        raise UserError(f"there is no {path}; " + (f"there are: {', '.join(there)}" if there else f"{stage} never ran"))
+    with open(path, errors="replace") as file:
+        while True:
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            if not follow or opened.holder(stage) is None:
+                sys.stdout.write(file.read())
+                return
+            time.sleep(0.3)
+
+
+@app.command()
+def cancel(run: RunPath) -> None:
+    """End a run: what runs saves and leaves, nothing starts again until `resume`."""
+    from pipeline.run import Run
+    from pipeline.stages import STAGES
+    from slurm.chain import ask_to_stop
+
+    opened = Run.open(run)
+    opened.request(opened.cancelled_file, f"by pid {os.getpid()}")
+    opened.event("cancel_requested")
+    running = [stage for stage in STAGES if opened.holder(stage) is not None]
+    for stage in running:
+        ask_to_stop(opened, stage)
+    words = f"{', '.join(running)} saves and leaves" if running else "nothing was running"
+    console.print(f"{opened.name} is cancelled: {words}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def verify(
+    run: RunPath, step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None
+) -> None:
+    """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
+    from pipeline.run import Run
+
+    opened = Run.open(run)
+    command = [sys.executable, "-m", "pipeline", "verify", str(opened.path), *(["--step", step] if step else [])]
+    environment = {**os.environ, "PYTHONPATH": str(opened.code)}
+    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of configs, for editors."""
+    from pipeline.config_file import schema_text
+
+    sys.stdout.write(schema_text())
+
+
+def main() -> None:
+    """Run a command; a user's mistake ends in one message, without a traceback."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except OSError as error:
+        found = storage_error(error)
+        if found is None:
+            raise
+        print(f"error: {found}", file=sys.stderr)
+        sys.exit(found.code)
+
+
+if __name__ == "__main__":
+    main()

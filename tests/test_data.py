@@ -1,0 +1,292 @@
+"""The loader against a naive reader; the sampler over layouts; the thread's end, errors and opens."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.errors import InputError, UserError
+from pipeline.order import sample_indices
+
+CPU = torch.device("cpu")
+SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
+
+_opened: list[str] | None = None
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _opened is not None:
+        _opened.append(str(arguments[0]))
+
+
+sys.addaudithook(_audit)  # cannot be taken back; it does nothing while `_opened` is None
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+    torch.set_num_threads(threads)
+
+
+def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardSpan], list[np.ndarray]]:
+    """Shards of (tokens, byte offset) as raw files, with tokens over the whole range of the type."""
+    random = np.random.default_rng(len(sizes))
+    spans, contents = [], []
+    for i, (tokens, offset) in enumerate(sizes):
+        content = random.integers(0, np.iinfo(dtype).max, tokens, dtype=dtype, endpoint=True)
+        path = folder / f"{i}.h5"
+        path.write_bytes(b"x" * offset + content.tobytes() + b"y" * 5)
+        spans.append(ShardSpan(path, tokens, offset, dtype))
+        contents.append(content)
+    return spans, contents
+
+
+def naive_samples(contents: list[np.ndarray], length: int) -> list[list[int]]:
+    """All samples, one token at a time."""
+    samples = []
+    for content in contents:
+        start = 0
+        while start + length < len(content):
+            samples.append([int(content[start + k]) for k in range(length + 1)])
+            start += length
+    return samples
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), SHARDS, st.integers(1, 20), st.sampled_from(["uint16", "uint32"]))
+def test_reads_what_a_naive_reader_reads(
+    data: st.DataObject, sizes: list[tuple[int, int]], length: int, dtype: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spans, contents = write_shards(Path(folder), sizes, dtype)
+        samples = naive_samples(contents, length)
+        if not samples:
+            with pytest.raises(UserError, match=f"there are {sum(n for n, _ in sizes)} tokens"):
+                TokenDataset(spans, length)
+            return
+        dataset = TokenDataset(spans, length)
+        assert len(dataset) == len(samples) == sum((max(n, 1) - 1) // length for n, _ in sizes)
+        indices = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=12))
+        batch = dataset.read(np.array(indices, dtype=np.int64))
+        assert batch.dtype == dtype
+        assert batch.shape == (len(indices), length + 1)
+        assert batch.tolist() == [samples[i] for i in indices]
+        assert dataset[len(samples) - 1].tolist() == samples[-1]
+        with Batches(dataset, [np.array(indices, dtype=np.int64)], CPU) as batches:
+            tokens_BT1 = next(batches)
+        assert tokens_BT1.dtype == torch.int64
+        assert tokens_BT1.tolist() == [samples[i] for i in indices]
+
+
+def test_large_token_ids_survive(tmp_path: Path) -> None:
+    for dtype, ids in (("uint16", [0, 32767, 32768, 65535]), ("uint32", [0, 2**31 - 1, 2**31, 2**32 - 1])):
+        path = tmp_path / dtype
+        path.write_bytes(np.array(ids, dtype=dtype).tobytes())
+        dataset = TokenDataset([ShardSpan(path, 4, 0, dtype)], 3)
+        with Batches(dataset, [np.array([0])], CPU) as batches:
+            assert next(batches).tolist() == [ids]
+
+
+def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
+    global _opened
+    spans, contents = [], []
+    for i in range(3):
+        content = np.random.default_rng(i).integers(0, 65536, 101, dtype=np.uint16)
+        path = tmp_path / f"tokens-{i}.h5"
+        with h5py.File(path, "w") as file:
+            file["documents"] = np.arange(7)
+            shard = file.create_dataset("tokens", data=content)
+            spans.append(ShardSpan(path, len(content), shard.id.get_offset(), str(shard.dtype)))
+        contents.append(content)
+    _opened = []
+    try:
+        dataset = TokenDataset(spans, 10)
+        sampler = GlobalOrderSampler(dataset, global_batch=4, seed=1, num_replicas=1, rank=0)
+        with Batches(dataset, sampler, CPU) as batches:
+            read = [next(batches) for _ in range(20)]  # more than two epochs
+    finally:
+        opened, _opened = _opened, None
+    assert sorted(path for path in opened if path.endswith(".h5")) == [str(span.path) for span in spans]
+    assert not any(name.endswith(".h5") for name in map(os.readlink, _descriptors()))
+    samples = naive_samples(contents, 10)
+    assert torch.cat(read).tolist() == [samples[i] for i in sample_indices(1, 0, 80, 30)]
+
+
+def _descriptors() -> list[str]:
+    return [path for name in os.listdir("/proc/self/fd") if os.path.islink(path := f"/proc/self/fd/{name}")]
+
+
+def test_wrong_shards_are_named(tmp_path: Path) -> None:
+    spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
+    with pytest.raises(InputError, match=r"gone\.h5"):
+        TokenDataset([spans[0], ShardSpan(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
+    with pytest.raises(InputError, match=r"1\.h5"):
+        TokenDataset([spans[0], ShardSpan(spans[1].path, 300, 8, "uint16")], 5)
+    with pytest.raises(InputError, match=r"uint32 \(.*1\.h5\)"):
+        TokenDataset([spans[0], ShardSpan(spans[1].path, 15, 8, "uint32")], 5)
+    with pytest.raises(InputError, match="float32"):
+        TokenDataset([ShardSpan(spans[1].path, 15, 8, "float32")], 5)
+    with pytest.raises(UserError, match="60 tokens in 2 shards, at most 30 in one"):
+        TokenDataset(spans, 30)
+    with pytest.raises(UserError, match="no training sample"):
+        TokenDataset([], 30)
+
+
+@pytest.mark.parametrize("index", [-1, 12])
+def test_a_sample_that_is_not_there(tmp_path: Path, index: int) -> None:
+    dataset = TokenDataset(write_shards(tmp_path, [(31, 0), (31, 0)], "uint16")[0], 5)
+    with pytest.raises(IndexError, match="there are 12"):
+        dataset.read(np.array([3, index]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 300), st.integers(0, 9))
+def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
+    batch, steps = 4 * quarter, 3
+    expected = sample_indices(seed, consumed, steps * batch, n).reshape(steps, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = TokenDataset(write_shards(Path(folder), [(n + 1, 0)], "uint16")[0], 1)
+        for world in (1, 2, 4):
+            ranks = [
+                iter(
+                    GlobalOrderSampler(
+                        dataset,
+                        global_batch=batch,
+                        seed=seed,
+                        samples_consumed=consumed,
+                        num_replicas=world,
+                        rank=rank,
+                    )
+                )
+                for rank in range(world)
+            ]
+            for k in range(steps):
+                parts = [next(rank) for rank in ranks]
+                assert {part.dtype.name for part in parts} == {"int64"}
+                assert {part.shape for part in parts} == {(batch // world,)}
+                assert np.concatenate(parts).tolist() == expected[k].tolist()
+
+
+def test_sampler_past_its_blocks_and_its_length(tmp_path: Path) -> None:
+    dataset = TokenDataset(write_shards(tmp_path, [(101, 0)], "uint16")[0], 1)
+    sampler = GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=2, rank=1)
+    assert isinstance(sampler, DistributedSampler)
+    assert len(sampler) == 7
+    sampler.set_epoch(5)
+    for k, indices in zip(range(1200), sampler, strict=False):
+        assert np.array_equal(indices, sample_indices(3, 16 * k + 8, 8, 100)), k
+    with pytest.raises(UserError, match=r"global_batch \(16\).*3 data parallel"):
+        GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> TokenDataset:
+    return TokenDataset(write_shards(tmp_path, [(101, 6)], "uint16")[0], 10)
+
+
+def endless() -> Iterator[np.ndarray]:
+    while True:
+        yield np.array([1, 2])
+
+
+def wait_until_full(batches: Batches, depth: int = 2) -> None:
+    deadline = time.monotonic() + 60
+    while batches._ready.qsize() < depth and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert batches._ready.qsize() == depth
+
+
+def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
+    asked = []
+
+    def sampler() -> Iterator[np.ndarray]:
+        for indices in endless():
+            asked.append(indices)
+            yield indices
+
+    with Batches(dataset, sampler(), CPU) as batches:
+        wait_until_full(batches)
+        time.sleep(0.05)
+        assert batches._ready.qsize() == 2
+        assert len(asked) <= 3
+        next(batches)
+        wait_until_full(batches)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
+    batches = Batches(dataset, endless(), CPU)
+    for _ in range(taken):
+        next(batches)
+    wait_until_full(batches)
+    closer = threading.Thread(target=batches.close)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+    assert not batches._thread.is_alive()
+    batches.close()
+    assert list(batches) == []
+
+
+def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
+    def broken() -> Iterator[np.ndarray]:
+        yield np.array([1])
+        raise OSError(5, "the storage failed")
+
+    with Batches(dataset, broken(), CPU) as batches:
+        assert next(batches).shape == (1, 11)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the storage failed"):
+                next(batches)
+    with Batches(dataset, [np.array([0]), np.array([10])], CPU) as batches:
+        next(batches)
+        with pytest.raises(IndexError, match="there are 10"):
+            next(batches)
+
+
+def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
+    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+        assert [tokens[0].tolist() for tokens in batches] == [dataset[k].tolist() for k in range(5)]
+        assert list(batches) == []
+
+
+def test_waiting_is_measured(dataset: TokenDataset) -> None:
+    def slow() -> Iterator[np.ndarray]:
+        time.sleep(0.2)
+        yield from endless()
+
+    with Batches(dataset, slow(), CPU) as batches:
+        next(batches)
+        first = batches.data_wait_s
+        wait_until_full(batches)
+        next(batches)
+        assert batches.data_wait_s < first
+    assert first > 0.1
+
+
+def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
+    """Torch operations of this size would start an OpenMP pool of their own in the reader's thread."""
+    torch.set_num_threads(4)
+    dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
+    before = len(os.listdir("/proc/self/task"))
+    with Batches(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
+        wait_until_full(batches)
+        assert len(os.listdir("/proc/self/task")) == before + 1

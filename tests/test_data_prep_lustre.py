@@ -1,0 +1,74 @@
+"""Lustre striping: the command that would run, recorded by a fake `lfs`; nothing elsewhere; failures are warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_prep.lustre import file_system_type, stripe
+from data_prep.prepare import prepare
+from data_prep.shards import shard
+from tests.test_data_prep import config, quiet, texts, write_jsonl
+
+
+@pytest.fixture
+def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake `lfs` on PATH that appends its arguments to a file and ends with the code in another."""
+    folder = tmp_path / "fake-lfs"
+    folder.mkdir()
+    (folder / "lfs").write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\necho no such pool >&2\nexit $(cat {folder}/code)\n'
+    )
+    (folder / "lfs").chmod(0o755)
+    (folder / "code").write_text("0")
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return folder
+
+
+def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    stripe(tmp_path, lines.append, file_system=lambda _: "ext4")
+    assert not (fake_lfs / "calls").exists()
+    stripe(tmp_path, lines.append, file_system=lambda _: "lustre")
+    assert (fake_lfs / "calls").read_text() == f"setstripe -c 1 {tmp_path}\n"
+    assert lines == []
+
+
+def test_failing_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
+    (fake_lfs / "code").write_text("2")
+    lines: list[str] = []
+    stripe(tmp_path, lines.append, file_system=lambda _: "lustre")
+    assert len(lines) == 1 and lines[0].startswith("warning: ") and "no such pool" in lines[0]
+
+
+def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stripe(tmp_path, lambda line: pytest.fail(line), file_system=lambda _: "lustre")
+
+
+def test_shard_sets_the_stripe_before_it_writes(
+    fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
+    monkeypatch.setattr("data_prep.shards.stripe", lambda path, log: stripe(path, log, lambda _: "lustre"))
+    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
+    prepare(data, tmp_path / "data", quiet)
+    shard(data, tmp_path / "data", 0, 1, quiet)
+    assert (fake_lfs / "calls").read_text() == "done\n"
+
+
+def test_file_system_type_takes_the_deepest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda1 / ext4 rw 0 0\n"
+        "10.0.0.1@tcp:/work /work lustre rw,flock 0 0\n"
+        "tmpfs /work/local tmpfs rw 0 0\n"
+        "10.0.0.1@tcp:/b /my\\040data lustre rw 0 0\n"
+        "overlay /twice ext4 rw 0 0\noverlay /twice lustre rw 0 0\n"
+    )
+    kinds = {"/work/me/run": "lustre", "/workshop": "ext4", "/work/local/x": "tmpfs", "/my data": "lustre"}
+    kinds |= {"/twice/x": "lustre", "/": "ext4"}
+    assert {path: file_system_type(Path(path), mounts) for path in kinds} == kinds
+    assert file_system_type(tmp_path, tmp_path / "no-such-file") == ""
+    assert file_system_type(tmp_path) != ""

@@ -1,0 +1,196 @@
+"""Sources and units: which files a config names, and pieces that give each line once."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.prepare import prepare, take_sample
+from data_prep.sources import Input, find_inputs, parquet_groups, read_documents
+from data_prep.units import MIN_UNIT_BYTES, cut, total_bytes, unit_count
+from pipeline.config import DataConfig, TokenizerConfig
+from pipeline.errors import UserError
+
+
+def listed(path: Path, file_format: str) -> Input:
+    """An input of a given format."""
+    stat = path.stat()
+    return Input(str(path), stat.st_size, stat.st_mtime_ns, file_format)
+
+
+def read_all(path: Path, file_format: str) -> list[str]:
+    """Texts of a whole file."""
+    return [document.text for document in read_documents(listed(path, file_format), 0, path.stat().st_size, "text")]
+
+
+@settings(deadline=None, max_examples=150)
+@given(content=st.binary(max_size=80).map(lambda data: bytes(b"ab\r\n\xff"[byte % 5] for byte in data)), data=st.data())
+def test_pieces_give_every_line_once_with_its_number(
+    content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines.txt"
+    path.write_bytes(content)
+    borders = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
+    source = listed(path, "lines")
+    found, before = [], 0
+    for start, end in pairwise(borders):
+        piece = list(read_documents(source, start, end, "text"))
+        found += [(before + document.line, document.text, document.reason is None) for document in piece]
+        before += len(piece)
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    wanted = []
+    for number, line in enumerate(lines, 1):
+        whole = b"\xff" not in line
+        text = (line[:-1] if line.endswith(b"\r") else line).decode() if whole else ""
+        wanted.append((number, text, whole))
+    assert found == wanted
+
+
+formats = st.sampled_from(["text", "lines", "jsonl", "gzip", "parquet"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    files=st.lists(st.tuples(formats, st.lists(st.integers(0, 2000), min_size=1, max_size=4)), min_size=1, max_size=12),
+    count=st.integers(1, 10),
+)
+def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[int]]], count: int) -> None:
+    groups = {index: sizes for index, (kind, sizes) in enumerate(files) if kind == "parquet"}
+    inputs = [Input(f"f{index}", sizes[0], 0, kind) for index, (kind, sizes) in enumerate(files)]
+    units = cut(inputs, groups, count)
+    assert len(units) <= count and all(units)
+    pieces = [piece for unit in units for piece in unit]
+    assert pieces == sorted(pieces)
+    for index, source in enumerate(inputs):
+        ends = [(start, end) for number, start, end in pieces if number == index]
+        length = len(groups[index]) if source.format == "parquet" else source.size
+        if length == 0:
+            assert ends == []
+            continue
+        assert (ends[0][0], ends[-1][1]) == (0, length)
+        assert all(left[1] == right[0] for left, right in pairwise(ends))
+        assert all(start < end for start, end in ends)
+        if source.format in ("text", "gzip"):
+            assert len(ends) == 1
+    total = total_bytes(inputs, groups)
+    if all(source.splits for source in inputs) and total >= count:
+        sizes = [sum(end - start for _, start, end in unit) for unit in units]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_unit_count_follows_the_shard_size_and_is_a_few_at_least() -> None:
+    assert unit_count(10, 1_000_000, 4.0) == 1
+    assert unit_count(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
+    assert unit_count(4_000_000, 10_000_000, 4.0) == 4
+    assert unit_count(4_000_000_000, 10_000_000, 4.0) == 112  # 100 full shards, each with a tenth of room
+
+
+def test_globs_are_sorted_and_a_file_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.txt", "a.txt", "c.jsonl", "sub/d.txt", "folder.txt/e.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    inputs = find_inputs(DataConfig(source=["c.jsonl", "**/*.txt", "a.txt"]))
+    assert [os.path.relpath(source.path, tmp_path) for source in inputs] == ["c.jsonl", "a.txt", "b.txt", "sub/d.txt"]
+    assert [source.format for source in inputs] == ["jsonl", "text", "text", "text"]
+    assert find_inputs(DataConfig(source="a.txt", text_documents="line"))[0].format == "lines"
+    assert all(os.path.isabs(source.path) for source in inputs)
+
+
+def test_name_with_glob_characters_is_a_name_first(tmp_path: Path) -> None:
+    (tmp_path / "part[1].txt").write_text("x")
+    assert len(find_inputs(DataConfig(source=str(tmp_path / "part[1].txt")))) == 1
+
+
+def test_source_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'nothing/\*\.txt' matches no file"):
+        find_inputs(DataConfig(source="nothing/*.txt"))
+    with pytest.raises(UserError, match=r"'missing\.jsonl' matches no file"):
+        find_inputs(DataConfig(source=["missing.jsonl"]))
+    (tmp_path / "data.csv").write_text("x")
+    with pytest.raises(UserError, match=r"data\.csv: no supported ending; there are \.txt, \.jsonl"):
+        find_inputs(DataConfig(source=str(tmp_path / "*")))
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"cannot read .*gone\.txt: No such file"):
+        find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match=r"the 1 files of .*empty\.txt hold no text"):
+        prepare(DataConfig(source=str(tmp_path / "empty.txt")), tmp_path / "data", print)
+
+
+def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    text = "\ufeff first\r\nsecond\x00\u2028\n\n"
+    path.write_bytes(text.encode())
+    assert read_all(path, "text") == [text]
+    assert read_all(path, "lines") == ["\ufeff first", "second\x00\u2028", ""]
+
+
+def test_zstd_lines_survive_any_block_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.sources._BLOCK", 5)
+    path = tmp_path / "a.jsonl.zst"
+    content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
+    path.write_bytes(
+        zstandard.compress(content[:1000]) + zstandard.compress(b"") + zstandard.compress(content[1000:-1])
+    )
+    assert read_all(path, "zstd") == [f"é{i}" for i in range(300)]
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "other"])
+def test_broken_archive_is_an_error_that_names_it(tmp_path: Path, ending: str, damage: str) -> None:
+    path = tmp_path / f"a{ending}"
+    content = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(5000))
+    if ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [str(i * i) for i in range(5000)]}), path)
+    elif ending == ".jsonl.gz":
+        path.write_bytes(gzip.compress(content))
+    else:
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
+    whole = path.read_bytes()
+    middle = len(whole) // 3
+    path.write_bytes(
+        {"cut": whole[:-20], "flip": whole[:middle] + b"\0\1\2" * 9 + whole[middle + 27 :], "other": b"x"}[damage]
+    )
+    with pytest.raises(UserError, match=rf"cannot read {path}: \w"):
+        end = len(parquet_groups(str(path), "text")) if ending == ".parquet" else path.stat().st_size
+        list(read_documents(listed(path, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")), 0, end, "text"))
+
+
+def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'text' \(data\.text_field\); there are id, body"):
+        parquet_groups(str(path), "text")
+    with pytest.raises(UserError, match=r"a\.parquet: column 'id' \(data\.text_field\) holds int64, not text"):
+        parquet_groups(str(path), "id")
+
+
+def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
+    data = DataConfig(source=str(path), text_documents="line", held_out=0.0, tokenizer=TokenizerConfig(vocab_size=300))
+    inputs = find_inputs(data)
+    sample = take_sample(data, inputs, {}, 11_000)
+    assert 9_000 < sum(map(len, sample)) <= 11_000
+    places = [int(text[5:]) for text in sample if len(text) == 10]
+    assert [sum(1000 * k <= place < 1000 * (k + 1) for place in places) > 50 for k in range(10)] == [True] * 10
+    everything = take_sample(data, inputs, {}, 200_000)
+    assert everything == [f"line {i:05d}" for i in range(10_000)]
+    half = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, {}, 200_000)
+    assert 4_700 < len(half) < 5_300
+    archive = tmp_path / "b.jsonl.gz"  # one place only: it gives the whole sample
+    archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
+    one = data.model_copy(update={"source": str(archive)})
+    assert sum(map(len, take_sample(one, find_inputs(one), {}, 1_003))) == 1_003

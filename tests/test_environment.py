@@ -1,0 +1,422 @@
+"""Who am I: the environments that real launchers make, and what must hold for any environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import UserError
+from slurm.environment import PORTS, Place, expand_hostlist, identify, job_end_time, local_environment
+
+Env = dict[str, str]
+
+# A batch script on 2 nodes with 2 tasks each, as Slurm 22.05 starts it.
+BATCH: Env = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOBID": "4711",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURMD_NODENAME": "n1",
+}
+
+
+def srun(rank: int, node: int, local: int, **more: str) -> Env:
+    """Task `rank` of `srun` (step 3) in that script."""
+    return BATCH | {
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEPID": "3",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+        "SLURMD_NODENAME": f"n{node + 1}",
+        **more,
+    }
+
+
+def orted(node: int) -> Env:
+    """The step that Open MPI's mpirun starts its daemons in: all nodes of the job but the first."""
+    return srun(
+        node - 1,
+        node - 1,
+        0,
+        SLURM_STEP_ID="0",
+        SLURM_STEP_NODELIST="n2",
+        SLURM_STEP_NUM_TASKS="1",
+        SLURM_NTASKS="1",
+        SLURM_STEP_TASKS_PER_NODE="1",
+        SLURM_TASKS_PER_NODE="1",
+        SLURMD_NODENAME=f"n{node + 1}",
+    )
+
+
+def openmpi(rank: int, size: int, local: int, local_size: int) -> Env:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(local),
+        "PMIX_NAMESPACE": "3158966273",
+        "PMIX_RANK": str(rank),
+    }
+
+
+def hydra(rank: int, size: int, local: int, local_size: int) -> Env:
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_FD": "9",
+        "MPI_LOCALRANKID": str(local),
+        "MPI_LOCALNRANKS": str(local_size),
+    }
+
+
+def torchrun(rank: int, size: int, local: int, local_size: int, host: str) -> Env:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(rank // local_size),
+        "GROUP_WORLD_SIZE": str(size // local_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def numbers(place: Place) -> tuple[int, int, int, int, int]:
+    return place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank
+
+
+def test_alone_outside_slurm() -> None:
+    place = identify({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
+    assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1, 0)
+    assert place.hosts == ("localhost",) and place.master_host == "localhost"
+    assert place.job_id is None and place.restart_count == 0
+
+
+@pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
+def test_no_rank_in_batch_script_and_salloc(step: str | None) -> None:
+    env = BATCH | ({"SLURM_STEP_ID": step} if step else {})
+    place = identify(env)
+    assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1, 0)
+    assert place.job_id == "4711" and place.restart_count == 0
+
+
+def test_array_task_that_was_requeued() -> None:
+    env = BATCH | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
+    place = identify(env)
+    assert place.job_id == "4700_0" and place.restart_count == 2
+
+
+def test_srun() -> None:
+    place = identify(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
+    assert place.launcher == "srun" and numbers(place) == (3, 4, 1, 2, 1)
+    assert place.hosts == ("n1", "n2") and place.master_host == "n1"
+    assert place.job_id == "4711" and place.restart_count == 1
+
+
+def test_srun_on_fewer_nodes_and_tasks_than_the_job_has() -> None:
+    part = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    place = identify(srun(2, 0, 2, **part))
+    assert numbers(place) == (2, 3, 2, 3, 0)
+    assert place.hosts == ("n2",) and place.master_host == "n2"
+
+
+@pytest.mark.parametrize("kind", ["pmi2", "pmix", "cray_shasta"])
+def test_srun_with_an_mpi_plugin_stays_srun(kind: str) -> None:
+    more = {
+        "pmi2": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"},
+        "pmix": {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4711.3"},
+        "cray_shasta": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+    }[kind]
+    assert identify(srun(3, 1, 1, **more)) == identify(srun(3, 1, 1))
+
+
+def test_sluice_may_name_the_master() -> None:
+    place = identify(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
+    assert (place.master_host, place.master_port) == ("10.0.0.1", 1234)
+    assert identify(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
+
+
+def test_torchrun_inside_srun() -> None:
+    place = identify(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
+    assert place.launcher == "torchrun" and numbers(place) == (2, 4, 0, 2, 1)
+    assert (place.master_host, place.master_port, place.job_id) == ("n1", 29500, "4711")
+    assert place.hosts == ("n1",)
+
+
+def test_mpirun_inside_a_job() -> None:
+    """Ranks on the first node have the batch script's variables, the others those of the daemons' step."""
+    places = [identify(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
+    places += [identify(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
+    assert [numbers(place) for place in places] == [(r, 4, r % 2, 2, r // 2) for r in range(4)]
+    assert {place.launcher for place in places} == {"openmpi"}
+    assert {place.hosts for place in places} == {("n1", "n2")}
+    assert {(place.master_host, place.job_id) for place in places} == {("n1", "4711")}
+    assert len({place.master_port for place in places}) == 1
+    another = identify(BATCH | openmpi(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
+    assert another.master_port != places[0].master_port
+
+
+def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
+    places = [identify(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
+        identify(orted(1) | openmpi(2, 3, 0, 1))
+    ]
+    assert [place.node_rank for place in places] == [0, 0, 1]
+
+
+def test_mpirun_on_one_machine() -> None:
+    place = identify(openmpi(1, 2, 1, 2))
+    assert numbers(place) == (1, 2, 1, 2, 0) and place.hosts == ("localhost",)
+
+
+@pytest.mark.parametrize("environment", [openmpi, hydra])
+def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
+    assert callable(environment)
+    env = environment(2, 4, 0, 2)
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        identify(env)
+    place = identify(env | {"MASTER_ADDR": "a1"})
+    assert numbers(place) == (2, 4, 0, 2, 1) and place.master_host == "a1"
+
+
+def test_hydra_inside_a_job() -> None:
+    """Hydra hands the first node's variables to all ranks, SLURMD_NODENAME too."""
+    places = [identify(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
+    assert [numbers(place) for place in places] == [(r, 4, r % 2, 2, r // 2) for r in range(4)]
+    assert {(place.launcher, place.hosts, place.master_port) for place in places} == {
+        ("pmi", ("n1", "n2"), places[0].master_port)
+    }
+
+
+def test_hydra_in_a_step_of_its_proxies() -> None:
+    place = identify(srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | hydra(3, 4, 1, 2))
+    assert place.launcher == "pmi" and numbers(place) == (3, 4, 1, 2, 1)
+
+
+def test_pals_without_slurm() -> None:
+    pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+    place = identify(pals)
+    assert place.launcher == "pmi" and numbers(place) == (1, 2, 1, 2, 0)
+
+
+@pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), openmpi(0, 2, 0, 2)])
+def test_our_launcher_comes_first(outer: Env) -> None:
+    place = identify(outer | local_environment(5, 6, 3, "127.0.0.1", 23456))
+    assert place.launcher == "local" and numbers(place) == (5, 6, 2, 3, 1)
+    assert place.hosts == ("127.0.0.1",) * 2
+    assert (place.master_host, place.master_port) == ("127.0.0.1", 23456)
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        (torchrun(2, 2, 0, 1, "x"), "RANK=2 must be less than WORLD_SIZE=2"),
+        (
+            torchrun(0, 2, 0, 2, "x") | {"LOCAL_WORLD_SIZE": "3"},
+            "LOCAL_WORLD_SIZE=3 must not be more than WORLD_SIZE=2",
+        ),
+        (
+            torchrun(0, 2, 0, 2, "x") | {"MASTER_PORT": "70000"},
+            "MASTER_PORT='70000' is no whole number from 1 to 65535",
+        ),
+        (openmpi(1, 2, 1, 2) | {"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is no whole number"),
+        (openmpi(1, 4, 0, 2) | {"MASTER_ADDR": "x"}, "map-by slot"),
+        (openmpi(0, 3, 0, 1) | BATCH | {"SLURMD_NODENAME": "login"}, "SLURM_JOB_NODELIST"),
+        (srun(4, 1, 1), "SLURM_PROCID=4 must be less than SLURM_STEP_NUM_TASKS=4"),
+        (srun(3, 2, 1), "SLURM_NODEID=2"),
+        (srun(3, 1, 2), "SLURM_LOCALID=2"),
+        (srun(3, 1, 1, SLURM_STEP_NODELIST="n[1-"), r"SLURM_STEP_NODELIST: 'n\[1-' is no host list"),
+        (srun(3, 1, 1, SLURM_STEP_NODELIST="n1"), "SLURM_STEP_NODELIST=n1 has 1"),
+        (srun(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2,3"), "SLURM_STEP_TASKS_PER_NODE=2,3 makes 5 tasks"),
+        (srun(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2(y2)"), "no list of tasks per node"),
+        (srun(3, 1, 1, SLURM_STEP_ID="x"), "SLURM_STEP_ID='x' is no whole number"),
+        (BATCH | {"SLURM_RESTART_COUNT": "-1"}, "SLURM_RESTART_COUNT='-1' is no whole number"),
+        (BATCH | {"SLURM_ARRAY_TASK_ID": "1"}, "SLURM_ARRAY_JOB_ID is not set"),
+        ({"SLUICE_RANK": "1", "SLUICE_WORLD_SIZE": "1"}, "SLUICE_RANK=1 must be less than SLUICE_WORLD_SIZE=1"),
+    ],
+)
+def test_contradictions_are_named(env: Env, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        identify(env)
+
+
+def test_job_end_time() -> None:
+    assert job_end_time({}) is None
+    assert job_end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    with pytest.raises(UserError, match="SLURM_JOB_END_TIME='soon'"):
+        job_end_time({"SLURM_JOB_END_TIME": "soon"})
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, slurm.environment; print([m for m in ('torch', 'numpy', 'h5py', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- host lists ----------------------------------------------------------------------------------------------
+
+
+def test_hostlist_by_hand() -> None:
+    assert expand_hostlist("n[1-3,07-09],login2,rack[1-2]n[0-1]-ib") == [
+        *("n1", "n2", "n3", "n07", "n08", "n09", "login2"),
+        *("rack1n0-ib", "rack1n1-ib", "rack2n0-ib", "rack2n1-ib"),
+    ]
+    assert expand_hostlist("n[098-101]") == ["n098", "n099", "n100", "n101"]
+    assert expand_hostlist("n[8-11]") == ["n8", "n9", "n10", "n11"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,", "n[", "n[]", "n[1", "n1]", "n[3-1]", "n[a-b]", "n[1,,2]", "a b", "n[1-]"]
+)
+def test_broken_hostlists(text: str) -> None:
+    with pytest.raises(UserError, match="is no host list"):
+        expand_hostlist(text)
+
+
+def test_hostlist_of_a_whole_planet() -> None:
+    for text in ("n[1-999999999]", "n[1-9999]m[1-9999]"):
+        with pytest.raises(UserError, match="is no host list"):
+            expand_hostlist(text)
+
+
+def compact(hosts: list[tuple[str, str]]) -> str:
+    """Names, each a prefix and a number, as Slurm writes them: neighbours of one width become ranges."""
+    groups: list[tuple[str, list[list[str]]]] = []
+    for prefix, number in hosts:
+        if not groups or groups[-1][0] != prefix:
+            groups.append((prefix, []))
+        ranges = groups[-1][1]
+        if ranges and len(ranges[-1][-1]) == len(number) and int(ranges[-1][-1]) + 1 == int(number):
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(
+        f"{prefix}[{','.join(r[0] if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in ranges)}]" for prefix, ranges in groups
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["n", "rack1-n", "gpu_", "x."]), st.integers(0, 120), st.integers(1, 4), st.integers(1, 9)
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_hostlist_is_the_inverse_of_compacting(runs: list[tuple[str, int, int, int]]) -> None:
+    hosts = [(prefix, f"{n:0{width}d}") for prefix, start, width, count in runs for n in range(start, start + count)]
+    assert expand_hostlist(compact(hosts)) == [prefix + number for prefix, number in hosts]
+
+
+# -- properties ----------------------------------------------------------------------------------------------
+
+
+def runs_of(counts: list[int]) -> str:
+    """Tasks per node as Slurm writes them: 2 2 2 1 → 2(x3),1."""
+    ends = [0, *(i for i, (a, b) in enumerate(pairwise(counts), 1) if a != b), len(counts)]
+    return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in pairwise(ends))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.booleans())
+def test_uneven_tasks_per_node(counts: list[int], by_step: bool) -> None:
+    """Every task of a step finds its node, its neighbours and the same rendezvous."""
+    world, prefix = sum(counts), "SLURM_STEP_" if by_step else "SLURM_"
+    env = BATCH | {
+        "SLURM_STEP_ID": "0",
+        f"{prefix}TASKS_PER_NODE": runs_of(counts),
+        "SLURM_STEP_NUM_TASKS" if by_step else "SLURM_NTASKS": str(world),
+        "SLURM_STEP_NODELIST" if by_step else "SLURM_JOB_NODELIST": f"n[1-{len(counts)}]",
+    }
+    where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    places = [
+        identify(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
+        for rank, (node, local) in enumerate(where)
+    ]
+    assert [numbers(p) for p in places] == [(r, world, local, counts[n], n) for r, (n, local) in enumerate(where)]
+    assert len({(p.hosts, p.master_host, p.master_port) for p in places}) == 1
+    assert len(places[0].hosts) == len(counts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 2**31), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1000))
+def test_ports(job: int, one: int, other: int, step: int) -> None:
+    def port(restarts: int, step: int = step) -> int:
+        more = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restarts), "SLURM_STEP_ID": str(step)}
+        first, last = identify(srun(0, 0, 0, **more)), identify(srun(3, 1, 1, **more))
+        assert first.master_port == last.master_port
+        return first.master_port
+
+    assert port(one) in PORTS and 20_000 <= port(one) <= 29_999
+    assert (port(one) == port(other)) == (one == other)
+
+
+def test_ports_differ_between_jobs_and_steps() -> None:
+    ports = {
+        identify(srun(0, 0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).master_port
+        for job in range(1, 11)
+        for step in range(10)
+    }
+    assert len(ports) > 90
+
+
+KEYS = sorted(
+    {*srun(0, 0, 0), *openmpi(0, 1, 0, 1), *hydra(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
+    | {*local_environment(0, 1, 1, "x", 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
+    | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME"}
+)
+VALUES = st.one_of(
+    st.integers(-2, 5).map(str),
+    st.sampled_from(["", "n[1-2]", "2(x2)", "4294967291", "1_0", " 1", "٣", "9" * 19, "9" * 5000]),
+    st.text(max_size=6),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=20))
+def test_any_environment_is_understood_or_refused(env: Env) -> None:
+    try:
+        place = identify(env)
+        job_end_time(env)
+    except UserError as error:
+        assert str(error)
+        return
+    assert 0 <= place.rank < place.world_size
+    assert 0 <= place.local_rank < place.local_world_size <= place.world_size
+    assert place.node_rank >= 0 and place.hosts and place.master_host
+    assert 1 <= place.master_port <= 65535
+    assert place.restart_count >= 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(alphabet="na0129[],-", max_size=20))
+def test_any_text_is_a_hostlist_or_refused(text: str) -> None:
+    try:
+        hosts = expand_hostlist(text)
+    except UserError:
+        return
+    assert hosts and all(host and not set(host) & set("[],") for host in hosts)

@@ -1,0 +1,171 @@
+"""Contract 3: stopped, killed, resumed or moved to another number of ranks, a training ends as it should.
+
+Ranks are forked and signalled for real; each case is compared with an undisturbed run of the same config. Dropout is
+on, so that randomness inside a step is tested too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import Exit
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from tests.ranks import Ranks, run_ranks
+from tests.tiny import make_run, stage_rank
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def new_run(folder: Path, name: str, data: Path, *more: str) -> Run:
+    return make_run(folder, name, (f"train.steps={STEPS}", *more), data)
+
+
+def digest(run: Run) -> str:
+    """What `verify` prints: computed in a forked process, so that this one never uses autograd."""
+    return str(run_ranks(1, _digest, run.path)[0])
+
+
+def _digest(place: Any, path: Path) -> str:
+    from pipeline import checkpoint, checkpoint_files
+
+    folder = Run.open(path).checkpoints
+    newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])
+    checkpoint_files.check_files(newest, checkpoint_files.read_manifest(newest))
+    return checkpoint.digest(newest)
+
+
+def lines(run: Run) -> list[tuple[int, float, float, float, int]]:
+    keys = ("step", "loss", "grad_norm", "lr", "samples_consumed")
+    return [tuple(line[k] for k in keys) for line in read_jsonl(run.metrics)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[int, tuple[str, list[Any]]]:
+    """Digest and metrics of runs that nothing disturbed, by number of ranks."""
+    folder, results = tmp_path_factory.mktemp("undisturbed"), {}
+    for size in (1, 2, 4):
+        run = new_run(folder, f"calm{size}", data)
+        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+        results[size] = digest(run), lines(run)
+    return results
+
+
+def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if len(lines(run)) >= step or not any(p.is_alive() for p in ranks.processes):
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def interrupted(run: Run, size: int, number: signal.Signals, step: int, victims: list[int]) -> list[Any]:
+    ranks = Ranks(size, stage_rank, run.path, "train")
+    wait_for_step(run, step, ranks)
+    for victim in victims:
+        os.kill(ranks.pids[victim], number)
+    if number == signal.SIGKILL:  # the supervisor would end the peers after a few seconds
+        time.sleep(0.5)
+        for process in ranks.processes:
+            process.kill()
+    return ranks.results(failures_expected=number == signal.SIGKILL)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: Any, size: int) -> None:
+    run = new_run(tmp_path, "stopped", data)
+    draw = random.Random(size)
+    stops = 0
+    for _ in range(3):
+        victims = draw.sample(range(size), draw.randint(1, size))
+        codes = interrupted(run, size, signal.SIGTERM, len(lines(run)) + draw.randint(2, 12), victims)
+        assert len(set(codes)) == 1, "all ranks leave with the same code"
+        stops += codes[0] == Exit.STOPPED
+    assert stops == 3
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert digest(run) == undisturbed[size][0]
+    assert lines(run) == undisturbed[size][1]
+    assert [step for step, *_ in lines(run)] == list(range(1, STEPS + 1))
+    assert not [e for e in run.read_events("train") if e["event"] == "lost_work"], "a stop that saves loses nothing"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_three_sigkills_lose_only_what_was_not_saved(
+    tmp_path: Path, data: Path, undisturbed: Any, size: int, who: str
+) -> None:
+    run = new_run(tmp_path, "killed", data)
+    draw = random.Random(size)
+    for _ in range(3):
+        victims = list(range(size)) if who == "all" else [draw.randrange(size)]
+        interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(2, 12), victims)
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert digest(run) == undisturbed[size][0]
+    assert lines(run) == undisturbed[size][1]
+    saved = {e["step"] for e in run.read_events("train") if e["event"] == "saved"}
+    for event in run.read_events("train"):
+        if event["event"] == "restored":
+            assert event["step"] in saved, "only a committed checkpoint is ever restored"
+
+
+def test_other_numbers_of_ranks_see_the_same_samples(tmp_path: Path, data: Path, undisturbed: Any) -> None:
+    run = new_run(tmp_path, "elastic", data)
+    interrupted(run, 2, signal.SIGTERM, 15, [1])
+    first = len(lines(run))
+    interrupted(run, 1, signal.SIGTERM, first + 15, [0])
+    second = len(lines(run))
+    assert 15 <= first < second < STEPS
+    assert set(run_ranks(4, stage_rank, run.path, "train")) == {Exit.DONE}
+    ours, calm = lines(run), undisturbed[2][1]
+    assert [(s, n) for s, *_, n in ours] == [(s, n) for s, *_, n in calm]
+    assert ours[:first] == calm[:first]
+
+
+def test_losses_agree_across_layouts_without_dropout(tmp_path: Path, data: Path) -> None:
+    """Dropout draws differ by layout; without it 10 steps after a change agree to 1e-5 (contract 3)."""
+    calm = new_run(tmp_path, "calm", data, "model.dropout=0.0")
+    run_ranks(2, stage_rank, calm.path, "train")
+    reference = lines(calm)
+    for size in (1, 4):
+        run = new_run(tmp_path, f"moved{size}", data, "model.dropout=0.0")
+        interrupted(run, 2, signal.SIGTERM, 12, [0])
+        at = len(lines(run))
+        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+        for ours, theirs in zip(lines(run)[at : at + 10], reference[at : at + 10], strict=True):
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+            assert ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+def test_a_torn_metrics_line_is_mended(tmp_path: Path, data: Path, undisturbed: Any) -> None:
+    run = new_run(tmp_path, "torn", data)
+    interrupted(run, 2, signal.SIGTERM, 10, [0, 1])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 999, "lo')
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert lines(run) == undisturbed[2][1]
+    for line in run.metrics.read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.fixture(autouse=True)
+def no_processes_left() -> Iterator[None]:
+    import psutil
+
+    yield
+    stray = [p for p in psutil.Process().children(recursive=True) if "jobs" in " ".join(p.cmdline())]
+    assert not stray

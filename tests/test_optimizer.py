@@ -1,0 +1,135 @@
+"""The optimizer's groups, and the learning rate against closed forms and torch's own schedulers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from pipeline.config import ModelConfig, OptimizerConfig
+from pipeline.model import Decoder
+from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_parameter_is_in_one_group(tied: bool) -> None:
+    model = Decoder(ModelConfig(dim=16, layers=2, heads=2, tie_word_embeddings=tied), 50, 8)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    config = OptimizerConfig(weight_decay=0.3, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make_optimizer(model, config, CPU)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(decays)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert decays.keys() == {id(p) for p in trained.values()}
+    for name, parameter in trained.items():
+        assert decays[id(parameter)] == (0.0 if "norm" in name else 0.3), name
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.01, (0.8, 0.9), 1e-6, True)
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_a_step_is_adamw() -> None:
+    """The first step from the formula (arXiv 1711.05101, algorithm 2): both moments' corrections cancel."""
+    model = torch.nn.Linear(4, 3)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, lr=0.01, eps=1e-8), CPU)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        decay = 0.1 if parameter.ndim == 2 else 0.0
+        gradient = parameter.grad
+        expected = start[name] * (1 - 0.01 * decay) - 0.01 * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_filled_state_is_the_state_before_the_first_step() -> None:
+    results = []
+    for fill in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 3)
+        optimizer = make_optimizer(model, OptimizerConfig(), CPU)
+        if fill:
+            fill_state(optimizer)
+            assert len(optimizer.state) == 2
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+        results.append([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def rates(scheduler_of: type, steps: int, lr: float, **options: float) -> list[float]:
+    """Rates of a torch scheduler before each of its steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = scheduler_of(optimizer, **options)
+    result = []
+    for _ in range(steps):
+        result.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return result
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(1e-6, 1.0))
+def test_schedules_are_those_of_torch(warmup: int, after: int, ratio: float, lr: float) -> None:
+    steps = warmup + after
+
+    def ours(schedule: str, first: int, last: int) -> list[float]:
+        config = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
+        return [learning_rate(config, step, steps) for step in range(first, last + 1)]
+
+    if warmup:
+        expected = rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
+        for schedule in ("constant", "linear", "cosine", "wsd"):
+            # a warm-up of one step is at its peak at once, where LinearLR with no iterations stays at its start
+            assert ours(schedule, 1, warmup) == pytest.approx(expected if warmup > 1 else [lr])
+    cosine = rates(lr_scheduler.CosineAnnealingLR, after + 1, lr, T_max=after, eta_min=ratio * lr)
+    assert ours("cosine", warmup + 1, steps) == pytest.approx(cosine[1:], rel=1e-6, abs=1e-12)
+    linear = rates(lr_scheduler.LinearLR, after + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=after)
+    assert ours("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
+    assert ours("constant", warmup + 1, steps) == pytest.approx([lr] * after)
+
+
+def test_wsd_is_stable_then_falls() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.2, warmup_steps=10, schedule="wsd", decay_fraction=0.25)
+    values = [learning_rate(config, step, 100) for step in range(1, 101)]
+    assert values[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert values[10:75] == [1.0] * 65
+    assert values[75:] == pytest.approx([1 - 0.8 * i / 25 for i in range(1, 26)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(["constant", "cosine", "linear", "wsd"]), st.integers(1, 200), st.floats(0.01, 1))
+def test_bounds_and_ends(data: st.DataObject, schedule: str, steps: int, fraction: float) -> None:
+    warmup = data.draw(st.integers(0, steps))
+    config = OptimizerConfig(
+        lr=2.0,
+        min_lr_ratio=0.1,
+        warmup_steps=warmup,
+        schedule=schedule,  # type: ignore[arg-type]
+        decay_fraction=fraction,
+    )
+    values = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+    assert all(0 < value <= 2.0 and math.isfinite(value) for value in values)
+    if warmup:
+        assert values[warmup - 1] == 2.0
+    assert values[: warmup or 0] == sorted(values[: warmup or 0])
+    assert values[warmup:] == sorted(values[warmup:], reverse=True)
+    if warmup < steps:
+        assert values[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
+
+
+@pytest.mark.parametrize("step", [0, 11])
+def test_a_step_outside_the_training_is_refused(step: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        learning_rate(OptimizerConfig(), step, 10)

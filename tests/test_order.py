@@ -1,0 +1,148 @@
+"""The order of the samples: a bijection, well mixed, the same for every layout, and frozen for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.order import ORDER_VERSION, indices_of, perm, sample_indices
+
+EDGES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 33, 63, 64, 65, 97, 255, 256, 257, 997, 1023, 1025, 4097, 65537]
+
+GOLDEN_FIRST = [294, 318, 614, 517, 177, 743, 702, 433, 848, 265, 450, 963]
+GOLDEN_HASH = "e333246f93b72b9319774ee8ac00c94d3c8d139e3246d7f0447b2937169634b1"
+GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
+
+
+def whole(seed: int, epoch: int, n: int) -> np.ndarray:
+    return perm(seed, epoch, np.arange(n, dtype=np.int64), n)
+
+
+def reference(seed: int, epoch: int, x: int, n: int) -> int:
+    """The same permutation in plain integers, one number at a time."""
+    half = next(h for h in range(1, 64) if 4**h >= n)
+    mask = 2**half - 1
+    keys = [
+        hashlib.sha256(f"sluice order 1 seed {seed} epoch {epoch} round {i}".encode()).digest()[:8] for i in range(12)
+    ]
+    while True:
+        left, right = x >> half, x & mask
+        for key in keys:
+            z = (right + int.from_bytes(key, "little")) % 2**64
+            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+            left, right = right, left ^ ((z ^ (z >> 31)) & mask)
+        x = (left << half) | right
+        if x < n:
+            return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 2**62), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_it_is_what_plain_integers_give(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
+    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
+    expected = [reference(seed, epoch, position, n) for position in positions]
+    assert perm(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
+
+
+@pytest.mark.parametrize("n", EDGES)
+def test_every_index_once_at_edge_sizes(n: int) -> None:
+    for epoch in range(3):
+        assert np.array_equal(np.sort(whole(1, epoch, n)), np.arange(n))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2**64), st.integers(0, 10**9))
+def test_every_index_once(n: int, seed: int, epoch: int) -> None:
+    order = whole(seed, epoch, n)
+    assert order.dtype == np.int64
+    assert np.array_equal(np.sort(order), np.arange(n))
+
+
+def test_asking_for_parts_gives_the_parts_of_the_whole() -> None:
+    order = whole(3, 2, 1000)
+    some = np.random.default_rng(0).integers(0, 1000, (7, 11))
+    assert np.array_equal(perm(3, 2, some, 1000), order[some])
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    orders = [whole(seed, epoch, 1000) for seed in range(4) for epoch in range(4)]
+    for i, left in enumerate(orders):
+        for right in orders[:i]:
+            # Two independent orders agree at 1 position on average; more than 8 has a chance of 1e-6.
+            assert np.count_nonzero(left == right) <= 8
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 50])
+def test_each_index_is_equally_likely_at_each_position(n: int) -> None:
+    """Chi-square over (position, index) counts; (n - 1)^2 degrees of freedom, as rows and columns are fixed."""
+    epochs = 2000
+    counts = np.zeros((n, n))
+    for epoch in range(epochs):
+        counts[np.arange(n), whole(7, epoch, n)] += 1
+    chi_square = ((counts - epochs / n) ** 2).sum() * n / epochs
+    freedom = (n - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_do_not_stay_together() -> None:
+    n = 100_000
+    order = whole(1, 0, n)
+    steps = np.diff(order)
+    # In a random order a neighbour follows its neighbour about once in all; positions and indices are unrelated.
+    assert np.count_nonzero(np.abs(steps) == 1) <= 12
+    assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(n)
+    # The places visited by each tenth of the epoch are spread evenly over the dataset.
+    table = np.histogram2d(np.arange(n), order, bins=10)[0]
+    assert ((table - n / 100) ** 2).sum() / (n / 100) < 81 + 6 * np.sqrt(2 * 81)
+
+
+def test_epochs_follow_one_another_without_a_seam() -> None:
+    n, seed = 10, 5
+    orders = np.concatenate([whole(seed, epoch, n) for epoch in range(4)])
+    assert np.array_equal(sample_indices(seed, 0, 40, n), orders)
+    assert np.array_equal(sample_indices(seed, 8, 4, n), orders[8:12])  # an epoch's end and the next one's start
+    assert np.array_equal(sample_indices(seed, 7, 25, n), orders[7:32])  # a batch that is larger than the dataset
+    assert sample_indices(seed, 3, 0, n).shape == (0,)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 10**6), st.integers(1, 60))
+def test_batches_cover_epochs_exactly(n: int, start: int, count: int) -> None:
+    expected = [perm(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
+    assert sample_indices(1, start, count, n).tolist() == expected
+    backwards = np.arange(start, start + count)[::-1].copy()
+    assert indices_of(1, backwards, n).tolist() == expected[::-1]
+
+
+def test_the_order_never_changes() -> None:
+    """If this fails, runs that stopped before your change would go on with other samples: raise ORDER_VERSION."""
+    assert ORDER_VERSION == 1
+    assert perm(1, 0, np.arange(12), 1000).tolist() == GOLDEN_FIRST
+    assert hashlib.sha256(whole(1, 0, 1000).astype("<i8").tobytes()).hexdigest() == GOLDEN_HASH
+    assert perm(1, 3, np.arange(4), 10**12).tolist() == GOLDEN_LARGE
+
+
+def test_memory_does_not_grow_with_the_dataset() -> None:
+    tracemalloc.start()
+    try:
+        order = perm(1, 0, np.arange(10), 10**12)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(set(order.tolist())) == 10
+    assert order.min() >= 0
+    assert order.max() < 10**12
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize(("positions", "n"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
+def test_what_cannot_be_asked(positions: list[int], n: int) -> None:
+    with pytest.raises(ValueError, match=r"allowed|needs"):
+        perm(1, 0, np.array(positions, dtype=np.int64), n)

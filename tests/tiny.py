@@ -1,0 +1,73 @@
+"""A tiny run for tests: some generated text, a small tokenizer, a decoder of two layers; prepared in a second."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from pipeline.config_file import load_config
+from pipeline.run import Run
+from pipeline.signals import StopFlag
+from pipeline.stages import load
+from slurm.environment import Place
+from tests.ranks import place
+
+WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
+
+CONFIG = """\
+run: {{name: {name}, root: {root}, seed: 3}}
+data:
+  source: {source}
+  tokenizer: {{vocab_size: 300, train_bytes: 50000}}
+  sequence_length: 32
+  shard_tokens: 20000
+  held_out: 0.1
+model: {{dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}}
+train: {{steps: {steps}, global_batch: 8, micro_batch: 1}}
+optimizer: {{lr: 1.0e-2, warmup_steps: 2}}
+checkpoint: {{every_steps: 7, keep: 3}}
+stages: {{shard: {{tasks: 2}}, train: {{tasks_per_node: 2}}, evaluate: {{tasks_per_node: 2}}}}
+"""
+
+
+def write_corpus(folder: Path, documents: int = 300) -> Path:
+    """A .jsonl of random sentences; the same for every call."""
+    source = random.Random(0)
+    path = folder / "corpus.jsonl"
+    with open(path, "w") as file:
+        for _ in range(documents):
+            text = " ".join(source.choice(WORDS) for _ in range(source.randint(20, 200)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def write_config(folder: Path, name: str = "tiny", steps: int = 30) -> Path:
+    """The config of a tiny run, and its corpus."""
+    path = folder / f"{name}.yaml"
+    path.write_text(CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps))
+    return path
+
+
+def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), data: Path | None = None) -> Run:
+    """A run whose prepare and shard stages are done; `data`: another run's, to share."""
+    run = Run.create(load_config(write_config(folder, name), overrides))
+    if data is not None:
+        run.data.rmdir()
+        run.data.symlink_to(data)
+        return run
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    return run
+
+
+class HarmlessFlag(StopFlag):
+    """Leaves the test process's own signal handlers alone."""
+
+    def leave_at_once(self) -> None:
+        pass
+
+
+def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
+    """What `python -m pipeline STAGE RUN` does, inside a forked rank."""
+    return int(load(stage).main(Run.open(path), where, options or {}, StopFlag().install()))
