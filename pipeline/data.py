@@ -123,7 +123,7 @@ def _windows(shard: ShardSpan, sequence_length: int) -> TokenArray:
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot map {shard.tokens} {shard.dtype} tokens at byte {shard.offset} of {shard.path}: {error}; "
-            "the shard is missing or damaged: run the shard stage again"
+            "if the shard is missing or damaged, run the shard stage again"
         ) from error
     plain = tokens.view(np.ndarray)  # np.memmap's own indexing is several times slower
     return np.lib.stride_tricks.sliding_window_view(plain, sequence_length + 1)[::sequence_length]
@@ -167,7 +167,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 
     def __iter__(self) -> Iterator[Int64Array]:
         local = self.global_batch // self.num_replicas
-        steps = max(1, _SAMPLES_AHEAD // local)
+        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # not many epochs of a small dataset
         first = self.samples_consumed + self.rank * local
         offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
         while True:

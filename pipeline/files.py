@@ -7,6 +7,7 @@ the new content, never half) or appended to one line per `write` (a crash can te
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -68,7 +69,9 @@ def append_line(path: str | Path, line: str) -> None:
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        os.write(fd, (b"\n" if torn else b"") + line.encode() + b"\n")
+        data = (b"\n" if torn else b"") + line.encode() + b"\n"
+        if os.write(fd, data) < len(data):  # the disk filled up in the middle of it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)
 

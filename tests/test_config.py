@@ -462,27 +462,26 @@ def test_deep_nesting_and_bombs(tmp_path: Path) -> None:
 
 # -- round trip ----------------------------------------------------------------------------------------------
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
-    [
-        "no",
-        "1e-3",
-        "1_000",
-        "00:20:00",
-        "null",
-        "~",
-        "",
-        " a ",
-        "a: b",
-        "- x",
-        "#x",
-        "=",
-        "<<",
-        "0x1",
-        "2024-01-01",
-        "'",
-        '"',
-    ]
-)
+AWKWARD = [
+    "no",
+    "1e-3",
+    "1_000",
+    "00:20:00",
+    "0123",
+    "0b1",
+    "null",
+    "~",
+    "",
+    " a ",
+    "a: b",
+    "- x",
+    "#x",
+    "=",
+    "<<",
+    "0x1",
+]
+AWKWARD += ["2024-01-01", "'", '"', "a\nb\n", "\t", "\x85", "a\u2028b", "\ufeff", "\x00", "é", "x" * 200 + " y"]
+TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(AWKWARD)
 POSITIVE = st.integers(1, 2**40)
 FLOAT = st.floats(0, 1e300, exclude_min=True)
 BELOW_ONE = st.floats(0, 1, exclude_max=True)
@@ -526,6 +525,12 @@ def configs(draw: st.DrawFn) -> Config:
             "stages": {"train": draw(stage), "shard": draw(some(tasks=POSITIVE, time=TIME))},
         }
     )
+
+
+def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
+    config = config_from_mapping({"run": {"name": "x"}, "train": {"steps": 1}, "site": {"setup": AWKWARD}}, "x")
+    assert load(tmp_path, dump_config(config)).site.setup == AWKWARD
+    assert yaml.safe_load(dump_config(config))["site"]["setup"] == AWKWARD
 
 
 @settings(FUZZ, max_examples=60)

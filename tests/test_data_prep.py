@@ -90,6 +90,7 @@ def documents_of(data_dir: Path, manifest: Manifest, entries: Sequence[ShardEntr
             assert (tokens.dtype, starts.dtype) == (np.dtype(entry.dtype), np.dtype(np.int64))
             assert file.attrs["tokenizer_sha256"].decode() == manifest.tokenizer_sha256
         np.testing.assert_array_equal(tokens, mapped(data_dir, entry))
+        assert entry.offset % 8 == 0  # so that a map of it is aligned
         assert 0 < len(tokens) == entry.tokens == starts[-1] and len(starts) == entry.documents + 1
         if starts[0]:
             assert unfinished, "a file opens with the rest of a document that no file began"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from data_prep.manifest import (
     check_shard,
+    code_sha256,
     load_manifest,
     prepare_key,
     prepare_missing,
@@ -143,6 +145,19 @@ def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -
 def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.manifest.code_sha256", lambda: "0" * 64)
     assert "other code" in str(prepare_missing(data, done)) and "other code" in str(shard_missing(data, done))
+
+
+def test_code_hash_covers_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = code_sha256()
+    shutil.copytree(ROOT / "data_prep", tmp_path / "data_prep")
+    monkeypatch.setattr("data_prep.manifest.__file__", str(tmp_path / "data_prep" / "manifest.py"))
+    assert code_sha256() == original
+    with open(tmp_path / "data_prep" / "units.py", "a") as file:
+        file.write("# another rule\n")
+    assert code_sha256() != original
+    shutil.copy(ROOT / "data_prep" / "units.py", tmp_path / "data_prep" / "units.py")
+    (tmp_path / "data_prep" / "lustre.py").rename(tmp_path / "data_prep" / "other.py")
+    assert code_sha256() != original
 
 
 def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:

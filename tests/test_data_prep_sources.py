@@ -194,3 +194,8 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
     one = data.model_copy(update={"source": str(archive)})
     assert sum(map(len, take_sample(one, find_inputs(one), {}, 1_003))) == 1_003
+    hollow = tmp_path / "c.jsonl"  # its first half is nearly all wrapping: the second half makes up for it
+    lines = [f'{{"padding": "{"-" * 80}", "text": "x"}}\n'] * 1000 + [f'{{"text": "{"y" * 90}"}}\n'] * 1000
+    hollow.write_text("".join(lines))
+    uneven = data.model_copy(update={"source": str(hollow)})
+    assert 49_000 < sum(map(len, take_sample(uneven, find_inputs(uneven), {}, 50_000))) <= 50_000

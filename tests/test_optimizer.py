@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_parameter_is_in_one_group(tied: bool) -> None:
     model = Decoder(ModelConfig(dim=16, layers=2, heads=2, tie_word_embeddings=tied), 50, 8)
-    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
     config = OptimizerConfig(weight_decay=0.3, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
     optimizer = make_optimizer(model, config, CPU)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,159 @@
+"""The loader's cost: CPU seconds to read one shuffled epoch, against raw np.memmap and torch's DataLoader.
+
+    python -m benchmarks.loader [--repetitions 9]
+
+20,480 samples of 2,048 uint16 tokens (and one more as the last target) in batches of 8: Sluice reads them from 8 HDF5
+shards, the others from one flat file. CPU seconds are user and system time of all threads; the page cache is warm.
+Repetitions are interleaved, each loader once per round, and a ratio is the median of the rounds' ratios. All read the
+same samples in the same order, and that is checked. A loader is compared with the raw loop that delivers
+the same thing: uint16 arrays, or int64 tensors. Nothing consumes the batches, which is the worst case for a thread:
+it hands over 2,560 of them in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.table import write_table
+from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.order import sample_indices
+
+SAMPLES, LENGTH, SHARDS, BATCH = 20_480, 2_048, 8, 8
+CPU = torch.device("cpu")
+RAW = {
+    "uint16": ("raw memmap, per sample", "raw memmap, whole batch"),
+    "int64": ("raw, per sample", "raw, whole batch"),
+}
+
+
+def make_data(folder: Path) -> tuple[list[ShardSpan], Path]:
+    """HDF5 shards, and one flat file with the same samples (each shard's last token is the next one's first)."""
+    tokens = np.random.default_rng(0).integers(0, 65536, SAMPLES * LENGTH + 1, dtype=np.uint16)
+    spans, size = [], SAMPLES // SHARDS * LENGTH
+    for i in range(SHARDS):
+        path = folder / f"tokens-{i}.h5"
+        with h5py.File(path, "w") as file:
+            shard = file.create_dataset("tokens", data=tokens[i * size : (i + 1) * size + 1])
+            spans.append(ShardSpan(path, len(shard), shard.id.get_offset(), "uint16"))
+    flat = folder / "tokens.bin"
+    tokens.tofile(flat)
+    return spans, flat
+
+
+class PerSample(Dataset[torch.Tensor]):
+    """The usual map-style dataset: one slice of the map per sample."""
+
+    def __init__(self, tokens: np.memmap[Any, Any]) -> None:
+        self.tokens = tokens
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.from_numpy(self.tokens[i * LENGTH : i * LENGTH + LENGTH + 1].astype(np.int64))
+
+
+class WholeBatch(PerSample):
+    """One index operation for the whole batch, as DataLoader's `__getitems__` allows."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        starts = np.array(indices)[:, None] * LENGTH
+        return torch.from_numpy(self.tokens[starts + np.arange(LENGTH + 1)].astype(np.int64))
+
+
+def loaders(spans: list[ShardSpan], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
+    """Each reads one epoch when it is called: (what it delivers, name) to iterator over batches."""
+    dataset, tokens = TokenDataset(spans, LENGTH), np.memmap(flat, np.uint16, "r")
+    order = sample_indices(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
+    positions = np.arange(LENGTH + 1)
+
+    def per_sample() -> Iterator[np.ndarray]:
+        for indices in order:
+            yield np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in indices])
+
+    def whole_batch() -> Iterator[np.ndarray]:
+        for indices in order:
+            yield tokens[indices[:, None] * LENGTH + positions]
+
+    def batches() -> Iterator[torch.Tensor]:
+        sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
+        with Batches(dataset, sampler, CPU) as reader:
+            yield from islice(reader, len(sampler))
+
+    def torch_loader(source: PerSample, **options: Any) -> Iterator[torch.Tensor]:
+        return iter(DataLoader(source, batch_sampler=order.tolist(), **options))
+
+    def widened(read: Callable[[], Iterator[np.ndarray]]) -> Iterator[torch.Tensor]:
+        return (torch.from_numpy(batch.astype(np.int64)) for batch in read())
+
+    return {
+        ("uint16", RAW["uint16"][0]): per_sample,
+        ("uint16", RAW["uint16"][1]): whole_batch,
+        ("uint16", "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices) for indices in order),
+        ("int64", RAW["int64"][0]): lambda: widened(per_sample),
+        ("int64", RAW["int64"][1]): lambda: widened(whole_batch),
+        ("int64", "DataLoader, no workers, per sample"): lambda: torch_loader(PerSample(tokens)),
+        ("int64", "DataLoader, no workers, whole batch"): lambda: torch_loader(
+            WholeBatch(tokens), collate_fn=lambda batch: batch
+        ),
+        ("int64", "Sluice, sampler and `Batches`"): batches,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repetitions", type=int, default=9)
+    repetitions = parser.parse_args().repetitions
+    torch.set_num_threads(1)
+    opened: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        spans, flat = make_data(Path(folder))
+        sys.addaudithook(lambda event, args: opened.update([str(args[0])]) if event == "open" else None)
+        all_loaders = loaders(spans, flat)
+        readers = [read() for read in all_loaders.values()]
+        for batches in zip(*readers, strict=True):  # also warms the page cache
+            expected = np.asarray(batches[0])
+            if not all(np.array_equal(np.asarray(batch), expected) for batch in batches):
+                raise SystemExit("the loaders do not deliver the same samples")
+        seconds: dict[tuple[str, str], list[float]] = {key: [] for key in all_loaders}
+        for _ in range(repetitions):
+            for key, read in all_loaders.items():
+                start = time.process_time()
+                for _batch in read():
+                    pass
+                seconds[key].append(time.process_time() - start)
+        opens = {opened[str(span.path)] for span in spans}
+    rows = []
+    for (kind, name), values in seconds.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW[kind]
+        ]
+        median = statistics.median(values)
+        spread = f"{min(values):.3f} - {max(values):.3f}"
+        per_sample = f"{median / SAMPLES * 1e6:.1f}"
+        rows.append([name, kind, f"{median:.3f}", spread, per_sample, *(f"{ratio:.2f}" for ratio in ratios)])
+    write_table(
+        "loader",
+        "What reading one epoch costs",
+        f"{SAMPLES:,} samples of {LENGTH:,} uint16 tokens, shuffled, batch {BATCH}; {repetitions} interleaved "
+        f"repetitions, CPU seconds of all threads. Sluice opened each of its {SHARDS} shards "
+        f"{' or '.join(map(str, sorted(opens)))} time in this process, over all repetitions. How it is measured: "
+        f"`benchmarks/loader.py`. torch {torch.__version__}, numpy {np.__version__}.",
+        ["loader", "delivers", "CPU s", "min - max", "µs per sample", "÷ raw per sample", "÷ raw whole batch"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

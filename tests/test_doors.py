@@ -1,0 +1,293 @@
+"""The three doors as a person uses them: submit.py, with real jobs, signals, terminals and broken ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.checkpoint_files import newest_step
+from pipeline.errors import Exit
+from pipeline.files import read_jsonl
+from pipeline.run import CODE_ROOT, Run
+from tests.tiny import write_config
+
+SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
+
+
+def submit(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Every process that works for a run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(run) in word for word in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    left = processes_of(tmp_path)
+    for process in left:
+        process.kill()
+    assert not left, "processes of the run outlived the test"
+
+
+def wait_for_steps(run: Path, steps: int, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while sum(1 for _ in read_jsonl(run / "metrics.jsonl")) < steps:
+        assert time.monotonic() < deadline, f"step {steps} was not reached"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny run that went through undisturbed, by submit.py."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder, steps=60)
+    done = submit(folder, str(config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "output").write_text(done.stdout)
+    return folder
+
+
+def digest(folder: Path, run: str) -> str:
+    done = submit(folder, "verify", run)
+    assert done.returncode == 0, done.stderr
+    match = re.fullmatch(r"digest ([0-9a-f]{64})", done.stdout.splitlines()[-1])
+    assert match, done.stdout
+    return match[1]
+
+
+def test_one_command_goes_from_documents_to_an_evaluated_model(finished: Path) -> None:
+    run, output = Run.open(finished / "runs/tiny"), (finished / "output").read_text()
+    for word in ("prepare", "shard", "train", "evaluate"):
+        assert re.search(rf"^{word} +done", output, re.M), output
+    assert "× the unigram" in output
+    assert [line["step"] for line in read_jsonl(run.metrics)] == list(range(1, 61))
+    result = json.loads((run.evaluation / "step-00000060.json").read_text())
+    assert {"step", "loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "tokens", "bytes"} <= result.keys()
+    assert result["bits_per_byte"] < result["unigram_bits_per_byte"]
+    assert (run.code / "submit.py").exists() and oct(run.path.stat().st_mode & 0o777) == "0o700"
+    events = [(e["stage"], e["event"]) for e in run.read_events()]
+    for stage in ("prepare", "shard", "train", "evaluate"):
+        assert [e for s, e in events if s == stage and e in ("submitted", "started", "done")] == [
+            "submitted", "started", "done",
+        ]  # fmt: skip
+
+
+def test_a_second_time_everything_is_done(finished: Path) -> None:
+    events = Run.open(finished / "runs/tiny").read_events()
+    done = submit(finished, "tiny.yaml", timeout=10)
+    assert done.returncode == 0 and len(re.findall(r"^\w+ +done: ", done.stdout, re.M)) == 4, done.stdout
+    assert Run.open(finished / "runs/tiny").read_events() == events
+
+
+def test_the_views(finished: Path) -> None:
+    status = submit(finished, "status", "runs/tiny").stdout
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
+    report = submit(finished, "report", "runs/tiny").stdout
+    assert "60/60 steps" in report and "× the unigram" in report
+    assert "step 60/60" in submit(finished, "logs", "runs/tiny", "train").stdout
+    assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
+    assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
+    plan = submit(finished, "tiny.yaml", "--dry-run").stdout
+    assert "python -m slurm train" in plan
+
+
+def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
+    done = submit(finished, "tiny.yaml", "optimizer.lr=0.5")
+    assert done.returncode == Exit.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tiny.yaml", "--dry-run"],
+        ["status", "runs/tiny"],
+        ["report", "runs/tiny"],
+        ["logs", "runs/tiny", "train"],
+        ["schema"],
+        ["tiny.yaml"],
+        ["resume", "runs/tiny"],
+    ],
+)
+def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[str]) -> None:
+    probe = (
+        "import runpy, sys\n"
+        f"sys.argv = ['submit.py', *{arguments!r}]\n"
+        "try:\n"
+        f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "import pipeline.stages, slurm.chain, slurm.submission, slurm.supervisor\n"
+        "for stage in pipeline.stages.STAGES: pipeline.stages.load(stage)\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=finished, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class Terminal:
+    """submit.py in a terminal of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.environ["TERM"] = "xterm"
+            os.execv(sys.executable, [*SUBMIT, *arguments])
+        self.seen = b""
+
+    def read(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self.fd], [], [], left)[0]:
+                try:
+                    self.seen += os.read(self.fd, 65536)
+                except OSError:  # the other side is gone
+                    return
+
+    def press_ctrl_c(self) -> None:
+        os.write(self.fd, b"\x03")
+
+    def wait(self, timeout: float = 120) -> int:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            self.read(0.1)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.read(0.2)
+                os.close(self.fd)
+                return os.waitstatus_to_exitcode(status)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"submit.py did not end: {self.text}")
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.seen.decode(errors="replace")).replace("\r", "")
+
+
+def shared_config(folder: Path, finished: Path) -> Path:
+    """The finished run's config for a new run in `folder`, whose data stages are done already."""
+    config = write_config(folder, steps=60)
+    text = config.read_text().replace(str(folder / "corpus.jsonl"), str(finished / "corpus.jsonl"))
+    config.write_text(text)
+    (folder / "runs/tiny").mkdir(parents=True)
+    shutil.copytree(finished / "runs/tiny/data", folder / "runs/tiny/data")
+    return config
+
+
+def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    terminal = Terminal(tmp_path, "tiny.yaml")
+    wait_for_steps(run, 8)
+    terminal.press_ctrl_c()
+    assert terminal.wait() == Exit.STOPPED, terminal.text
+    assert "python submit.py resume runs/tiny" in terminal.text
+    stopped_at = newest_step(run / "checkpoints")
+    assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
+    requests = [e for e in Run.open(run).read_events("train") if e["event"] == "stop_requested"]
+    assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
+    assert not processes_of(run)
+    done = submit(tmp_path, "resume", "runs/tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    wait_for_steps(run, 5)
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
+    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+
+
+def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    wait_for_steps(run, 8)
+    ranks = {p.environ()["SLUICE_RANK"]: p for p in processes_of(run) if "pipeline" in p.cmdline()}
+    ranks["1"].kill()
+    _, alive = psutil.wait_procs(ranks.values(), timeout=15)
+    assert not alive, "the peer outlived the rank that died"
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == Exit.CRASHED
+    assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
+    assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
+    assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
+    """A bug in one rank: the run's own copy of the code is broken for rank 1, as a bad edit would break it."""
+    shared_config(tmp_path, finished)
+    assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
+    from pipeline.config_file import load_config
+
+    run = Run.create(load_config(tmp_path / "tiny.yaml"))
+    trainer = run.code / "pipeline/trainer.py"
+    trainer.write_text(
+        trainer.read_text().replace(
+            "        self.agreement.start()\n        self.checkpointer.wait_staged()",
+            "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
+            "        self.agreement.start()\n        self.checkpointer.wait_staged()",
+        )
+    )
+    done = submit(tmp_path, "tiny.yaml", timeout=60)
+    assert done.returncode == Exit.CRASHED
+    assert "rank 1 on" in done.stdout and "ValueError: a bug of rank one" in done.stdout
+    assert "Connection closed by peer" not in done.stdout
+
+
+def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    wait_for_steps(run, 5)
+    assert "saves and leaves" in submit(tmp_path, "cancel", "runs/tiny").stdout
+    assert "cancelled" in process.communicate(timeout=60)[0]
+    assert process.returncode == Exit.STOPPED
+    again = submit(tmp_path, "tiny.yaml")
+    assert again.returncode == Exit.USER_ERROR and "was cancelled" in again.stderr
+    assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=1").returncode == 0
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+    for wrong in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
+        done = submit(tmp_path, "resume", "runs/tiny", wrong)
+        assert done.returncode == Exit.USER_ERROR and wrong.split("=")[0] in done.stderr
+    frozen = (tmp_path / "runs/tiny/config.yaml").read_text()
+    done = submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
+    assert newest_step(tmp_path / "runs/tiny/checkpoints") == 70
+    assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
