@@ -38,6 +38,7 @@ ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
 WAY_OUT = "run the shard stage again, e.g. `python submit.py resume RUN`"
 SHARDS = "shards"
+THIS_PACKAGE = Path(__file__).parent
 
 _NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
 
@@ -140,18 +141,21 @@ def unit_path(data_dir: Path, unit: int) -> Path:
     return data_dir / SHARDS / f"unit-{unit:05d}.json"
 
 
-def code_sha256() -> str:
-    """SHA-256 over names and contents of this package's sources, as 64 hex digits."""
+def code_sha256(package: Path) -> str:
+    """SHA-256 over names and contents of the sources in folder `package`, as 64 hex digits."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(package.glob("*.py")):
         digest.update(f"{path.name}\n{sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
 
-def prepare_key(data: DataConfig) -> str:
-    """Key of `prepare.json`: the config that shapes the bytes, and the code (64 hex digits)."""
+def prepare_key(data: DataConfig, package: Path = THIS_PACKAGE) -> str:
+    """Key of `prepare.json`: the config that shapes the bytes, and the code (64 hex digits).
+
+    `package` is the copy of this package that does the work: a run's own, where another copy asks about it.
+    """
     config = {**data.model_dump(mode="json", exclude=_NOT_IN_KEY), "source": data.sources}
-    return sha256_json({"format": FORMAT_VERSION, "config": config, "code": code_sha256()})
+    return sha256_json({"format": FORMAT_VERSION, "config": config, "code": code_sha256(package)})
 
 
 T = TypeVar("T", Prepared, UnitManifest, Manifest)
@@ -206,13 +210,13 @@ def check_shard(data_dir: Path, entry: ShardEntry, hashes: bool) -> None:
     """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
 
     Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
-    written for the stage's quick look, so a damaged one has to be removed before the stage runs again.
+    written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
     """
     path = Path(data_dir) / entry.file
     if problem := _size_problem(path, entry.size):
         raise InputError(f"{problem}: {WAY_OUT}")
     if hashes and (problem := _hash_problem(path, entry.sha256)):
-        raise InputError(f"{problem}: remove it (rm {path}) and {WAY_OUT}")
+        raise InputError(f"{problem}: {WAY_OUT}")
 
 
 def load_unit(data_dir: Path, unit: int, key: str, hashes: bool) -> UnitManifest | None:
@@ -247,7 +251,7 @@ def input_problem(path: str, size: int, mtime_ns: int) -> str | None:
     return None
 
 
-def prepare_missing(data: DataConfig, data_dir: Path) -> str | None:
+def prepare_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKAGE) -> str | None:
     """Why prepare is not done; None when tokenizer and units are there, whole, and made for this config and code.
 
     While shards are still to be written, the inputs must also be what `prepare` saw.
@@ -257,21 +261,21 @@ def prepare_missing(data: DataConfig, data_dir: Path) -> str | None:
         prepared = load_prepared(data_dir)
     except InputError as error:
         return str(error)
-    if prepared.key != prepare_key(data):
+    if prepared.key != prepare_key(data, package):
         return f"{data_dir / 'prepare.json'} was made with another data config or other code"
     for name, entry in (("tokenizer.json", prepared.tokenizer), ("units.json", prepared.units)):
         path = data_dir / name
         if problem := _size_problem(path, entry.size) or _hash_problem(path, entry.sha256):
             return problem
-    return None if shard_missing(data, data_dir) is None else _changed_input(data_dir)
+    return None if shard_missing(data, data_dir, package) is None else _changed_input(data_dir)
 
 
-def shard_missing(data: DataConfig, data_dir: Path) -> str | None:
+def shard_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKAGE) -> str | None:
     """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
     data_dir = Path(data_dir)
     try:
         prepared = load_prepared(data_dir)
-        if prepared.key != prepare_key(data):
+        if prepared.key != prepare_key(data, package):
             return f"{data_dir / 'prepare.json'} was made with another data config or other code"
         manifest = load_manifest(data_dir)
         if manifest.key != prepared.shards_key:

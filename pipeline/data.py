@@ -214,10 +214,11 @@ class Batches:
         if isinstance(batch, BaseException):
             self._end = batch
             raise batch
-        self._room.put(None)
         # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
         tokens_BT1 = batch.to(self._device, non_blocking=True).to(torch.int64)
-        return tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
+        tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
+        self._room.put(None)  # last, so that the thread does not wake up to fight for the GIL
+        return tokens_BT1
 
     def close(self) -> None:
         """End the thread and wait for it (at most for the batch that it is reading); later `next` calls stop."""

@@ -40,7 +40,7 @@ CODE_ROOT = Path(__file__).resolve().parent.parent
 
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
-_MAY_CHANGE = ("parallel", "stages", "site")
+_MAY_CHANGE = ("parallel.", "stages.", "site.", "data.max_rejected", "data.verify")
 
 
 def now() -> str:
@@ -129,17 +129,17 @@ class Run:
             return
         changes = parse_overrides(overrides)
         for key, value in flatten(changes).items():
-            section = key.split(".")[0]
             if key == "train.steps":
                 if not isinstance(value, int) or value < self.config.train.steps:
                     raise UserError(
                         f"train.steps={value}: resume can only make it larger than the {self.config.train.steps} "
                         "steps of this run"
                     )
-            elif section not in _MAY_CHANGE:
+            elif not key.startswith(_MAY_CHANGE):
                 raise UserError(
                     f"{key}: resume cannot change it without changing the result; it takes parallel.*, stages.*, "
-                    "site.* and a larger train.steps. For anything else start a new run (another run.name)"
+                    "site.*, data.max_rejected, data.verify and a larger train.steps. For anything else start a new "
+                    "run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))

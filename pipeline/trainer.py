@@ -26,7 +26,7 @@ from pipeline import groups
 from pipeline.checkpoint import Checkpointer, State
 from pipeline.config import Config, check_batch
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
-from pipeline.errors import Exit
+from pipeline.errors import CheckpointError, Exit
 from pipeline.files import sha256_json
 from pipeline.inputs import verify_shards
 from pipeline.metrics import Metrics, StepRecord, rewind
@@ -47,12 +47,17 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def config_hash(config: Config) -> str:
-    """Hash of what shapes the result: not where it runs, nor how long."""
-    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer", "run"})
-    values["run"] = {"seed": config.run.seed}
-    del values["train"]["steps"], values["train"]["log_every"], values["data"]["verify"]
-    return sha256_json(values)
+def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
+    """What makes a training this training, wherever and however long it runs: kept in each checkpoint."""
+    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"})
+    for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
+        for key in keys:
+            del values[section][key]
+    return {
+        "config_hash": sha256_json({**values, "seed": config.run.seed}),
+        "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
+        "order_version": ORDER_VERSION,
+    }
 
 
 def step_seed(seed: int, step: int, rank: int, micro: int) -> int:
@@ -76,12 +81,7 @@ class Trainer:
             groups.side_group(),
             keep=config.checkpoint.keep,
             background=config.checkpoint.mode == "async",
-            describe={
-                "layout": layout,
-                "config_hash": config_hash(config),
-                "data_key": manifest.key,
-                "order_version": ORDER_VERSION,
-            },
+            describe={"layout": layout, **identity(config, manifest)},
             on_saved=self._log_saved,
         )
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
@@ -275,6 +275,12 @@ class Trainer:
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
+            for key in ("config_hash", "data_hash", "order_version"):
+                if manifest[key] != self.checkpointer.describe[key]:
+                    raise CheckpointError(
+                        f"checkpoint {step} has another {key} than this run now: its config, shards or code were "
+                        "changed by hand; going on would be another training. Undo that, or start a new run"
+                    )
             self.samples_consumed = int(manifest["samples_consumed"])
             if manifest["extra"]["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(manifest["extra"]["scaler"])

@@ -15,7 +15,7 @@ NEEDS: tuple[str, ...] = ()
 
 def missing(run: Run) -> str | None:
     """Why prepare is not done; None when tokenizer and units validate."""
-    return prepare_missing(run.config.data, run.data)
+    return prepare_missing(run.config.data, run.data, run.code / "data_prep")
 
 
 def progress(run: Run) -> str:

@@ -19,7 +19,7 @@ NEEDS: tuple[str, ...] = ("prepare",)
 
 def missing(run: Run) -> str | None:
     """Why shard is not done; None when the manifest and every shard validate (by size)."""
-    return shard_missing(run.config.data, run.data)
+    return shard_missing(run.config.data, run.data, run.code / "data_prep")
 
 
 def progress(run: Run) -> str:
