@@ -17,7 +17,8 @@ ahead, because numpy's copies release the GIL, while worker processes would cost
 between processes.
 
 **What must hold:** a shard must not be truncated while it is mapped (the operating system kills the reader with
-SIGBUS). Shards are therefore written under another name and renamed, and never changed afterwards.
+SIGBUS): shards are written under another name, renamed, and never changed afterwards. Python keeps one file descriptor
+open per mapped shard, so `ulimit -n` must exceed the number of shards.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _windows(shard: ShardSpan, sequence_length: int) -> TokenArray:
             f"cannot map {shard.tokens} {shard.dtype} tokens at byte {shard.offset} of {shard.path}: {error}; "
             "if the shard is missing or damaged, run the shard stage again"
         ) from error
-    plain = tokens.view(np.ndarray)  # np.memmap's own indexing is several times slower
+    plain = tokens.view(np.ndarray)  # np.memmap's own indexing costs twice as much
     return np.lib.stride_tricks.sliding_window_view(plain, sequence_length + 1)[::sequence_length]
 
 
@@ -214,11 +215,10 @@ class Batches:
         if isinstance(batch, BaseException):
             self._end = batch
             raise batch
+        self._room.put(None)
         # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
         tokens_BT1 = batch.to(self._device, non_blocking=True).to(torch.int64)
-        tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
-        self._room.put(None)  # last, so that the thread does not wake up to fight for the GIL
-        return tokens_BT1
+        return tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
 
     def close(self) -> None:
         """End the thread and wait for it (at most for the batch that it is reading); later `next` calls stop."""
