@@ -43,10 +43,7 @@ from pipeline.order import Int64Array, indices_of
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-# A device widens tokens itself: torch has few operations on unsigned integers, so their bits travel as the
-# signed type of the same size, and the mask removes the sign that widening extends.
-_SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
-_MASK = {"uint16": 0xFFFF, "uint32": 0xFFFFFFFF}
+_TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
 _SAMPLES_AHEAD = 4096  # how many sample numbers the sampler computes at once: numpy's cost per call is spread
 
@@ -82,7 +79,7 @@ class TokenDataset(Dataset[TokenArray]):
                 f"{longest} in one; add text or lower data.sequence_length"
             )
         kinds = {shard.dtype: shard.path for shard in usable}
-        if len(kinds) > 1 or not kinds.keys() <= _SIGNED.keys():
+        if len(kinds) > 1 or not kinds.keys() <= _TYPES.keys():
             found = ", ".join(f"{dtype} ({path})" for dtype, path in kinds.items())
             raise InputError(f"shards hold either uint16 or uint32 tokens, all the same; found {found}: shard again")
         self.sequence_length = sequence_length
@@ -179,11 +176,15 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 class Batches:
     """Iterator over a rank's batches on `device`: int64 tensors `tokens_BT1` of shape (B, T + 1).
 
-    A thread reads what `sampler` yields up to `depth` batches ahead into (on CUDA page-locked) host memory, with
-    numpy only: no torch operation runs there, so it starts no OpenMP pool of its own. The consumer copies a batch
-    to the device, without waiting for it on CUDA, and widens it there. An exception of the thread is raised by
-    `next`; the end of a finite sampler ends the iteration. Use it as a context manager or call :meth:`close`.
+    A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
+    operation runs there, so it starts no OpenMP pool of its own. It hands over blocks of batches, first of one,
+    then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
+    `depth` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
+    there. An exception of the thread is raised by `next` in the place of the batch that failed; the end of a finite
+    sampler ends the iteration. Use it as a context manager or call :meth:`close`.
     """
+
+    BLOCK_BYTES = 1 << 20
 
     def __init__(
         self, dataset: TokenDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
@@ -191,8 +192,9 @@ class Batches:
         self.data_wait_s = 0.0
         """Seconds that the consumer waited for the last batch to be read."""
         self._dataset, self._sampler, self._device = dataset, sampler, device
-        self._ready: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per batch that may be read ahead
+        self._block: list[Tensor] = []  # what is left of the block in hand, last batch first
+        self._ready: queue.SimpleQueue[list[Tensor] | BaseException] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead
         for _ in range(depth):
             self._room.put(None)
         self._closed = False
@@ -205,24 +207,31 @@ class Batches:
         return self
 
     def __next__(self) -> Tensor:
+        self.data_wait_s = 0.0
+        if not self._block:
+            self._take_block()
+        # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
+        return self._block.pop().to(self._device, non_blocking=True).to(torch.int64)
+
+    def _take_block(self) -> None:
+        """Wait for the next block; raise what ended the thread."""
         if self._end is not None:
             raise self._end
         if self._closed:
             raise StopIteration
         start = time.perf_counter()
-        batch = self._ready.get()
+        block = self._ready.get()
         self.data_wait_s = time.perf_counter() - start
-        if isinstance(batch, BaseException):
-            self._end = batch
-            raise batch
+        if isinstance(block, BaseException):
+            self._end = block
+            raise block
+        self._block = block
         self._room.put(None)
-        # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
-        tokens_BT1 = batch.to(self._device, non_blocking=True).to(torch.int64)
-        return tokens_BT1.bitwise_and_(_MASK[self._dataset.dtype])
 
     def close(self) -> None:
         """End the thread and wait for it (at most for the batch that it is reading); later `next` calls stop."""
         self._closed = True
+        self._block = []
         self._room.put(None)
         self._thread.join()
 
@@ -235,24 +244,33 @@ class Batches:
         self.close()
 
     def _read_ahead(self) -> None:
-        """The thread: wait for room, read, hand over; whatever ends it is handed over too."""
+        """The thread: wait for room, read a block, hand it over; whatever ends it is handed over too."""
+        block: list[Tensor] = []
+        size = 1
         try:
             cuda = self._device.type == "cuda"
             if cuda:  # the current device is per thread; page-locking would open a context on device 0
                 torch.cuda.set_device(self._device)
+            self._room.get()
             for indices in self._sampler:
-                self._room.get()
                 if self._closed:
                     return
-                self._ready.put(self._read(indices, cuda))
-            self._ready.put(StopIteration())
+                block.append(self._read(indices, cuda))
+                if len(block) >= size:
+                    self._ready.put(block[::-1])
+                    size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, block[0].nbytes)))
+                    block = []
+                    self._room.get()
+            raise StopIteration
         except BaseException as error:
+            if block:
+                self._ready.put(block[::-1])
             self._ready.put(error)
 
     def _read(self, indices: Int64Array, pin: bool) -> Tensor:
-        """One batch in host memory: signed integers of shape (B, T + 1) that hold the tokens' bits."""
+        """One batch in host memory, in the shards' type, shape (B, T + 1)."""
         shape = (len(indices), self._dataset.sequence_length + 1)
-        host = torch.empty(shape, dtype=_SIGNED[self._dataset.dtype], pin_memory=pin)
-        view: Any = host.numpy().view(self._dataset.dtype)
+        host = torch.empty(shape, dtype=_TYPES[self._dataset.dtype], pin_memory=pin)
+        view: Any = host.numpy()
         self._dataset.read(indices, out=view)
         return host
