@@ -69,11 +69,16 @@ def append_line(path: str | Path, line: str) -> None:
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        data = (b"\n" if torn else b"") + line.encode() + b"\n"
-        if os.write(fd, data) < len(data):  # the disk filled up in the middle of it
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_line(fd, f"\n{line}" if torn else line, str(path))
     finally:
         os.close(fd)
+
+
+def write_line(fd: int, line: str, name: str) -> None:
+    """Write one line in one `write`. Raises OSError, naming the file, where the disk fills up in the middle of it."""
+    data = line.encode() + b"\n"
+    if os.write(fd, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:

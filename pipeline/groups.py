@@ -6,6 +6,7 @@ of all ranks for what must never wait for those, or be mixed with them: the stop
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,15 @@ def leave() -> None:
     """Leave the process group; call it at a normal end only (after an error the process just exits)."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_of_startup() -> None:
+    """Switch Python's garbage collector on (the door switches it off), sparing it what was imported.
+
+    Everything alive now stays alive; frozen, it is not walked again at each collection.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def make_deterministic(config: Config) -> None:

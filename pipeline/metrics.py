@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import NonFiniteError
-from pipeline.files import append_line, read_jsonl, write_atomic
+from pipeline.files import read_jsonl, write_atomic, write_line
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Metrics:
     """Collects records on all ranks and writes them on rank 0 (`path` is None elsewhere)."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
+        # kept open: on a parallel file system an open costs milliseconds, and this happens every step
+        self._file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
         self._pending: StepRecord | None = None
 
     def record(self, record: StepRecord) -> dict[str, Any] | None:
@@ -60,8 +61,8 @@ class Metrics:
                 "intact. Lower optimizer.lr, raise optimizer.warmup_steps, or look at the data of this step"
             )
         line = {"step": record.step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, **record.values}
-        if self.path is not None:
-            append_line(self.path, json.dumps(line))
+        if self._file is not None:
+            write_line(self._file.fileno(), json.dumps(line), self._file.name)
         return line
 
 

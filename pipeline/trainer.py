@@ -124,7 +124,7 @@ class Trainer:
 
         tokens_BT1: int64 of shape (global_batch / data_parallel, sequence_length + 1).
         """
-        config, started = self.config, time.perf_counter()
+        config = self.config
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(self.optimizer, lr)
         total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -146,7 +146,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.samples_consumed += config.train.global_batch
         values = {"lr": lr, "samples_consumed": self.samples_consumed, "tokens": step * self.tokens_per_step}
-        values["step_time_s"] = time.perf_counter() - started
         return StepRecord(step, total_loss / self.tokens_per_step, grad_norm, values, self.scaler.is_enabled())
 
     def _sync_only(self, last: bool) -> contextlib.AbstractContextManager[None]:

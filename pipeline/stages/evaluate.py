@@ -90,6 +90,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
     evaluator = Evaluator(run, manifest, world, flag)
+    groups.end_of_startup()
     for step in sorted(steps):
         if not evaluator.evaluate(step):
             return Exit.STOPPED

@@ -37,6 +37,8 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     manifest = load_manifest(run.data)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
-    result = Trainer(run, manifest, place, world, flag).fit()
+    trainer = Trainer(run, manifest, place, world, flag)
+    groups.end_of_startup()
+    result = trainer.fit()
     groups.leave()
     return result

@@ -1,0 +1,249 @@
+"""The test cluster itself: what the tests of submission and recovery rely on, each wait bounded.
+
+Slurm's ways with preemption and dead nodes are checked here once, so that a failure elsewhere is Sluice's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from tests.cluster import NODES, Cluster, Options
+from tests.cluster.cluster import missing
+from tests.cluster.fixture import cluster_fixture, require
+from tests.cluster.machines import Machine, Process
+
+cluster = cluster_fixture(grace=1, slurmd_timeout=3)
+accounting = cluster_fixture(accounting=True)
+netns = cluster_fixture(netns=True, slurmd_timeout=3)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """An empty folder with a short path; whatever cluster a test leaves in it is taken down."""
+    require(Options(netns=True))
+    folder = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
+    yield folder
+    Cluster(folder).down()
+    if folder.exists():
+        folder.rmdir()
+
+
+def traces(directory: Path) -> list[str]:
+    """Everything on this host that belongs to the cluster: processes (by their variables), mounts, devices."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in told and int(process.name) != os.getpid():
+            found.append(f"process {process.name}: {(process / 'cmdline').read_text()}")
+    links = subprocess.run(["ip", "-oneline", "link"], capture_output=True, text=True, timeout=10).stdout
+    found += [line for line in links.splitlines() if Cluster(directory).network.bridge in line]
+    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(directory) in line]
+    return found
+
+
+def command_line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tests.cluster", *arguments]
+
+
+def wait_for_text(path: Path, text: str, timeout: float) -> str:
+    """The content of a file once it holds `text`."""
+    end = time.monotonic() + timeout
+    while text not in (content := path.read_text() if path.exists() else ""):
+        assert time.monotonic() < end, f"no {text!r} in {path.name}: {content!r}"
+        time.sleep(0.1)
+    return content
+
+
+def test_four_idle_nodes_with_names_of_their_own(cluster: Cluster) -> None:
+    assert cluster.node_states() == dict.fromkeys(NODES, "idle")
+    assert sorted(cluster.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
+    names = cluster.output(["srun", "-N1", "getent", "hosts", *NODES]).split()
+    assert names == ["127.0.0.11", "n1", "127.0.0.12", "n2", "127.0.0.13", "n3", "127.0.0.14", "n4"]
+
+
+def test_tasks_know_their_place_and_share_files(cluster: Cluster, tmp_path: Path) -> None:
+    program = "import os, pathlib; pathlib.Path(os.environ['SLURM_PROCID']).write_text(os.uname().nodename)"
+    cluster.output(["srun", "-N2", "--ntasks-per-node=2", f"--chdir={tmp_path}", sys.executable, "-c", program])
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["n1", "n1", "n2", "n2"]
+
+
+def test_a_batch_job_and_an_allocation_start_steps(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.output(["sbatch", "--wait", "-N2", f"--output={tmp_path}/out", "--wrap=srun hostname"])
+    assert sorted((tmp_path / "out").read_text().split()) == ["n1", "n2"]
+    assert sorted(cluster.output(["salloc", "-N2", "srun", "hostname"]).split()) == ["n1", "n2"]
+
+
+def test_fake_gpus_are_handed_out(cluster: Cluster) -> None:
+    show = ["bash", "-c", "echo ${CUDA_VISIBLE_DEVICES:-none}"]
+    assert cluster.output(["srun", "-N2", "--gpus-per-node=2", *show]).split() == ["0,1", "0,1"]
+    assert cluster.output(["srun", "--gres=gpu:h100:1", *show]) == "0"
+    assert cluster.output(["srun", *show]) == "none"
+
+
+def test_a_low_job_makes_room_and_runs_again(cluster: Cluster, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = tmp_path / "job"
+    job.write_text(f"""#!/bin/bash
+echo "run ${{SLURM_RESTART_COUNT-first}}" >> {log}
+[ -n "$SLURM_RESTART_COUNT" ] && exit 0
+srun bash -c 'trap "echo term >> {log}" TERM; echo ready >> {log}; while :; do sleep 0.1; done'
+""")
+    low = cluster.output(["sbatch", "--parsable", "-N4", "-c4", "--output=/dev/null", str(job)])
+    wait_for_text(log, "ready\n" * 4, timeout=20)
+    cluster.output(["srun", "--partition=high", "-N4", "-c4", "true"], timeout=60)
+    cluster.wait_job(low, "COMPLETED", timeout=60)
+    lines = log.read_text().splitlines()
+    assert lines[0] == "run first" and lines[-1] == "run 1" and "term" in lines
+    cluster.wait_idle()
+
+
+def test_a_crashed_node_goes_down_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    wrap = f"--wrap=setsid sleep 1000 & echo run ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log; wait"
+    job = cluster.output(["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null", wrap])
+    wait_for_text(tmp_path / "log", "run 0 on n2\n", timeout=20)
+    before = Machine("n2", cluster.directory).processes()
+    cluster.crash("n2")
+    assert not any(process.alive() for process in before)
+    cluster.wait_nodes("down*", nodes=["n2"], timeout=60)
+    cluster.boot("n2")
+    cluster.wait_nodes("idle", "mixed", nodes=["n2"], timeout=60)
+    wait_for_text(tmp_path / "log", "run 1 on n2\n", timeout=30)
+    assert cluster.job_state(job) == "RUNNING"
+    cluster.clear()
+
+
+def test_a_drained_node_takes_no_jobs(cluster: Cluster) -> None:
+    cluster.drain("n1")
+    cluster.wait_nodes("drained", nodes=["n1"])
+    assert cluster.output(["srun", "-N3", "hostname"]).split().count("n1") == 0
+    cluster.undrain("n1")
+    cluster.wait_idle()
+
+
+def test_the_command_line_speaks_of_the_same_cluster(cluster: Cluster) -> None:
+    where = ["--directory", str(cluster.directory)]
+    status = subprocess.run(command_line("status", *where), capture_output=True, text=True, timeout=30)
+    assert status.returncode == 0 and status.stdout.count("runs  idle") == 4
+    shell = f'eval "$({" ".join(command_line("env", *where))})"; sinfo --noheader --format=%D --partition=high'
+    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=30).stdout == "4\n"
+    for verb, word in (
+        (["crash", "n9"], "n1, n2, n3, n4"),
+        (["cut", "n1"], "--netns"),
+        (["boot", "n1"], "crash"),
+        (["up"], "down"),
+    ):
+        failed = subprocess.run(command_line(*verb, *where), capture_output=True, text=True, timeout=30)
+        assert failed.returncode == 1 and word in failed.stderr and "Traceback" not in failed.stderr, failed
+    assert all(cluster.machines().values())
+
+
+def test_accounting_answers(accounting: Cluster) -> None:
+    job = accounting.output(["sbatch", "--parsable", "--wait", "--output=/dev/null", "--wrap=exit 0"])
+    query = ["sacct", f"--jobs={job}", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,Partition"]
+    end = time.monotonic() + 30
+    while (answer := accounting.output(query)) != f"{job}|COMPLETED|low":
+        assert time.monotonic() < end, answer
+        time.sleep(0.2)
+
+
+def test_nodes_with_networks_of_their_own_reach_each_other_until_cut(netns: Cluster) -> None:
+    assert sorted(netns.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
+    ping = ["bash", "-c", "timeout 2 bash -c '</dev/tcp/n3/1' 2>&1 | grep -q refused && echo there || echo silent"]
+    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+    netns.cut("n3")
+    assert netns.output(["srun", "--nodelist=n1", *ping]) == "silent"
+    netns.heal("n3")
+    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+    netns.crash("n3")
+    assert netns.output(["srun", "--nodelist=n1", *ping]) == "silent"
+    netns.boot("n3")
+    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+
+
+@pytest.mark.long
+def test_slurm_notices_a_cut_and_a_healed_cable(netns: Cluster) -> None:
+    netns.wait_idle()
+    netns.cut("n4")
+    netns.wait_nodes("down*", nodes=["n4"], timeout=120)
+    netns.heal("n4")
+    netns.wait_idle(timeout=120)
+
+
+def test_down_leaves_nothing(directory: Path) -> None:
+    up = Cluster(directory).up(Options(netns=True))
+    up.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
+    recorded = [process for name in up.machines() for process in Machine(name, directory).processes()]
+    assert len(recorded) == 12 and all(process.alive() for process in recorded)
+    assert any("slurmd" in trace for trace in traces(directory)) and up.network.bridge in str(traces(directory))
+    up.down()
+    assert not any(process.alive() for process in recorded)
+    assert traces(directory) == [] and not directory.exists()
+    up.down()  # and once more: nothing to do
+
+
+@pytest.mark.parametrize("moment", ["site", "machines/munge", "machines/n1", "machines/n4"])
+def test_down_after_an_up_that_was_killed(directory: Path, moment: str) -> None:
+    up = subprocess.Popen(command_line("up", "--netns", "--directory", str(directory)))
+    while not (directory / f"{moment}.json").exists():
+        assert up.poll() is None
+    os.kill(up.pid, signal.SIGKILL)
+    up.wait(10)
+    assert directory.exists()
+    Cluster(directory).down()
+    end = time.monotonic() + 5
+    while left := traces(directory):  # a machine that was never told to go sees its caller's end by itself
+        assert time.monotonic() < end, left
+    assert not directory.exists()
+
+
+def test_an_up_that_fails_tells_why_and_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.cluster.config.slurm_conf", lambda directory, site: "NoSuchKey=1\n")
+    with pytest.raises(RuntimeError, match=r"(?s)slurmctld ended at its start.*NoSuchKey"):
+        Cluster(directory).up(Options(netns=True))
+    assert traces(directory) == [] and not directory.exists()
+
+
+def test_a_directory_with_other_things_is_refused_and_kept(directory: Path) -> None:
+    (directory / "thesis").write_text("mine")
+    with pytest.raises(UserError, match="name another"):
+        Cluster(directory).up()
+    Cluster(directory).down()
+    assert (directory / "thesis").read_text() == "mine"
+    (directory / "thesis").unlink()
+
+
+def test_a_recycled_pid_is_not_touched() -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        now = Process.parse(Path(f"/proc/{bystander.pid}/stat").read_text())
+        before = Process(now.pid, now.start - 1)
+        assert now.alive() and not before.alive()
+        before.end()
+        assert bystander.poll() is None
+        now.end()
+        assert bystander.wait(10) == -signal.SIGKILL and not now.alive()
+
+
+def test_what_lacks_is_named_and_under_ci_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        monkeypatch.setattr("tests.cluster.cluster.shutil.which", lambda name: None)
+    reason = missing(Options())
+    assert reason and ("install-packages" in reason or "root" in reason)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="test cluster"):
+        require(Options())
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="test cluster"):
+        require(Options())
