@@ -39,6 +39,9 @@ class Executor(StrEnum):
     """Where stages run."""
 
     AUTO = "auto"
+    """Slurm where its controller answers, the allocation inside salloc, else this machine."""
+    SLURM = "slurm"
+    ALLOCATION = "allocation"
     LOCAL = "local"
 
 
@@ -57,7 +60,9 @@ def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and do nothing")] = False,
-    executor: Annotated[Executor, typer.Option(help="auto: this machine (Slurm is not available yet)")] = Executor.AUTO,
+    executor: Annotated[
+        Executor, typer.Option(help="auto: Slurm where it answers, inside salloc its allocation, else this machine")
+    ] = Executor.AUTO,
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
     from pipeline.config_file import load_config
@@ -66,11 +71,12 @@ def submit(
     if dry_run:
         from slurm.plan import print_plan
 
-        print_plan(loaded, console)
+        print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
     from pipeline.run import Run
 
-    _go(Run.create(loaded))
+    chosen = _choose(executor)
+    _go(Run.create(loaded), chosen, again=False)
 
 
 @app.command()
@@ -88,14 +94,35 @@ def resume(
     if update_code:
         opened.snapshot_code()
         opened.event("code_updated", commit=opened.commit)
-    _go(opened)
+    from slurm.cluster import uses_slurm
+
+    _go(opened, Executor.SLURM if uses_slurm(opened) else Executor.LOCAL, again=True)
 
 
-def _go(run: Any) -> None:
+def _choose(executor: Executor) -> Executor:
+    """What `auto` means here. Raises UserError where the executor that was asked for cannot work."""
+    from slurm.environment import in_allocation
+    from slurm.states import slurm_answers
+
+    inside = in_allocation(os.environ)
+    if executor == Executor.AUTO:
+        return Executor.ALLOCATION if inside else Executor.SLURM if slurm_answers() else Executor.LOCAL
+    if executor == Executor.ALLOCATION and not inside:
+        raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
+    if executor == Executor.SLURM and not slurm_answers():
+        raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
+    return executor
+
+
+def _go(run: Any, executor: Executor, *, again: bool) -> None:
     from slurm.chain import run_chain
     from slurm.report import outcome
 
     console.print(f"run {run.name}", highlight=False, soft_wrap=True)
+    if executor == Executor.SLURM:
+        from slurm.cluster import submit_chain
+
+        raise typer.Exit(submit_chain(run, console, again=again))
     code = run_chain(run, console)
     if code == Exit.DONE:
         console.print(outcome(run), highlight=False, soft_wrap=True)
@@ -153,14 +180,18 @@ def cancel(run: RunPath) -> None:
     from pipeline.run import Run
     from pipeline.stages import STAGES
     from slurm.chain import ask_to_stop
+    from slurm.cluster import cancel_jobs
 
     opened = Run.open(run)
     opened.request(opened.cancelled_file, f"by pid {os.getpid()}")
     opened.event("cancel_requested")
+    jobs = cancel_jobs(opened)
     running = [stage for stage in STAGES if opened.holder(stage) is not None]
     for stage in running:
         ask_to_stop(opened, stage)
-    words = f"{', '.join(running)} saves and leaves" if running else "nothing was running"
+    words = f"{', '.join(running)} saves and leaves" if running else "nothing was running here"
+    if jobs:
+        words = f"jobs {', '.join(jobs)} end"
     console.print(f"{opened.name} is cancelled: {words}", highlight=False, soft_wrap=True)
 
 

@@ -315,8 +315,24 @@ class SiteConfig(Section):
     """Slurm partition."""
     account: str | None = None
     """Slurm account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have, as sbatch takes them."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs asked for on each node."""
+    gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
+    gpu_type: str | None = None
+    """Type of GPU to ask for, such as `h100`."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of each rank; null: what the site gives."""
+    mem_gb: PositiveFloat | None = None
+    """Memory per node in GB; null: what the site gives."""
+    interface: str | None = None
+    """Network interface for NCCL and Gloo, such as `ib0`; null: they choose."""
+    signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
+    """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     setup: list[str] = []
     """Shell lines run in each job before anything else (modules, variables)."""
 

@@ -179,12 +179,14 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def lock(self, stage: str) -> int | None:
-        """Take the stage's lock on this machine and write this pid into it; None where somebody holds it.
+    def lock(self, stage: str, task: int | None = None) -> int | None:
+        """Take the stage's lock on this machine (a task of an array: its own) and write this pid into it.
 
+        None where somebody holds it.
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
-        fd = os.open(self.stage_folder(stage) / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        name = "lock" if task is None else f"lock-{task}"
+        fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -69,6 +69,8 @@ class Place:
     """The Slurm job as `scontrol requeue` takes it: `1234`, or `1234_5` for a task of an array; None outside Slurm."""
     restart_count: int
     """How often Slurm has requeued the job."""
+    array: tuple[int, int] | None = None
+    """In a job array: the number of this task, from 0, and of all tasks; None elsewhere."""
     listen_fd: int | None = None
     """Rank 0 under our own launcher: the socket on `master_port` that it inherits, listening already."""
 
@@ -253,7 +255,7 @@ def _place(
     else:
         digest = hashlib.sha256(f"{job} {step}".encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
-    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts)
+    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, _array(env))
 
 
 # -- reading one variable ------------------------------------------------------------------------------------
@@ -336,6 +338,27 @@ def _step(env: Mapping[str, str]) -> int | None:
         return None
     step = _int(env, "SLURM_STEP_ID")
     return None if step >= _FIRST_SPECIAL_STEP else step
+
+
+def _array(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """Number of this task of an array and of all its tasks; tasks are numbered without gaps, as submit.py does."""
+    if not env.get("SLURM_ARRAY_TASK_ID") or not env.get("SLURM_ARRAY_TASK_COUNT"):
+        return None
+    first = _int(env, "SLURM_ARRAY_TASK_MIN") if env.get("SLURM_ARRAY_TASK_MIN") else 0
+    task, count = _int(env, "SLURM_ARRAY_TASK_ID") - first, _int(env, "SLURM_ARRAY_TASK_COUNT", least=1)
+    if not 0 <= task < count:
+        raise UserError(f"SLURM_ARRAY_TASK_ID={env['SLURM_ARRAY_TASK_ID']} is not one of {count} tasks from {first}")
+    return task, count
+
+
+def in_allocation(env: Mapping[str, str]) -> bool:
+    """Whether srun would start a step here: inside a Slurm job, in its batch step or shell, and no step itself."""
+    return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
+
+
+def allocated_tasks(env: Mapping[str, str]) -> int | None:
+    """How many tasks this allocation was made for; None where Slurm does not say."""
+    return _int(env, "SLURM_NTASKS", least=1) if env.get("SLURM_NTASKS") else None
 
 
 def _job_id(env: Mapping[str, str]) -> str | None:

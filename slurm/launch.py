@@ -1,12 +1,15 @@
-"""Starting ranks, watching them, and ending them: here as processes of this machine.
+"""Starting ranks, watching them, and ending them: as processes of this machine, or as a Slurm step.
 
-A rank's output goes to `jobs/STAGE/rank-N.log`, appended across attempts. The rendezvous socket is bound here
-and handed to rank 0 already listening, so that no other process can take its port in between.
+A rank's output goes to `jobs/STAGE/rank-N.log`, appended across attempts. On one machine the rendezvous socket is
+bound here and handed to rank 0 already listening, so that no other process can take its port in between; in a Slurm
+step every rank derives the port from the job (slurm/environment.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +19,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from pipeline.errors import Exit
 from pipeline.run import Run, now
 from slurm.environment import local_environment
+
+SRUN_WAIT_S = 60
+"""How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
+_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
+_SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class Left:
 
     rank: int
     code: int
+    host: str = ""
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -41,12 +52,16 @@ def free_listener(size: int) -> socket.socket:
     return listener
 
 
+def _die_with_parent() -> None:
+    """In a new rank: have the kernel send TERM when the supervisor dies; no rank goes on unwatched (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class LocalRanks:
     """The rank processes of one stage on this machine."""
 
     def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
         """Start `size` ranks; `keep_open` are descriptors that they inherit (the run's lock)."""
-        self.left: list[Left] = []
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
         with free_listener(size) as listener:
             for rank in range(size):
@@ -71,6 +86,7 @@ class LocalRanks:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=inherited,
+                preexec_fn=_die_with_parent,
             )
 
     def poll(self) -> list[Left]:
@@ -78,7 +94,6 @@ class LocalRanks:
         gone = [Left(rank, p.returncode) for rank, p in self._alive.items() if p.poll() is not None]
         for item in gone:
             del self._alive[item.rank]
-        self.left += gone
         return gone
 
     @property
@@ -99,3 +114,69 @@ class LocalRanks:
         while self.running and time.monotonic() < deadline:
             self.poll()
             time.sleep(0.01)
+
+
+class SrunRanks:
+    """The rank processes of one stage in this job's allocation: one `srun` step, one task per rank.
+
+    srun says how the step ended as a whole; which task ended badly first, and where, is read from its messages.
+    """
+
+    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int]) -> None:
+        """Start `size` ranks, `per_node` on each node; srun inherits the descriptors `keep_open` (the run's lock)."""
+        folder = run.stage_folder(stage)
+        self.messages = folder / "srun.log"
+        self._from = self.messages.stat().st_size if self.messages.exists() else 0
+        nodes, rest = divmod(size, per_node)
+        command = [
+            "srun",
+            f"--nodes={nodes + bool(rest)}",
+            f"--ntasks={size}",
+            "--kill-on-bad-exit=0",
+            f"--wait={SRUN_WAIT_S}",
+            "--open-mode=append",
+        ]
+        command += [f"--output={folder}/rank-%t.log", f"--chdir={run.code}", "--unbuffered"]
+        with open(self.messages, "ab") as log:
+            self._step: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [*command, sys.executable, "-m", "pipeline", stage, str(run.path)],
+                env={**os.environ, "PYTHONPATH": str(run.code)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=list(keep_open),
+            )
+
+    def poll(self) -> list[Left]:
+        """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
+        if self._step is None or self._step.poll() is None:
+            return []
+        code, self._step = self._step.returncode, None
+        if code in (Exit.DONE, Exit.STOPPED):
+            return [Left(0, code)]
+        with open(self.messages, "rb") as log:
+            log.seek(self._from)
+            for line in log.read().decode(errors="replace").splitlines():
+                if match := _SRUN_TASK.match(line):
+                    host, task, words = match.groups()
+                    killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
+                    exited = re.search(r"exit code (\d+)", words)
+                    return [Left(int(task), killed or (int(exited[1]) if exited else code), host)]
+        return [Left(0, code)]
+
+    @property
+    def running(self) -> bool:
+        """Whether the step is still there."""
+        return self._step is not None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank: srun passes it on."""
+        if self._step is not None:
+            self._step.send_signal(number)
+
+    def kill(self) -> None:
+        """End all ranks now: srun killed by TERM twice within a second ends its step by force."""
+        while self._step is not None:
+            self.send(signal.SIGINT)
+            time.sleep(0.2)
+            self.poll()

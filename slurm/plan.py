@@ -11,8 +11,8 @@ from pipeline.run import Run, with_absolute_paths
 from pipeline.stages import STAGES
 
 
-def print_plan(config: Config, console: Console) -> None:
-    """Print the run, its stages and the line that each job runs."""
+def print_plan(config: Config, scripts: bool, console: Console) -> None:
+    """Print the run, its stages, and the line or the sbatch script that each job runs."""
     config = with_absolute_paths(config)
     run = Run(config.run.root / config.run.name)
     train, ranks = config.train, config.stages.train.ranks
@@ -28,6 +28,12 @@ def print_plan(config: Config, console: Console) -> None:
     ]
     for stage in STAGES:
         wanted = getattr(config.stages, stage)
-        lines.append(f"{stage:9} {wanted.ranks} process{'es' if wanted.ranks > 1 else ''} on this machine")
+        lines.append(f"{stage:9} {wanted.ranks} process{'es' if wanted.ranks > 1 else ''}")
         lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")
+    if scripts:
+        from slurm.sbatch import script
+
+        for stage in STAGES:
+            tasks = config.stages.shard.tasks if stage == "shard" else 1
+            lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from pipeline.checkpoint_files import saved_steps
 from pipeline.run import Run
 from pipeline.stages.evaluate import read_result
 from slurm.chain import last_ending, resume_command
+from slurm.cluster import jobs_of, uses_slurm
 from slurm.follow import clock
 
 
@@ -28,18 +29,35 @@ def state(run: Run, stage: str, events: list[dict[str, Any]]) -> str:
     return "incomplete" if end["event"] == "done" else str(end["event"])
 
 
+def in_slurm(run: Run) -> dict[str, tuple[str, str]]:
+    """For each stage with jobs that Slurm still knows as pending, running or dead: a word, and the job with reason."""
+    words: dict[str, tuple[str, str]] = {}
+    for job in jobs_of(run) if uses_slurm(run) else ():
+        if job.state.dead:
+            words[job.stage] = ("never", f"job {job.job_id} waits for what cannot happen any more ({job.state.reason})")
+        elif job.state.active:
+            where = job.state.nodes or job.state.reason
+            words[job.stage] = (job.state.state.lower(), f"job {job.job_id} {where}".rstrip())
+    return words
+
+
 def print_status(run: Run, console: Console) -> None:
     """A table of the stages, and why one is not done."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("stage", "state", "progress", "attempts", "time"):
         table.add_column(column)
     reasons = []
+    jobs = in_slurm(run)
     for stage in stages.STAGES:
         events = run.read_events(stage)
         word = state(run, stage, events)
+        progress = stages.load(stage).progress(run)
+        if stage in jobs and word != "done":
+            word, job = jobs[stage]
+            progress = f"{progress}  {job}"
         seconds = sum(e.get("seconds", 0.0) for e in events if e["event"] in ("done", "failed", "stopped", "cancelled"))
         attempts = sum(e["event"] == "started" for e in events)
-        table.add_row(stage, word, stages.load(stage).progress(run), str(attempts), clock(seconds))
+        table.add_row(stage, word, progress, str(attempts), clock(seconds))
         end = last_ending(events)
         if word == "failed" and end is not None:
             reasons.append(f"{stage} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}")
@@ -47,7 +65,8 @@ def print_status(run: Run, console: Console) -> None:
     console.print(table)
     for reason in reasons:
         console.print(reason, highlight=False, markup=False, soft_wrap=True, style="red")
-    idle = not any(run.holder(stage) for stage in stages.STAGES)
+    stuck = any(word == "never" for word, _ in jobs.values())
+    idle = (stuck or not jobs) and not any(run.holder(stage) for stage in stages.STAGES)
     if idle and any(stages.load(stage).missing(run) for stage in stages.STAGES):
         console.print(f"to go on: {resume_command(run)}", highlight=False, soft_wrap=True)
 

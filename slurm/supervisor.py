@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import stages
+from pipeline.checkpoint_files import newest_step
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import StopFlag
-from slurm.environment import identify
-from slurm.launch import Left, LocalRanks
+from slurm.environment import Place, allocated_tasks, identify, in_allocation
+from slurm.launch import Left, LocalRanks, SrunRanks
+from slurm.states import call, query
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
+REQUEUED_WAIT_S = 120.0
+NO_PROGRESS = "it was stopped before it could save a new checkpoint; requeueing would loop: ask for more time"
 PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
@@ -42,35 +46,68 @@ class Failure:
 def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     """Run one attempt of `stage`. Raises UserError where it may not start."""
     work = stages.load(stage)
-    lock = run.lock(stage)
+    place = identify(os.environ)
+    lock = run.lock(stage, place.array[0] if place.array else None)
     if lock is None:
         raise UserError(f"{stage} of {run.name} is already running (pid {run.holder(stage)})")
     if run.cancelled_file.exists():
         raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
     attempt = run.attempts(stage) + 1
-    job = identify(os.environ).job_id or str(os.getpid())
-    size = stages.ranks(run, stage)
+    job = place.job_id or str(os.getpid())
+    size = 1 if place.array else stages.ranks(run, stage)
+    if stage == "shard" and in_allocation(os.environ):  # any number will do: the job behind an array has one task
+        size = min(size, allocated_tasks(os.environ) or size)
+    before = newest_step(run.checkpoints)
     run.event("started", stage, job_id=job, attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid())
     for report in run.stage_folder(stage).glob("error-rank-*.json"):
         report.unlink()
     started = time.monotonic()
-    code, facts = _one_attempt(run, stage, size, lock, flag)
-    if code == Exit.DONE and (reason := work.missing(run)) is not None:
+    ranks: LocalRanks | SrunRanks
+    if in_allocation(os.environ):
+        per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
+        ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
+    else:
+        ranks = LocalRanks(run, stage, size, keep_open=[lock])
+    code, facts = _one_attempt(run, stage, ranks, flag)
+    # a task of an array does its part only; the job behind the array validates the whole
+    if code == Exit.DONE and not place.array and (reason := work.missing(run)) is not None:
         code, facts = Exit.CRASHED, {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
     facts["seconds"] = round(time.monotonic() - started, 3)
     event = {Exit.DONE: "done", Exit.STOPPED: "stopped"}.get(code, "failed")
     if code == Exit.STOPPED and run.cancelled_file.exists():
         event = "cancelled"
+    if event == "stopped":
+        run.stop_file.unlink(missing_ok=True)  # honoured; what is started next need not stop again
     run.event(event, stage, job_id=job, attempt=attempt, exit_code=int(code), **facts)
+    if event == "stopped" and facts["cause"] == "signal" and in_allocation(os.environ):
+        code = _requeue(run, stage, place, newest_step(run.checkpoints) > before)
     if event == "failed":
         print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
     os.close(lock)
     return code
 
 
-def _one_attempt(run: Run, stage: str, size: int, lock: int, flag: StopFlag) -> tuple[Exit, dict[str, Any]]:
-    """Start the ranks and wait for all of them; the verdict and its facts."""
-    ranks = LocalRanks(run, stage, size, keep_open=[lock])
+def _requeue(run: Run, stage: str, place: Place, progress: bool) -> Exit:
+    """Slurm stopped the ranks (preemption, time limit): put this job back into the queue, and wait for the end.
+
+    A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
+    for it. An attempt without a new checkpoint is the last one: it would loop.
+    """
+    job = place.job_id or ""
+    if stage == "train" and not progress:
+        run.event("failed", stage, job_id=job, exit_code=int(Exit.STOPPED), cause="no progress", message=NO_PROGRESS)
+        return Exit.STOPPED
+    state = query([job.split("_")[0]])[job.split("_")[0]].state
+    if state in ("CANCELLED", "COMPLETING") or call("scontrol", "requeue", job) is None:
+        return Exit.STOPPED
+    run.event("requeued", stage, job_id=job)
+    time.sleep(REQUEUED_WAIT_S)
+    return Exit.STOPPED
+
+
+def _one_attempt(run: Run, stage: str, ranks: LocalRanks | SrunRanks, flag: StopFlag) -> tuple[Exit, dict[str, Any]]:
+    """Wait for all ranks; the verdict and its facts."""
+    gone: list[Left] = []
     deadline: float | None = None
     asked: str | None = None
     next_look = 0.0
@@ -83,7 +120,8 @@ def _one_attempt(run: Run, stage: str, size: int, lock: int, flag: StopFlag) -> 
             if asked is not None:
                 print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                 ranks.send(signal.SIGTERM)
-        bad = [left for left in ranks.poll() if left.code not in (Exit.DONE, Exit.STOPPED)]
+        gone += (left := ranks.poll())
+        bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
         if bad and not first:
             first, deadline = bad, clock + PEERS_LEAVE_S
         if deadline is not None and clock >= deadline:
@@ -95,7 +133,7 @@ def _one_attempt(run: Run, stage: str, size: int, lock: int, flag: StopFlag) -> 
         failure = find_failure(run, stage, first)
         facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
         return failure.code, {**facts, "message": failure.message}
-    if any(left.code == Exit.STOPPED for left in ranks.left):
+    if any(left.code == Exit.STOPPED for left in gone):
         return Exit.STOPPED, {"cause": asked or "signal"}
     return Exit.DONE, {}
 
@@ -127,7 +165,7 @@ def find_failure(run: Run, stage: str, first: list[Left]) -> Failure:
         message = f"rank {report['rank']} on {report['host']}:\n{report['message']}"
         return Failure(Exit(report["code"]), report["rank"], report["host"], message)
     culprit = (culprits or killed or first)[0]
-    host = os.uname().nodename
+    host = culprit.host or os.uname().nodename
     log = run.stage_folder(stage) / f"rank-{culprit.rank}.log"
     hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
     return Failure(Exit.CRASHED, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

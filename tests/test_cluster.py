@@ -6,6 +6,7 @@ Slurm's ways with preemption and dead nodes are checked here once, so that a fai
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.cluster.cluster import missing
 from tests.cluster.fixture import cluster_fixture, require
 from tests.cluster.machines import Machine, Process
 
-cluster = cluster_fixture(grace=1, slurmd_timeout=3)
+cluster = cluster_fixture(grace=0, user_signal=False, slurmd_timeout=3)
 accounting = cluster_fixture(accounting=True)
 netns = cluster_fixture(netns=True, slurmd_timeout=3)
 
@@ -110,6 +111,7 @@ srun bash -c 'trap "echo term >> {log}" TERM; echo ready >> {log}; while :; do s
     cluster.wait_idle()
 
 
+@pytest.mark.long
 def test_a_crashed_node_goes_down_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     wrap = f"--wrap=setsid sleep 1000 & echo run ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log; wait"
     job = cluster.output(["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null", wrap])
@@ -148,6 +150,15 @@ def test_the_command_line_speaks_of_the_same_cluster(cluster: Cluster) -> None:
         failed = subprocess.run(command_line(*verb, *where), capture_output=True, text=True, timeout=30)
         assert failed.returncode == 1 and word in failed.stderr and "Traceback" not in failed.stderr, failed
     assert all(cluster.machines().values())
+
+
+def test_options_reach_slurm(cluster: Cluster, accounting: Cluster) -> None:
+    for up, signals, grace, timeout in ((cluster, False, 0, 3), (accounting, True, 10, 15)):
+        settings = up.output(["scontrol", "show", "config"])
+        assert ("preempt_send_user_signal" in settings) is signals
+        assert f"SlurmdTimeout           = {timeout} sec" in settings
+        low, high = (up.output(["scontrol", "--oneliner", "show", "partition", name]) for name in ("low", "high"))
+        assert f"GraceTime={grace} " in low and "PreemptMode=REQUEUE" in low and "PreemptMode=OFF" in high
 
 
 def test_accounting_answers(accounting: Cluster) -> None:
@@ -207,6 +218,26 @@ def test_down_after_an_up_that_was_killed(directory: Path, moment: str) -> None:
     while left := traces(directory):  # a machine that was never told to go sees its caller's end by itself
         assert time.monotonic() < end, left
     assert not directory.exists()
+
+
+def test_nothing_runs_that_is_not_on_record(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's death between the machine's birth and its record: the machine must end by itself."""
+
+    def fail(path: Path, text: str) -> None:
+        time.sleep(0.5)  # a machine that did not wait for the record would run its command now
+        raise OSError("killed here")
+
+    for folder in ("log", "machines"):
+        (directory / folder).mkdir()
+    (directory / "hosts").touch()
+    monkeypatch.setattr("tests.cluster.machines.save", fail)
+    with pytest.raises(OSError, match="killed here"):
+        Machine("n1", directory).start("n1", ["touch", directory / "ran"])
+    end = time.monotonic() + 5
+    while left := traces(directory):
+        assert time.monotonic() < end, left
+    assert not (directory / "ran").exists()
+    shutil.rmtree(directory)
 
 
 def test_an_up_that_fails_tells_why_and_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

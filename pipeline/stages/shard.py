@@ -37,7 +37,8 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     def log(text: str) -> None:
         print(text, flush=True)
 
-    shard(run.config.data, run.data, place.rank, place.world_size, log)
+    task, tasks = place.array or (place.rank, place.world_size)
+    shard(run.config.data, run.data, task, tasks, log)
     done, total = shard_progress(run.data)
     if done == total:
         finalize(run.config.data, run.data, log)

@@ -30,7 +30,10 @@ def up(
 ) -> None:
     """Start the cluster and wait until its nodes are idle."""
     start = time.monotonic()
-    Cluster(directory).up(Options(user_signal, accounting, netns, grace, slurmd_timeout))
+    options = Options(
+        user_signal=user_signal, accounting=accounting, netns=netns, grace=grace, slurmd_timeout=slurmd_timeout
+    )
+    Cluster(directory).up(options)
     print(f'up in {time.monotonic() - start:.1f} s; now: eval "$({sys.executable} -m tests.cluster env)"')
 
 

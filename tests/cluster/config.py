@@ -27,16 +27,18 @@ class Options:
     """What a cluster can be asked for."""
 
     user_signal: bool = True
-    """On preemption send the signal of `--signal` at once (SlurmctldParameters=preempt_send_user_signal).
-    Without it, steps get TERM at once and `--signal` is not sent."""
+    """A preempted job gets the signal of its `--signal` at once (SlurmctldParameters=preempt_send_user_signal).
+    Otherwise, and where a job has no `--signal`, its steps get TERM at once."""
     accounting: bool = False
     """Run MariaDB and slurmdbd, so that sacct answers. Without it sacct fails, as on some small clusters."""
     netns: bool = False
     """A network namespace for each node, so that its cable can be cut."""
     grace: int = 10
-    """GraceTime of partition `low` in seconds; 0 ends preempted jobs at once. Slurm is late by up to 8 s."""
+    """GraceTime of partition `low` in seconds. 0 ends preempted jobs at once (KILL comes KillWait later); above
+    that Slurm counts coarsely: 1 and 10 both last 15 s."""
     slurmd_timeout: int = 15
-    """SlurmdTimeout in seconds: a node that is silent for so long is down, and its jobs are requeued."""
+    """SlurmdTimeout in seconds: a node that is silent for so long is down, and its jobs are requeued.
+    Slurm is late: 3 takes about 10 s after a crash and 27 s after a cut."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def free_ports() -> dict[str, int]:
 def slurm_conf(directory: Path, site: Site) -> str:
     """The text of slurm.conf."""
     options, ports = site.options, site.ports
-    signal_at_once = "preempt_send_user_signal" if options.user_signal else ""
+    signal_at_once = "SlurmctldParameters=preempt_send_user_signal" if options.user_signal else ""
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={node} NodeAddr={site.address(node)} Port={ports[node]} CPUs=4 Sockets=1 "
         "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=65536 Gres=gpu:h100:2 State=UNKNOWN"
@@ -146,7 +148,7 @@ SchedulerParameters=bf_interval=2,bf_continue,batch_sched_delay=0,sched_interval
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-SlurmctldParameters={signal_at_once}
+{signal_at_once}
 
 # Notice dead things soon. ReturnToService=2: a node that was down serves again once it registers.
 SlurmctldTimeout=30

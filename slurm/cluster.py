@@ -1,0 +1,108 @@
+"""The chain on a Slurm cluster: every stage that is missing is submitted at once, tied by dependencies.
+
+    prepare ─afterok─► shard (array) ─afterany─► shard (one task: does what the array left, validates, writes the
+    manifest) ─afterok─► train ─afterok─► evaluate
+
+Nothing stays running on the login node. Before a stage is submitted its parents are looked at: done and validated →
+no edge; submitted and alive → an edge; otherwise they are submitted first. A job that waits for something that
+can no longer happen is cancelled and submitted again by `resume`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from pipeline import stages
+from pipeline.errors import Exit, UserError
+from pipeline.run import Run
+from slurm.chain import last_ending, resume_command
+from slurm.states import JobState, call, query
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job of this run that was submitted and not seen to end."""
+
+    stage: str
+    job_id: str
+    state: JobState
+
+
+def jobs_of(run: Run) -> list[Submitted]:
+    """The jobs that events.jsonl knows, with their states in one query; oldest first."""
+    events = [e for e in run.read_events() if e["event"] == "submitted" and e.get("executor") == "slurm"]
+    states = query(e["job_id"] for e in events)
+    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]]) for e in events]
+
+
+def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
+    """Submit what is missing and not under way. `again`: a person said `resume`, so failed stages are tried again.
+
+    Raises UserError where the run was cancelled, or a stage failed and nobody said to try again.
+    """
+    from slurm.sbatch import submit
+
+    if run.cancelled_file.exists():
+        raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
+    run.stop_file.unlink(missing_ok=True)
+    known = jobs_of(run)
+    dead = [job.job_id for job in known if job.state.dead]
+    if dead:
+        call("scancel", *dead)
+    waiting: dict[str, str] = {}
+    fresh: set[str] = set()
+    for stage in stages.STAGES:
+        work = stages.load(stage)
+        if work.missing(run) is None:
+            console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
+            continue
+        alive = [job for job in known if job.stage == stage and job.state.active]
+        if alive and fresh.intersection(work.NEEDS) and all(job.state.state == "PENDING" for job in alive):
+            call("scancel", *(job.job_id for job in alive))  # they wait for a job that was replaced just now
+            alive = []
+        if alive:
+            waiting[stage] = alive[-1].job_id
+            console.print(f"{stage:9} job {alive[-1].job_id} {alive[-1].state.state.lower()}", highlight=False)
+            continue
+        end = last_ending(run.read_events(stage))
+        if end is not None and end["event"] == "failed" and not again:
+            raise UserError(
+                f"{stage} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
+                f"once that is mended: {resume_command(run)}"
+            )
+        fresh.add(stage)
+        parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
+        tasks = run.config.stages.shard.tasks if stage == "shard" else 1
+        if tasks > 1:
+            array = submit(run, stage, parents, tasks=tasks)
+            console.print(f"{stage:9} job {array}: array of {tasks}{_after(parents)}", highlight=False)
+            waiting[stage] = submit(run, stage, [array], kind="afterany")
+            console.print(f"{stage:9} job {waiting[stage]}: validates, after {array}", highlight=False)
+        else:
+            waiting[stage] = submit(run, stage, parents)
+            console.print(f"{stage:9} job {waiting[stage]}{_after(parents)}", highlight=False)
+    if waiting:
+        console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
+    return Exit.DONE
+
+
+def _after(parents: list[str]) -> str:
+    return f", after {', '.join(parents)}" if parents else ""
+
+
+def cancel_jobs(run: Run) -> list[str]:
+    """Cancel what has not begun; running supervisors read the request in the run directory and save. The ids."""
+    jobs = [job for job in jobs_of(run) if job.state.active or job.state.dead]
+    pending = [job.job_id for job in jobs if job.state.state == "PENDING"]
+    if pending:
+        call("scancel", *pending)
+    return [job.job_id for job in jobs]
+
+
+def uses_slurm(run: Run) -> bool:
+    """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
+    events: list[dict[str, Any]] = [e for e in run.read_events() if e["event"] == "submitted"]
+    return bool(events) and events[-1].get("executor") == "slurm"

@@ -1,0 +1,212 @@
+"""The chain on a real Slurm of four nodes: submitted at once, trained over nodes, stopped, requeued, cancelled."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint_files import newest_step
+from pipeline.errors import Exit
+from pipeline.files import read_jsonl
+from pipeline.run import CODE_ROOT, Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.tiny import write_config
+
+cluster = cluster_fixture(grace=5)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def submit(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    environment = {**os.environ, **cluster.environment(), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def wait_for(what: str, happened: Callable[[], Any], timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
+        time.sleep(0.3)
+
+
+def events(run: Path, stage: str | None = None) -> list[str]:
+    return [e["event"] for e in Run.open(run).read_events(stage)]
+
+
+def evaluated(run: Path) -> bool:
+    return any((run / "evaluation").glob("step-*.json"))
+
+
+def job_of(run: Path, stage: str) -> str:
+    return str([e for e in Run.open(run).read_events(stage) if e["event"] == "submitted"][-1]["job_id"])
+
+
+def digest(cluster: Cluster, folder: Path, run: str) -> str:
+    return submit(cluster, folder, "verify", run).stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that went through undisturbed on four nodes with two ranks each."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_config(folder, steps=40)
+    started = time.monotonic()
+    done = submit(cluster, folder, "tiny.yaml", "stages.train.nodes=4", "stages.evaluate.nodes=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\w+ +job \d+", done.stdout, re.M)) == 5, done.stdout
+    assert time.monotonic() - started < 20 and not evaluated(folder / "runs/tiny"), "submitting does not wait"
+    wait_for("the evaluation", lambda: evaluated(folder / "runs/tiny"))
+    wait_for("the last event", lambda: "done" in events(folder / "runs/tiny", "evaluate"))
+    return folder
+
+
+def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
+    run = calm / "runs/tiny"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 8
+    assert len(list((run / "jobs/train").glob("rank-*.log"))) == 8
+    status = submit(cluster, calm, "status", "runs/tiny").stdout
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
+    again = submit(cluster, calm, "tiny.yaml", "stages.train.nodes=4", "stages.evaluate.nodes=2")
+    assert len(re.findall(r"^\w+ +done", again.stdout, re.M)) == 4, again.stdout
+
+
+def test_a_failed_shard_task_is_named_and_resume_mends_the_chain(tmp_path: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path, steps=5)
+    corpus = tmp_path / "corpus.jsonl"
+    good = corpus.read_text()
+    corpus.write_text(good + '{"text": broken\n' * 50)
+    assert submit(cluster, tmp_path, str(config)).returncode == 0
+    run = tmp_path / "runs/tiny"
+    wait_for("the failure", lambda: "failed" in events(run, "shard"))
+    wait_for(
+        "the dead dependency", lambda: "cannot happen" in submit(cluster, tmp_path, "status", "runs/tiny").stdout, 30
+    )
+    status = submit(cluster, tmp_path, "status", "runs/tiny").stdout
+    assert "cannot be read" in status and "resume runs/tiny" in status
+    assert "started" not in events(run, "train")
+    refused = submit(cluster, tmp_path, str(config))
+    assert refused.returncode == Exit.USER_ERROR and "cannot be read" in refused.stderr
+    corpus.write_text(good)
+    assert submit(cluster, tmp_path, "resume", "runs/tiny").returncode == 0
+    wait_for("the evaluation", lambda: evaluated(run))
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+
+
+def slow(folder: Path, calm: Path, name: str) -> Path:
+    """A config for a training of half a minute, on the calm run's data."""
+    text = write_config(folder, name, steps=40).read_text()
+    path = folder / f"{name}.yaml"
+    path.write_text(text.replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    (folder / "runs" / name).mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(folder / "runs" / name / "data")], check=True)
+    return path
+
+
+NODES = ("stages.train.nodes=4", "stages.evaluate.nodes=2")
+
+
+def slow_down(run: Path) -> None:
+    """Half a second more per step, in the run's own copy of the code: time enough to be preempted."""
+    path = run / "code/pipeline/trainer.py"
+    text = path.read_text()
+    path.write_text(
+        text.replace("        lr = learning_rate(", "        time.sleep(0.5)\n        lr = learning_rate(", 1)
+    )
+
+
+def prepared(folder: Path, config: Path) -> Path:
+    """The run of a config, made and slowed down before anything is submitted."""
+    from pipeline.config_file import load_config
+
+    run = Run.create(load_config(config, NODES))
+    slow_down(run.path)
+    return run.path
+
+
+def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    config = slow(tmp_path, calm, "low")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    high = cluster.run(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "--wrap", "sleep 3"], timeout=10)
+    assert high.returncode == 0, high.stderr
+    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    wait_for("the evaluation", lambda: evaluated(run), 150)
+    assert events(run, "train").count("started") >= 2
+    restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
+    assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    assert digest(cluster, tmp_path, "runs/low") == digest(cluster, calm, "runs/tiny")
+
+
+def test_a_plain_scancel_stays_cancelled(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    config = slow(tmp_path, calm, "gone")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    job = job_of(run, "train")
+    assert cluster.run(["scancel", job], timeout=10).returncode == 0
+    wait_for("its end", lambda: "CANCELLED" in cluster.run(["scontrol", "show", "job", job], timeout=10).stdout, 60)
+    time.sleep(8)  # a requeue would show by now
+    state = cluster.run(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"], timeout=10).stdout
+    assert state.strip() == "CANCELLED" and "requeued" not in events(run, "train")
+    cluster.run(["scancel", job_of(run, "evaluate")], timeout=10)
+
+
+def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    config = slow(tmp_path, calm, "ended")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    assert submit(cluster, tmp_path, "cancel", "runs/ended").returncode == 0
+    wait_for("its end", lambda: "cancelled" in events(run, "train"), 60)
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == Exit.USER_ERROR
+
+
+def test_inside_salloc_the_allocation_is_used(tmp_path: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path, steps=6)
+    command = ["salloc", "-N2", "--ntasks-per-node=2", sys.executable, str(CODE_ROOT / "submit.py"), str(config)]
+    done = subprocess.run(
+        [*command, "stages.train.nodes=2", "stages.evaluate.nodes=2"],
+        cwd=tmp_path,
+        env={**os.environ, **cluster.environment()},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "evaluate  done" in done.stdout
+    started = next(e for e in Run.open(tmp_path / "runs/tiny").read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 4
+
+
+@pytest.mark.parametrize("name", ["with space", "quote'\"s", "$(touch pwned)", "a;b & c", "back`tick`", "ünï"])
+def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    config = write_config(folder, steps=1)
+    assert submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1").returncode == 0
+    run = folder / "runs/tiny"
+    wait_for("prepare", lambda: "done" in events(run, "prepare"), 40)
+    job = cluster.run(["scontrol", "show", "job", job_of(run, "prepare")], timeout=10).stdout
+    assert f"sluice {run}" in job
+    submit(cluster, folder, "cancel", "runs/tiny")
+    assert not list(tmp_path.rglob("pwned")) and config.exists()
+    assert json.loads((run / "data/prepare.json").read_text())
