@@ -2,6 +2,7 @@
 # make test      everything that must pass before a change lands (make check is part of it)
 # make install   set up .venv only
 # make check     ruff and mypy         make format    let ruff format
+# make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
 # make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-long check format bench clean
+.PHONY: run install test test-long check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -47,6 +48,13 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.checkpoint
+
+cluster: $(VENV)/.tests
+	.ci/install-packages
+	$(BIN)/python -m tests.cluster up $(ARGS)
+
+cluster-down:
+	$(BIN)/python -m tests.cluster down
 
 clean:
 	rm -rf $(VENV) build *.egg-info

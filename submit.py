@@ -92,6 +92,12 @@ def resume(
     opened.change(overrides or [])
     opened.clear_requests()
     if update_code:
+        from pipeline.stages import STAGES
+
+        if busy := [stage for stage in STAGES if opened.holder(stage)]:
+            raise UserError(
+                f"--update-code: {', '.join(busy)} is running on the code that would be replaced; cancel first"
+            )
         opened.snapshot_code()
         opened.event("code_updated", commit=opened.commit)
     from slurm.cluster import uses_slurm
@@ -201,11 +207,11 @@ def verify(
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     from pipeline.run import Run
+    from slurm.launch import with_code
 
     opened = Run.open(run)
     command = [sys.executable, "-m", "pipeline", "verify", str(opened.path), *(["--step", step] if step else [])]
-    environment = {**os.environ, "PYTHONPATH": str(opened.code)}
-    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+    raise typer.Exit(subprocess.run(command, env=with_code(os.environ, opened.code)).returncode)
 
 
 @app.command()

@@ -198,7 +198,10 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
             f"{manifest.held_out_documents}: name more files or lower data.held_out"
         )
     if data.held_out and not manifest.held_out:
-        log(f"shard: warning: none of {manifest.documents} documents falls into data.held_out = {data.held_out}")
+        raise UserError(
+            f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction {data.held_out}, "
+            "so nothing could be evaluated: start a new run with a larger fraction, more documents, or 0"
+        )
     write_json(data_dir / "manifest.json", dataclasses.asdict(manifest))
     listed = {Path(entry.file).name for entry in (*manifest.train, *manifest.held_out)}
     listed |= {unit_path(data_dir, unit).name for unit in range(prepared.unit_count)}

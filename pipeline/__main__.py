@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline import stages
 from pipeline.errors import Exit, UserError, storage_error
-from pipeline.run import Run
+from pipeline.run import Run, with_absolute_paths
 from pipeline.signals import StopFlag
 from slurm.environment import Place, identify
 
@@ -43,7 +43,11 @@ def main(arguments: list[str]) -> int:
             return verify(Run.open(target), options.get("step"))
         place = identify(os.environ)
         run = find_run(target, overrides, place)
-        return stages.load(stage).main(run, place, options, flag)
+        work = stages.load(stage)
+        supervised = "SLUICE_SUPERVISED" in os.environ
+        if not supervised and place.rank == 0 and run.lock(stage) is None:
+            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        return work.main(run, place, options, flag)
     except BaseException as error:
         code, message = explain(error)
         report_error(run, stage, place, code, message)
@@ -82,7 +86,7 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
         return Run.open(path)
     from pipeline.config_file import load_config
 
-    config = load_config(path, overrides)
+    config = with_absolute_paths(load_config(path, overrides))
     run_folder = config.run.root / config.run.name
     if place.rank == 0:
         return Run.create(config)
@@ -104,7 +108,8 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     kind, words = type(error).__name__, str(error)
     if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
         return Exit.OUT_OF_MEMORY, text
-    if kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words:
+    lost = kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words
+    if lost and "address already in use" not in words:
         return Exit.PEER_LOST, text
     return Exit.CRASHED, text
 

@@ -69,7 +69,6 @@ class Checkpointer:
         self.folder, self.group, self.keep, self.background = folder, group, keep, background
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.describe, self.on_saved = dict(describe), on_saved
-        self.last_step = 0
         cuda = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -111,7 +110,6 @@ class Checkpointer:
             self._writer.start()
         else:
             write()
-        self.last_step = step
         if not self.background:
             self.finish()
 
@@ -164,11 +162,8 @@ class Checkpointer:
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
         write_json(temporary / files.MANIFEST, files.seal(manifest))
         fsync_dir(temporary)
-        if target.exists():  # the same step, saved by an attempt whose later steps were lost
-            os.rename(target, self.folder / f".tmp-old-{target.name}")
         os.rename(temporary, target)
         fsync_dir(self.folder)
-        shutil.rmtree(self.folder / f".tmp-old-{target.name}", ignore_errors=True)
 
     # -- restoring ---------------------------------------------------------------------------------------
 
@@ -188,20 +183,21 @@ class Checkpointer:
             checkpoint = self.folder / files.step_name(step)
             try:
                 manifest = verified(checkpoint, self.group)
-                load(state, checkpoint, self.group)
             except CheckpointError as error:
                 damaged.append(str(error))
                 if self.rank == 0:
                     files.set_aside(self.folder, step)
                     on_damaged(step, str(error))
                 continue
-            self.last_step = step
+            load(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
             return manifest
-        if damaged:
+        left = from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
+        if left:
             raise CheckpointError(
                 "no checkpoint is intact, and starting from zero would throw work away:\n  "
-                + "\n  ".join(damaged)
-                + f"\nrestore one of {self.folder}/damaged-step-* from a backup under its old name, or start a new run"
+                + "\n  ".join(damaged or left)
+                + f"\nput an intact copy of one into {self.folder} under its step-… name, or, to train from zero "
+                f"all the same, remove {self.folder}/damaged-*"
             )
         return None
 
@@ -219,7 +215,10 @@ def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` from `checkpoint`, whatever layout saved it. Raises CheckpointError."""
+    """Fill the tensors of `state` from `checkpoint`, whatever layout saved it.
+
+    Raises RuntimeError where it does not hold them. DCP's own exception is no `Exception`.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: one process reads
@@ -227,9 +226,7 @@ def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> Non
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {reasons}") from error
-    except Exception as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
+        raise RuntimeError(f"{checkpoint} cannot be loaded: {reasons}") from error
 
 
 def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:

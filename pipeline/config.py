@@ -227,6 +227,8 @@ class ParallelConfig(Section):
                 raise ValueError(f"{key}: {getattr(self, key)} is not available yet; only 1 is")
         if self.zero != 0:
             raise ValueError(f"zero: {self.zero} is not available yet; only 0 is")
+        if self.schedule != "1f1b":
+            raise ValueError(f"schedule: {self.schedule} goes with pipeline > 1, which is not available yet")
         if self.backend == "mpi":
             raise ValueError("backend: mpi is not available yet; use auto, nccl or gloo")
         if isinstance(self.data, DataParallel) and self.data.shard != 1:

@@ -32,6 +32,8 @@ class Exit(IntEnum):
     """There are checkpoints, and none of them is intact: nothing was started from zero in silence."""
     NON_FINITE = 24
     """The loss or the gradient is not a finite number."""
+    HANG = 25
+    """The ranks were asked to stop and did not leave in time."""
     STOPPED = 75
     """Stopped on request at a step boundary, everything saved: run again to go on (EX_TEMPFAIL)."""
     PEER_LOST = 76
@@ -74,6 +76,8 @@ _STORAGE_ERRNOS = {
     errno.EROFS: "the file system is read-only: choose another `run.root`",
     errno.EACCES: "permission denied: check the owner and mode of the folder",
     errno.EPERM: "permission denied: check the owner and mode of the folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: check `run.root`",
+    errno.ENAMETOOLONG: "the path is too long: choose a shorter `run.root` or `run.name`",
     errno.EIO: "input/output error: the storage itself failed",
     errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
 }
@@ -90,6 +94,6 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
             return seen
         if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
             where = seen.filename or path or "a file of the run"
-            return StorageError(f"cannot write {where}: {_STORAGE_ERRNOS[seen.errno]}")
+            return StorageError(f"cannot use {where}: {_STORAGE_ERRNOS[seen.errno]}")
         seen = seen.__cause__ or seen.__context__
     return None

@@ -23,7 +23,7 @@ from data_prep.manifest import Manifest, ShardEntry
 from pipeline import checkpoint_files as files
 from pipeline import groups
 from pipeline.checkpoint import load, verified
-from pipeline.errors import InputError
+from pipeline.errors import CheckpointError
 from pipeline.files import write_json
 from pipeline.inputs import verify_shards
 from pipeline.model import Decoder, init_weights, loss_sum
@@ -39,11 +39,6 @@ class Evaluator:
     """One rank of an evaluation; builds the model once and loads one checkpoint after another into it."""
 
     def __init__(self, run: Run, manifest: Manifest, world: groups.World, flag: StopFlag) -> None:
-        if not manifest.held_out:
-            raise InputError(
-                f"{run.data}/manifest.json has no held-out documents: raise data.held_out in a new run "
-                f"(it is {run.config.data.held_out})"
-            )
         self.run, self.manifest, self.world = run, manifest, world
         self.group = groups.side_group()
         self.agreement = Agreement(flag, groups.side_group())
@@ -65,7 +60,13 @@ class Evaluator:
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
         checkpoint = self.run.checkpoints / files.step_name(step)
-        sealed = verified(checkpoint, self.group)
+        try:
+            sealed = verified(checkpoint, self.group)
+        except CheckpointError as error:
+            if self.world.first:  # so that training counts as not done, and goes on from the one before
+                files.set_aside(self.run.checkpoints, step)
+                self.run.event("damaged", "evaluate", step=step, reason=str(error))
+            raise
         load({f"model.{n}": p.detach() for n, p in self.model.named_parameters()}, checkpoint, self.group)
         sums = self._batch_sums(step)
         if sums is None:

@@ -121,6 +121,7 @@ def layout(place: Place, config: Config, world: World) -> dict[str, object]:
         "zero": config.parallel.zero,
         "ranks_per_node": place.local_world_size,
         "micro_batch": config.train.micro_batch,
+        "bucket_mb": config.parallel.bucket_mb,
         "threads": config.train.threads,
         "precision": config.train.precision,
         "compile": config.train.compile,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Metrics:
         self._pending = record
         return line
 
+    def sync(self) -> None:
+        """Make what was written durable: before a checkpoint, so that it never knows more steps than the file."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def flush(self) -> dict[str, Any] | None:
         """Write what is held. Raises NonFiniteError, on all ranks alike, where a loss is not a finite number."""
         record, self._pending = self._pending, None
@@ -66,12 +72,14 @@ class Metrics:
         return line
 
 
-def rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl after `step` (and mend a torn tail); returns the lines that are lost work."""
-    lines = list(read_jsonl(path))
-    kept: dict[int, dict[str, Any]] = {line["step"]: line for line in lines if line["step"] <= step}
-    lost = [line for line in lines if line["step"] > step]
+def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines beyond `step`: work that a restore of `step` loses."""
+    return [line for line in read_jsonl(path) if line["step"] > step]
+
+
+def rewind(path: Path, step: int) -> None:
+    """Cut metrics.jsonl after `step`, and mend a torn tail."""
+    kept: dict[int, dict[str, Any]] = {line["step"]: line for line in read_jsonl(path) if line["step"] <= step}
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)
-    return lost

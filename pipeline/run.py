@@ -18,13 +18,17 @@ it too, so nothing here imports torch, numpy or h5py.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +50,35 @@ _MAY_CHANGE = ("parallel.", "stages.", "site.", "data.max_rejected", "data.verif
 def now() -> str:
     """The present, as events write it (UTC, ISO 8601, milliseconds)."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that took a stage's lock: a supervisor, or a rank started by hand."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def terminate(self) -> None:
+        """Send it TERM, where it is on this host (a pid means nothing on another)."""
+        if self.pid and self.host == os.uname().nodename:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGTERM)
+
+
+def _flock(fd: int, operation: int) -> bool:
+    """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+    return True
 
 
 class Run:
@@ -76,20 +109,24 @@ class Run:
         config = with_absolute_paths(config)
         os.umask(_UMASK[config.run.sharing])
         run = cls(config.run.root / config.run.name)
-        if run.config_file.exists():
-            differences = describe_differences(load_config(run.config_file), config)
-            if differences:
-                raise UserError(
-                    f"{run.name} exists with another config:\n  "
-                    + "\n  ".join(differences)
-                    + f"\nchoose another run.name, or go on with the run as it is: python submit.py resume {run.name}"
-                )
-            return run
-        for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
-            folder.mkdir(parents=True, exist_ok=True)
-        run.snapshot_code()
-        write_atomic(run.config_file, dump_config(config))
-        run.event("created", config=str(run.config_file))
+        run.path.mkdir(parents=True, exist_ok=True)
+        with open(run.path / ".creating", "w") as lock:
+            _flock(lock.fileno(), fcntl.LOCK_EX)  # two at once: the second finds the run made
+            if run.config_file.exists():
+                differences = describe_differences(load_config(run.config_file), config)
+                if differences:
+                    raise UserError(
+                        f"{run.name} exists with another config:\n  "
+                        + "\n  ".join(differences)
+                        + "\nchoose another run.name, or go on with the run as it is: "
+                        f"python submit.py resume {run.name}"
+                    )
+                return run
+            for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
+                folder.mkdir(exist_ok=True)
+            run.snapshot_code()
+            write_atomic(run.config_file, dump_config(config))
+            run.event("created", config=str(run.config_file))
         return run
 
     @classmethod
@@ -180,34 +217,32 @@ class Run:
         return folder
 
     def lock(self, stage: str, task: int | None = None) -> int | None:
-        """Take the stage's lock on this machine (a task of an array: its own) and write this pid into it.
+        """Take the stage's lock (a task of an array: its own) and write who holds it; None where somebody does.
 
-        None where somebody holds it.
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
         name = "lock" if task is None else f"lock-{task}"
         fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
+        deadline = time.monotonic() + 1.0  # somebody who only looks (`holder`) has it for a moment
+        while not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
         return fd
 
-    def holder(self, stage: str) -> int | None:
-        """The pid of the supervisor that runs the stage on this machine, None where nobody does."""
+    def holder(self, stage: str) -> Holder | None:
+        """Who runs the stage, None where nobody does."""
         try:
             with open(self.jobs / stage / "lock", "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    text = file.read().strip()
-                    return int(text) if text.isdigit() else None
+                if _flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+                    return None
+                pid, _, host = file.read().decode().strip().partition(" ")
+                return Holder(int(pid) if pid.isdigit() else 0, host)
         except FileNotFoundError:
-            pass
-        return None
+            return None
 
     # -- code --------------------------------------------------------------------------------------------
 
@@ -227,8 +262,11 @@ class Run:
         if commit is not None:
             (new / "COMMIT").write_text(commit)
             (new / "DIFF").write_text(_git("diff", "HEAD") or "")
-        shutil.rmtree(self.code, ignore_errors=True)
+        old = self.path / f".code.{os.getpid()}.old"
+        if self.code.exists():
+            os.rename(self.code, old)
         os.rename(new, self.code)
+        shutil.rmtree(old, ignore_errors=True)
 
     @property
     def commit(self) -> str | None:

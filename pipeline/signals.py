@@ -20,6 +20,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.count = 0
+        """How many signals came in all."""
 
     def install(self) -> StopFlag:
         """Take over the signals of this process (main thread only)."""
@@ -36,6 +38,7 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name
+        self.count += 1
 
     def __bool__(self) -> bool:
         return self.reason is not None

@@ -29,7 +29,7 @@ from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.errors import CheckpointError, Exit
 from pipeline.files import sha256_json
 from pipeline.inputs import verify_shards
-from pipeline.metrics import Metrics, StepRecord, rewind
+from pipeline.metrics import Metrics, StepRecord, lost_lines, rewind
 from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum
 from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
 from pipeline.order import ORDER_VERSION
@@ -49,10 +49,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     """What makes a training this training, wherever and however long it runs: kept in each checkpoint."""
-    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"})
+    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
         for key in keys:
-            del values[section][key]
+            values.get(section, {}).pop(key, None)
     return {
         "config_hash": sha256_json({**values, "seed": config.run.seed}),
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
@@ -259,6 +259,7 @@ class Trainer:
         """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
         started = time.perf_counter()
         self._log(self.metrics.flush())
+        self.metrics.sync()
         extra = {"scaler": self.scaler.state_dict()}
         self.checkpointer.save(self.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
@@ -284,9 +285,10 @@ class Trainer:
             if manifest["extra"]["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(manifest["extra"]["scaler"])
         if self.world.first:
-            lost = rewind(self.run.metrics, step)
-            if lost:
+            lost = lost_lines(self.run.metrics, step)
+            if lost:  # noted before it is cut, so that no crash in between loses it twice
                 self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+            rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
                 self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost))

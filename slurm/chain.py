@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -37,7 +36,7 @@ def run_chain(run: Run, console: Console) -> Exit:
     flag = StopFlag().install()
     for stage in stages.STAGES:
         work = stages.load(stage)
-        if work.missing(run) is None:
+        if run.holder(stage) is None and work.missing(run) is None:
             console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
             continue
         code = run_stage(run, stage, flag, console)
@@ -50,37 +49,45 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
     """Submit one stage (or join the one that runs), follow it to its end and say how it ended."""
     from slurm.submission import submit_local
 
-    before = len(run.read_events(stage))
-    holder = run.holder(stage)
-    if holder is not None:
-        console.print(f"{stage:9} is already running (pid {holder}); following it", highlight=False)
-        job = None
-    else:
-        job = submit_local(run, stage)
     interrupts = Interrupts(run, stage, flag, console)
-    seconds = follow(
-        run, stage, lambda: job.running if job else run.holder(stage) is not None, interrupts.tick, console
-    )
-    if interrupts.left:
-        return Exit.STOPPED
-    end = last_ending(run.read_events(stage)[before if job else 0 :])
-    return tell(run, stage, end, seconds, str(job.log) if job else str(run.jobs / stage), console)
+    while True:
+        if run.cancelled_file.exists():
+            raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
+        holder = run.holder(stage)
+        job = None if holder else submit_local(run, stage)
+        if holder:
+            console.print(f"{stage:9} is already running ({holder}); following it", highlight=False)
+        seconds = follow(run, stage, job, interrupts.tick, console)
+        if interrupts.left:
+            console.print(f"{stage:9} saves and ends by itself; to go on: {resume_command(run)}", highlight=False)
+            return Exit.STOPPED
+        end = ending_of_newest_attempt(run.read_events(stage), job.job_id if job else None)
+        if end is None and run.holder(stage) is not None:
+            continue  # somebody else's attempt began in the same moment: join that one
+        if end is not None and end["event"] == "stopped" and job is None and not interrupts.asked:
+            continue  # it was stopping already when we joined it; we were asked to go on
+        return tell(run, stage, end, seconds, job.log if job else None, console)
 
 
 class Interrupts:
-    """What Ctrl-C and SIGTERM to submit.py mean while a stage runs."""
+    """What Ctrl-C and SIGTERM to submit.py mean while a stage runs: ask it to stop; the second time, stop watching."""
 
     def __init__(self, run: Run, stage: str, flag: StopFlag, console: Console) -> None:
         self.run, self.stage, self.flag, self.console = run, stage, flag, console
         self.asked = False
-        self.left = False
 
-    def tick(self) -> None:
-        """Pass a first signal on, once."""
+    def tick(self) -> bool:
+        """Pass a first signal on, once; whether to go on watching."""
         if self.flag and not self.asked:
             self.asked = True
             ask_to_stop(self.run, self.stage)
             self.console.print("stopping: the stage saves at its next step boundary …", highlight=False)
+        return not self.left
+
+    @property
+    def left(self) -> bool:
+        """Whether the person said it twice."""
+        return self.flag.count > 1
 
 
 def ask_to_stop(run: Run, stage: str) -> None:
@@ -91,8 +98,19 @@ def ask_to_stop(run: Run, stage: str) -> None:
     run.request(run.stop_file, f"by pid {os.getpid()}")
     holder = run.holder(stage)
     if holder is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(holder, signal.SIGTERM)
+        holder.terminate()
+
+
+def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -> dict[str, Any] | None:
+    """How the newest attempt (of job `job_id`, where given) ended; None where it has not, or never began."""
+    for event in reversed(events):
+        if job_id is not None and event.get("job_id") != job_id:
+            continue
+        if event["event"] in ENDINGS:
+            return event
+        if event["event"] == "started":
+            return None
+    return None
 
 
 def last_ending(events: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -100,14 +118,20 @@ def last_ending(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((e for e in reversed(events) if e["event"] in ENDINGS), None)
 
 
-def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: str, console: Console) -> Exit:
+def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: Path | None, console: Console) -> Exit:
     """Say how the stage ended and what to do next; returns its exit code."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
 
+    if end is None and stages.load(stage).missing(run) is None:
+        say(f"{stage:9} done: {stages.load(stage).progress(run)}")
+        return Exit.DONE
     if end is None:
-        say(f"{stage:9} ended without a word of its supervisor; its log: {log}", "red")
+        say(f"{stage:9} ended without a word of its supervisor; its log: {log or run.jobs / stage}", "red")
+        if log is not None and log.exists():
+            lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
+            say("\n".join(lines[-15:]), "red")
         say(f"to try again: {resume_command(run)}")
         return Exit.CRASHED
     if end["event"] == "done":

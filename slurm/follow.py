@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from data_prep.manifest import shard_progress
-from pipeline import stages
 from pipeline.files import last_object
 from pipeline.run import Run
 
 POLL_S = 0.2
+LOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
 
 
@@ -49,8 +50,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
-def follow(run: Run, stage: str, running: Callable[[], bool], tick: Callable[[], None], console: Console) -> float:
-    """Show the stage's progress until `running()` is false; returns the seconds it took. `tick` runs at each look."""
+class Job(Protocol):
+    """What is followed."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it is still there."""
+
+
+def follow(run: Run, stage: str, job: Job | None, tick: Callable[[], bool], console: Console) -> float:
+    """Show the stage's progress while `job` (None: whoever holds the stage) runs and `tick()` is true; the seconds."""
     started = time.monotonic()
     bar = Progress(
         SpinnerColumn(),
@@ -65,18 +74,15 @@ def follow(run: Run, stage: str, running: Callable[[], bool], tick: Callable[[],
     next_line = started + PLAIN_EVERY_S
     with live:
         task = bar.add_task("starting", total=None, stage=stage)
-        while running():
-            tick()
-            done, total, words = position(run, stage)
-            if console.is_terminal:
+        next_look = started
+        while (job.running if job else run.holder(stage) is not None) and tick():
+            now = time.monotonic()
+            if console.is_terminal and now >= next_look:
+                next_look = now + LOOK_EVERY_S
+                done, total, words = position(run, stage)
                 bar.update(task, completed=done, total=total or None, description=words)
-            elif time.monotonic() >= next_line:
+            elif now >= next_line and not console.is_terminal:
                 next_line += PLAIN_EVERY_S
-                console.print(f"{stage:9} {words}", highlight=False, soft_wrap=True)
+                console.print(f"{stage:9} {position(run, stage)[2]}", highlight=False, soft_wrap=True)
             time.sleep(POLL_S)
     return time.monotonic() - started
-
-
-def summary(run: Run, stage: str) -> str:
-    """What a finished stage came to, in a few words."""
-    return stages.load(stage).progress(run)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.errors import Exit
 from pipeline.run import Run, now
@@ -44,6 +45,12 @@ class Left:
         return f"was killed by {signal.Signals(-self.code).name}"
 
 
+def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
+    """The environment with the run's copy of the code first on PYTHONPATH, before what a module file put there."""
+    rest = env.get("PYTHONPATH", "").split(os.pathsep)
+    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *(p for p in rest if p and p != str(code))])}
+
+
 def free_listener(size: int) -> socket.socket:
     """A socket that listens on a free port of this machine, for `size` ranks."""
     listener = socket.socket()
@@ -61,15 +68,20 @@ class LocalRanks:
     """The rank processes of one stage on this machine."""
 
     def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
-        """Start `size` ranks; `keep_open` are descriptors that they inherit (the run's lock)."""
+        """`size` ranks, not started yet; `keep_open` are descriptors that they inherit (the run's lock)."""
+        self._run, self._stage, self._size, self._keep_open = run, stage, size, keep_open
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start all ranks."""
+        size = self._size
         with free_listener(size) as listener:
             for rank in range(size):
                 socket_of_rank0 = [listener.fileno()] if rank == 0 else []
                 port = listener.getsockname()[1]
                 place = local_environment(rank, size, size, "127.0.0.1", port, *socket_of_rank0)
-                inherited = [*keep_open, *socket_of_rank0]
-                self._alive[rank] = self._start(run, stage, rank, place, inherited)
+                inherited = [*self._keep_open, *socket_of_rank0]
+                self._alive[rank] = self._start(self._run, self._stage, rank, place, inherited)
 
     @staticmethod
     def _start(
@@ -80,7 +92,7 @@ class LocalRanks:
             log.flush()
             return subprocess.Popen(
                 [sys.executable, "-m", "pipeline", stage, str(run.path)],
-                env={**os.environ, **place, "PYTHONPATH": str(run.code)},
+                env={**with_code(os.environ, run.code), **place, "SLUICE_SUPERVISED": "1"},
                 cwd=run.code,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -123,28 +135,27 @@ class SrunRanks:
     """
 
     def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int]) -> None:
-        """Start `size` ranks, `per_node` on each node; srun inherits the descriptors `keep_open` (the run's lock)."""
-        folder = run.stage_folder(stage)
-        self.messages = folder / "srun.log"
+        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock)."""
+        self._run, self._stage, self._size, self._keep_open = run, stage, size, keep_open
+        self._nodes = -(-size // per_node)
+        self.messages = run.stage_folder(stage) / "srun.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
-        nodes, rest = divmod(size, per_node)
-        command = [
-            "srun",
-            f"--nodes={nodes + bool(rest)}",
-            f"--ntasks={size}",
-            "--kill-on-bad-exit=0",
-            f"--wait={SRUN_WAIT_S}",
-            "--open-mode=append",
-        ]
-        command += [f"--output={folder}/rank-%t.log", f"--chdir={run.code}", "--unbuffered"]
+        self._step: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the step."""
+        folder = self._run.stage_folder(self._stage)
+        command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self._size}", "--kill-on-bad-exit=0"]
+        command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
+        command += [f"--output={folder}/rank-%t.log", f"--chdir={self._run.code}"]
         with open(self.messages, "ab") as log:
-            self._step: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [*command, sys.executable, "-m", "pipeline", stage, str(run.path)],
-                env={**os.environ, "PYTHONPATH": str(run.code)},
+            self._step = subprocess.Popen(
+                [*command, sys.executable, "-m", "pipeline", self._stage, str(self._run.path)],
+                env={**with_code(os.environ, self._run.code), "SLUICE_SUPERVISED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=list(keep_open),
+                pass_fds=list(self._keep_open),
             )
 
     def poll(self) -> list[Left]:
@@ -175,8 +186,9 @@ class SrunRanks:
             self._step.send_signal(number)
 
     def kill(self) -> None:
-        """End all ranks now: srun killed by TERM twice within a second ends its step by force."""
+        """End all ranks now: srun ends its step by force when it is interrupted twice within a second."""
+        deadline = time.monotonic() + 30
         while self._step is not None:
-            self.send(signal.SIGINT)
+            self.send(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
             time.sleep(0.2)
             self.poll()

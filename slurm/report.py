@@ -76,7 +76,7 @@ def outcome(run: Run) -> str:
     for step in saved_steps(run.checkpoints):
         result = read_result(run, step)
         if result is not None:
-            ratio = result["bits_per_byte"] / result["unigram_bits_per_byte"]
+            ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
             return (
                 f"step {step}: held-out loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, "
                 f"{result['bits_per_byte']:.3f} bits per byte, {ratio:.2f} × the unigram "

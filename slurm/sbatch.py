@@ -43,7 +43,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "stderr_to_stdout": True,
         "use_srun": False,
         "wckey": None,
-        "setup": [*site.setup, f"export PYTHONPATH={shlex.quote(str(run.code))}"],
+        "setup": [*site.setup, f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
     }
     more: dict[str, Any] = {"requeue": True}
     if site.mem_gb is not None:

@@ -23,6 +23,7 @@ import submitit
 from submitit.local import local as submitit_local
 
 from pipeline.run import Run
+from slurm.launch import with_code
 
 _A_YEAR_MIN = 60 * 24 * 365
 _VISIBLE = "SLUICE_VISIBLE_DEVICES"
@@ -30,7 +31,7 @@ _VISIBLE = "SLUICE_VISIBLE_DEVICES"
 
 def become(stage: str, run: str, code: str) -> None:
     """Replace this process by the stage's supervisor, running the run's own copy of the code."""
-    environment = {**os.environ, "PYTHONPATH": code, "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
+    environment = {**with_code(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
     visible = environment.pop(_VISIBLE, None)
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # submitit's local executor hides GPUs that it was not asked for
     if visible is not None:
@@ -77,13 +78,7 @@ def submit_local(run: Run, stage: str) -> LocalJob:
     executor = DetachedExecutor(folder)
     # the year: submitit's own limit would kill; time limits are the supervisor's business
     executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(run.code)
-    try:
+    with mock.patch.dict(os.environ, with_code(os.environ, run.code)):
         job = LocalJob(executor.submit(become, stage, str(run.path), str(run.code)), folder)
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job

@@ -9,6 +9,7 @@ not validate has failed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
 NO_PROGRESS = "it was stopped before it could save a new checkpoint; requeueing would loop: ask for more time"
+STOP_GRACE_S = 600.0
+"""How long the ranks may take to save and leave once they were asked to."""
 PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
@@ -49,7 +52,7 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     place = identify(os.environ)
     lock = run.lock(stage, place.array[0] if place.array else None)
     if lock is None:
-        raise UserError(f"{stage} of {run.name} is already running (pid {run.holder(stage)})")
+        raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
     if run.cancelled_file.exists():
         raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
     attempt = run.attempts(stage) + 1
@@ -68,7 +71,12 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
         ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
     else:
         ranks = LocalRanks(run, stage, size, keep_open=[lock])
-    code, facts = _one_attempt(run, stage, ranks, flag)
+    try:
+        ranks.start()
+        code, facts = _one_attempt(run, stage, ranks, flag)
+    finally:
+        ranks.kill()  # none is left, unless something failed here
+        run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
     # a task of an array does its part only; the job behind the array validates the whole
     if code == Exit.DONE and not place.array and (reason := work.missing(run)) is not None:
         code, facts = Exit.CRASHED, {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
@@ -76,13 +84,11 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     event = {Exit.DONE: "done", Exit.STOPPED: "stopped"}.get(code, "failed")
     if code == Exit.STOPPED and run.cancelled_file.exists():
         event = "cancelled"
-    if event == "stopped":
-        run.stop_file.unlink(missing_ok=True)  # honoured; what is started next need not stop again
+    if event == "failed":
+        print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
     run.event(event, stage, job_id=job, attempt=attempt, exit_code=int(code), **facts)
     if event == "stopped" and facts["cause"] == "signal" and in_allocation(os.environ):
         code = _requeue(run, stage, place, newest_step(run.checkpoints) > before)
-    if event == "failed":
-        print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
     os.close(lock)
     return code
 
@@ -109,6 +115,7 @@ def _one_attempt(run: Run, stage: str, ranks: LocalRanks | SrunRanks, flag: Stop
     """Wait for all ranks; the verdict and its facts."""
     gone: list[Left] = []
     deadline: float | None = None
+    stop_deadline = math.inf
     asked: str | None = None
     next_look = 0.0
     first: list[Left] = []
@@ -118,14 +125,19 @@ def _one_attempt(run: Run, stage: str, ranks: LocalRanks | SrunRanks, flag: Stop
             next_look = clock + REQUEST_POLL_S
             asked = flag.reason or _request(run)
             if asked is not None:
-                print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                 ranks.send(signal.SIGTERM)
+                stop_deadline = clock + STOP_GRACE_S
+                print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
         gone += (left := ranks.poll())
         bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
         if bad and not first:
             first, deadline = bad, clock + PEERS_LEAVE_S
         if deadline is not None and clock >= deadline:
             ranks.kill()
+        if not first and clock >= stop_deadline:
+            ranks.kill()
+            message = f"the ranks were asked to stop and had not left after {STOP_GRACE_S:.0f} s; they were killed"
+            return Exit.HANG, {"cause": "hang", "message": message}
         time.sleep(POLL_S)
     if asked is not None and any(left.code == -signal.SIGTERM for left in first):
         return Exit.STOPPED, {"cause": asked}  # stopped in its first milliseconds, before it could listen
@@ -168,4 +180,5 @@ def find_failure(run: Run, stage: str, first: list[Left]) -> Failure:
     host = culprit.host or os.uname().nodename
     log = run.stage_folder(stage) / f"rank-{culprit.rank}.log"
     hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
-    return Failure(Exit.CRASHED, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")
+    code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
+    return Failure(code, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

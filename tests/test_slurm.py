@@ -202,7 +202,7 @@ def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name
     folder = tmp_path / name
     folder.mkdir()
     config = write_config(folder, steps=1)
-    assert submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1").returncode == 0
+    assert submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1", "optimizer.warmup_steps=1").returncode == 0
     run = folder / "runs/tiny"
     wait_for("prepare", lambda: "done" in events(run, "prepare"), 40)
     job = cluster.run(["scontrol", "show", "job", job_of(run, "prepare")], timeout=10).stdout

@@ -58,6 +58,8 @@ def wanted(run: Run, which: str | None) -> list[int]:
 
 def missing(run: Run) -> str | None:
     """Why evaluation is not done; None when every wanted checkpoint has its result."""
+    if run.config.data.held_out == 0:
+        return None
     steps = wanted(run, None)
     without = [step for step in steps if read_result(run, step) is None]
     if not steps:
@@ -67,6 +69,8 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> str:
     """A phrase for `status`."""
+    if run.config.data.held_out == 0:
+        return "nothing is held out (data.held_out: 0)"
     for step in saved_steps(run.checkpoints):
         result = read_result(run, step)
         if result is not None:
@@ -80,15 +84,16 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     from pipeline import groups
     from pipeline.evaluator import Evaluator
 
-    steps = wanted(run, options.get("step"))
-    if not steps:
-        raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
-    steps = [step for step in steps if read_result(run, step) is None]
-    if not steps:
+    if run.config.data.held_out == 0:
+        print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
         return Exit.DONE
     manifest = load_manifest(run.data)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
+    steps = groups.from_rank0(groups.side_group(), wanted(run, options.get("step")))
+    if not steps:
+        raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
+    steps = groups.from_rank0(groups.side_group(), [step for step in steps if read_result(run, step) is None])
     evaluator = Evaluator(run, manifest, world, flag)
     groups.end_of_startup()
     for step in sorted(steps):

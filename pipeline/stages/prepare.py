@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 from data_prep.manifest import prepare_missing
@@ -27,6 +28,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     """Train or read the tokenizer and cut the source into work units; ranks beyond the first have nothing to do."""
     from data_prep.prepare import prepare
 
+    gc.enable()
     flag.leave_at_once()
     if place.rank == 0:
         prepare(run.config.data, run.data, log=lambda text: print(text, flush=True))

@@ -6,6 +6,7 @@ written validates them all and writes the manifest (two may do so at once: same 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 from data_prep.manifest import shard_missing, shard_progress
@@ -32,6 +33,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     """Shard this task's units; the last task to finish writes the manifest."""
     from data_prep.shards import finalize, shard
 
+    gc.enable()
     flag.leave_at_once()
 
     def log(text: str) -> None:
