@@ -216,14 +216,14 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def lock(self, stage: str, task: int | None = None) -> int | None:
+    def lock(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
         """Take the stage's lock (a task of an array: its own) and write who holds it; None where somebody does.
 
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
         name = "lock" if task is None else f"lock-{task}"
         fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
-        deadline = time.monotonic() + 1.0  # somebody who only looks (`holder`) has it for a moment
+        deadline = time.monotonic() + patience_s  # somebody who only looks (`holder`) has it for a moment, too
         while not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)

@@ -181,9 +181,12 @@ class SrunRanks:
         return self._step is not None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every rank: srun passes it on."""
+        """Send a signal to every rank: srun passes it on, but for TERM, which makes it kill the step at once.
+
+        To the ranks USR2 means the same as TERM (pipeline/signals.py), so that is sent instead.
+        """
         if self._step is not None:
-            self._step.send_signal(number)
+            self._step.send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
         """End all ranks now: srun ends its step by force when it is interrupted twice within a second."""

@@ -50,7 +50,9 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     """Run one attempt of `stage`. Raises UserError where it may not start."""
     work = stages.load(stage)
     place = identify(os.environ)
-    lock = run.lock(stage, place.array[0] if place.array else None)
+    # on Slurm the run of this job before it may still be ending; here, somebody else is at work
+    patience = 60.0 if in_allocation(os.environ) else 1.0
+    lock = run.lock(stage, place.array[0] if place.array else None, patience)
     if lock is None:
         raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
     if run.cancelled_file.exists():
@@ -87,13 +89,13 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     if event == "failed":
         print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
     run.event(event, stage, job_id=job, attempt=attempt, exit_code=int(code), **facts)
-    if event == "stopped" and facts["cause"] == "signal" and in_allocation(os.environ):
-        code = _requeue(run, stage, place, newest_step(run.checkpoints) > before)
     os.close(lock)
+    if event == "stopped" and facts["cause"] == "signal" and in_allocation(os.environ):
+        code = _requeue(run, stage, place, newest_step(run.checkpoints) > before, flag)
     return code
 
 
-def _requeue(run: Run, stage: str, place: Place, progress: bool) -> Exit:
+def _requeue(run: Run, stage: str, place: Place, progress: bool, flag: StopFlag) -> Exit:
     """Slurm stopped the ranks (preemption, time limit): put this job back into the queue, and wait for the end.
 
     A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
@@ -107,7 +109,9 @@ def _requeue(run: Run, stage: str, place: Place, progress: bool) -> Exit:
     if state in ("CANCELLED", "COMPLETING") or call("scontrol", "requeue", job) is None:
         return Exit.STOPPED
     run.event("requeued", stage, job_id=job)
-    time.sleep(REQUEUED_WAIT_S)
+    deadline, signals = time.monotonic() + REQUEUED_WAIT_S, flag.count
+    while flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
+        time.sleep(POLL_S)
     return Exit.STOPPED
 
 
