@@ -331,8 +331,6 @@ class SiteConfig(Section):
     """CPUs of each rank; null: what the site gives."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB; null: what the site gives."""
-    interface: str | None = None
-    """Network interface for NCCL and Gloo, such as `ib0`; null: they choose."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     setup: list[str] = []
