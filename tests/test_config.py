@@ -206,6 +206,9 @@ def test_merge_laws(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> 
 # -- what a mistake is answered with -------------------------------------------------------------------------
 
 
+SITE_KEYS = ", ".join(SiteConfig.model_fields)
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     text = """\
 run: {name: a b, seed: -1}
@@ -237,7 +240,7 @@ modle: {}
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
             "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd",
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
-            "run.yaml:10: site.color: there is no such key; site has partition, account, gpus_per_node, setup",
+            f"run.yaml:10: site.color: there is no such key; site has {SITE_KEYS}",
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
             "run.yaml:11: stages.evaluate.time: 20 should be text; put it in quotes",
             "run.yaml:12: parallel.data.replicat: there is no such key; did you mean replicate?",
@@ -255,7 +258,7 @@ modle: {}
         ),
         (
             SMALL + "site:",
-            "run.yaml:3: site: null should be a section with the keys partition, account, gpus_per_node, setup",
+            f"run.yaml:3: site: null should be a section with the keys {SITE_KEYS}",
         ),
         (
             SMALL + "parallel: {data: many}",
