@@ -10,62 +10,21 @@ Nothing here imports torch, numpy or h5py: the login node reads configs too.
 from __future__ import annotations
 
 import math
-import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
-
-
-def _name(value: Any) -> Any:
-    if isinstance(value, str) and not _NAME.fullmatch(value):
-        raise ValueError("use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")
-    return value
-
-
-def parse_time(value: str) -> int:
-    """Seconds of a Slurm time limit: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
-
-    Source: sbatch(1), `--time`. Raises ValueError for anything else.
-    """
-    match = _TIME.fullmatch(value)
-    if match is None:
-        raise ValueError('write a Slurm time limit such as "00:20:00" or "1-12:00:00"')
-    days, *rest = match.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    if len(parts) == 2:
-        return parts[0] * 60 + parts[1]
-    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
-
-
-def _time(value: Any) -> Any:
-    if isinstance(value, str) and parse_time(value) <= 0:
-        raise ValueError("a time limit is longer than nothing")
-    return value
-
-
-Name = Annotated[str, BeforeValidator(_name)]
-TimeLimit = Annotated[str, BeforeValidator(_time)]
-
-
-class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values never change after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from pipeline.config_types import (
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Section,
+    TimeLimit,
+)
 
 
 class Sharing(StrEnum):
@@ -333,7 +292,7 @@ class SiteConfig(Section):
     """Memory per node in GB; null: what the site gives."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
-    setup: list[str] = []
+    setup: list[str] = Field(default_factory=list)
     """Shell lines run in each job before anything else (modules, variables)."""
 
 

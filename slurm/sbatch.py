@@ -17,7 +17,8 @@ from typing import Any
 import submitit
 from submitit.slurm.slurm import _make_sbatch_string
 
-from pipeline.config import Config, parse_time
+from pipeline.config import Config
+from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from pipeline.run import Run
 from slurm.submission import become

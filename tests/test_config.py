@@ -27,6 +27,7 @@ from pipeline.config_file import (
     schema,
     schema_text,
 )
+from pipeline.config_types import parse_time
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SMALL = "run: {name: small}\ntrain: {steps: 10}\n"
@@ -593,3 +594,15 @@ def test_importing_is_light() -> None:
     code = "import sys, pipeline.config_file; print([m for m in ('torch', 'numpy', 'h5py') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800), ("1440", 86_400), ("02:30", 150), ("00:20:00", 1200), ("1-0", 86_400), ("1-12", 129_600),
+        ("1-12:30", 131_400), ("2-00:00:01", 172_801),
+    ],
+)  # fmt: skip
+def test_time_limits_are_slurms(text: str, seconds: int) -> None:
+    """The forms of sbatch(1), --time."""
+    assert parse_time(text) == seconds
