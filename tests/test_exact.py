@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +159,3 @@ def test_a_torn_metrics_line_is_mended(tmp_path: Path, data: Path, undisturbed: 
     assert lines(run) == undisturbed[2][1]
     for line in run.metrics.read_text().splitlines():
         json.loads(line)
-
-
-@pytest.fixture(autouse=True)
-def no_processes_left() -> Iterator[None]:
-    import psutil
-
-    yield
-    stray = [p for p in psutil.Process().children(recursive=True) if "jobs" in " ".join(p.cmdline())]
-    assert not stray
