@@ -9,6 +9,7 @@ those imports take seconds; what needs torch runs as a child (`verify`).
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -224,6 +225,7 @@ def schema() -> None:
 
 def main() -> None:
     """Run a command; a user's mistake ends in one message, without a traceback."""
+    gc.disable()  # a short life with many imports: the collector would take a sixth of it
     try:
         app()
     except UserError as error:

@@ -18,6 +18,7 @@ can say for every problem at once: file and line, key, value, what is allowed, t
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -27,9 +28,11 @@ from typing import Any
 
 import yaml
 
+from pipeline import config as config_module
 from pipeline.config import Config
 from pipeline.config_errors import ConfigError as ConfigError
 from pipeline.config_errors import KeyPath, dotted, model_schema, show, validate
+from pipeline.config_types import field_docstrings
 
 COMMAND_LINE = "command line"
 
@@ -131,7 +134,10 @@ def schema() -> dict[str, Any]:
         "description": "File, or files, that this one changes; relative to this file. Later files win.",
         "title": "Extends",
     }
-    for section in (result, *result["$defs"].values()):
+    documented = field_docstrings(inspect.getsource(config_module))
+    for name, section in (("Config", result), *result["$defs"].items()):
+        for field, text in documented.get(name, {}).items():
+            section["properties"][field]["description"] = text
         if "properties" in section:
             section["properties"]["extends"] = extends
             section.pop("required", None)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
 import re
+from itertools import pairwise
 from typing import Annotated, Any
+
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -55,4 +61,23 @@ TimeLimit = Annotated[str, BeforeValidator(_time)]
 class Section(BaseModel):
     """What all sections share: unknown keys are errors, values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # not use_attribute_docstrings: parsing the source at each import would cost the login node more than reading the
+    # config; `field_docstrings` does it for the schema alone
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def field_docstrings(source: str) -> dict[str, dict[str, str]]:
+    """The docstring under each field of each class in Python `source`, by class and field."""
+    documented: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            fields = documented.setdefault(node.name, {})
+            for field, text in pairwise(node.body):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)
+                ):
+                    fields[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return documented

@@ -69,6 +69,8 @@ class Place:
     """The Slurm job as `scontrol requeue` takes it: `1234`, or `1234_5` for a task of an array; None outside Slurm."""
     restart_count: int
     """How often Slurm has requeued the job."""
+    submitted_as: str | None = None
+    """The id that submit.py knows this job by; the Slurm job's own, or that of a local job."""
     array: tuple[int, int] | None = None
     """In a job array: the number of this task, from 0, and of all tasks; None elsewhere."""
     listen_fd: int | None = None
@@ -255,7 +257,8 @@ def _place(
     else:
         digest = hashlib.sha256(f"{job} {step}".encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
-    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, _array(env))
+    known_as = env.get("SLUICE_JOB_ID") or job
+    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, known_as, _array(env))
 
 
 # -- reading one variable ------------------------------------------------------------------------------------
@@ -363,8 +366,6 @@ def allocated_tasks(env: Mapping[str, str]) -> int | None:
 
 def _job_id(env: Mapping[str, str]) -> str | None:
     """`1234`, or `1234_5` in an array: one task's own SLURM_JOB_ID may be the id of the whole array."""
-    if env.get("SLUICE_JOB_ID"):
-        return env["SLUICE_JOB_ID"]
     if not env.get("SLURM_JOB_ID"):
         return None
     job = _int(env, "SLURM_JOB_ID", least=1)

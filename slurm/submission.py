@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import submitit
 from submitit.local import local as submitit_local
@@ -51,9 +50,12 @@ class DetachedExecutor(submitit.LocalExecutor):
 @contextmanager
 def _own_sessions() -> Iterator[None]:
     """Start what submitit starts in a new session; it offers no option for that."""
-    detached = functools.partial(subprocess.Popen, start_new_session=True)
-    with mock.patch.object(submitit_local.subprocess, "Popen", detached):
+    popen = subprocess.Popen
+    submitit_local.subprocess.Popen = functools.partial(popen, start_new_session=True)
+    try:
         yield
+    finally:
+        submitit_local.subprocess.Popen = popen
 
 
 class LocalJob:
@@ -73,12 +75,17 @@ class LocalJob:
 def submit_local(run: Run, stage: str) -> LocalJob:
     """Start the stage's supervisor on this machine, detached; it outlives this process."""
     folder = run.stage_folder(stage)
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        os.environ[_VISIBLE] = visible
     executor = DetachedExecutor(folder)
     # the year: submitit's own limit would kill; time limits are the supervisor's business
     executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
-    with mock.patch.dict(os.environ, with_code(os.environ, run.code)):
+    before = dict(os.environ)
+    os.environ.update(with_code(os.environ, run.code))
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        os.environ[_VISIBLE] = visible
+    try:
         job = LocalJob(executor.submit(become, stage, str(run.path), str(run.code)), folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job

@@ -58,7 +58,7 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     if run.cancelled_file.exists():
         raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
     attempt = run.attempts(stage) + 1
-    job = place.job_id or str(os.getpid())
+    job = place.submitted_as or str(os.getpid())
     size = 1 if place.array else stages.ranks(run, stage)
     if stage == "shard" and in_allocation(os.environ):  # any number will do: the job behind an array has one task
         size = min(size, allocated_tasks(os.environ) or size)

@@ -291,3 +291,97 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
     assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
     assert newest_step(tmp_path / "runs/tiny/checkpoints") == 70
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
+
+
+def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    both = [
+        subprocess.Popen(
+            [*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    run = Run.open(tmp_path / "runs/tiny")
+    assert [e["event"] for e in run.read_events()].count("created") == 1
+    assert [e["event"] for e in run.read_events("train")].count("started") == 1
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    wait_for_steps(run, 5)
+    working = processes_of(run)
+    supervisor = next(p for p in working if "slurm" in p.cmdline())
+    supervisor.kill()
+    _, alive = psutil.wait_procs([p for p in working if "pipeline" in p.cmdline()], timeout=20)
+    assert not alive, "ranks go on without their supervisor"
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == Exit.CRASHED and "resume runs/tiny" in output
+    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
+    assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_for_steps(run, 3)
+    process.kill()
+    process.wait(10)
+    done = submit(tmp_path, "tiny.yaml")  # joins the training that goes on, or finds it done
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
+    shared_config(tmp_path, finished)
+    run = tmp_path / "runs/tiny"
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_for_steps(run, 3)
+    command = [sys.executable, "-m", "pipeline", "train", str(run)]
+    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=60)
+    assert by_hand.returncode == Exit.USER_ERROR and "already running (pid" in by_hand.stderr
+    assert process.wait(120) == 0
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_a_lone_process_does_every_stage_without_submitit(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=5)
+    for stage in ("prepare", "shard", "train", "evaluate"):
+        command = [sys.executable, "-m", "pipeline", stage, str(config), "stages.train.tasks_per_node=1"]
+        done = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs/tiny/evaluation/step-00000005.json").exists()
+
+
+def test_nothing_held_out_is_nothing_to_evaluate(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=3)
+    done = submit(tmp_path, str(config), "data.held_out=0")
+    assert done.returncode == 0, done.stdout
+    assert "nothing is held out" in done.stdout
+
+
+def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_disk: Path) -> None:
+    shared_config(tmp_path, finished)
+    (small_disk / "runs/tiny").mkdir(parents=True)
+    (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
+    from pipeline.config_file import load_config
+
+    Run.create(load_config(tmp_path / "tiny.yaml", [f"run.root={small_disk}/runs"]))
+    filler = small_disk / "filler"
+    with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
+        while True:
+            os.write(file.fileno(), b"x" * 65536)
+    os.truncate(filler, max(0, filler.stat().st_size - 300_000))
+    done = submit(tmp_path, "tiny.yaml", f"run.root={small_disk}/runs", timeout=90)
+    assert done.returncode == Exit.STORAGE, done.stdout + done.stderr
+    assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    filler.unlink()
+    done = submit(tmp_path, "resume", f"{small_disk}/runs/tiny")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +113,6 @@ def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, 
         for code, message in run_ranks(2, door_rank, run.path, "train"):
             assert code == Exit.BAD_CHECKPOINT and "zero" in message and "Traceback" not in message
         assert lines(run) == before
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of three megabytes."""
-    if os.geteuid() != 0:
-        if os.environ.get("CI") == "true":
-            pytest.fail("mounting a small tmpfs needs root, and under CI nothing may be skipped")
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True, timeout=10)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=10)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

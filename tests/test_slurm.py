@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -210,3 +211,44 @@ def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name
     submit(cluster, folder, "cancel", "runs/tiny")
     assert not list(tmp_path.rglob("pwned")) and config.exists()
     assert json.loads((run / "data/prepare.json").read_text())
+
+
+def sbatch(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    """Submit one of the templates as a person would; the job's id."""
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
+    command = ["sbatch", "--parsable", *arguments]
+    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_chain_template(tmp_path: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path, steps=6)
+    options = ["-N2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch", str(config)]
+    job = sbatch(cluster, tmp_path, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
+    run = tmp_path / "runs/tiny"
+    wait_for("the evaluation", lambda: (run / "events.jsonl").exists() and "done" in events(run, "evaluate"))
+    wait_for("its end", lambda: cluster.job_state(job) == "COMPLETED", 30)
+    assert "× the unigram" in (tmp_path / "log").read_text()
+
+
+def test_the_train_template_requeues_itself(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    run = prepared(tmp_path, slow(tmp_path, calm, "template"))
+    options = ["-N4", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/train.sbatch", str(run)]
+    job = sbatch(cluster, tmp_path, *options)
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    assert cluster.run(["scancel", "--signal=USR2", job], timeout=10).returncode == 0  # as Slurm does before the limit
+    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    wait_for("the end", lambda: "done" in events(run, "train"), 120)
+    assert digest(cluster, tmp_path, "runs/template") == digest(cluster, calm, "runs/tiny")
+
+
+def test_templates_are_clean_shell() -> None:
+    if shutil.which("shellcheck") is None:
+        reason = "shellcheck is not installed (.ci/install-packages does that)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    for path in sorted((CODE_ROOT / "slurm/templates").glob("*.sbatch")):
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stdout
