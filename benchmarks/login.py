@@ -2,8 +2,8 @@
 
     python -m benchmarks.login [--pairs 15]
 
-Target: at most 1.5 × (both whole processes, CPU seconds, interleaved). Its dependencies are all modules from outside the
-project that the dry run imports.
+Target: at most 1.5 × (both whole processes, CPU seconds, interleaved). Its dependencies are all modules from outside
+the project that the dry run imports.
 """
 
 from __future__ import annotations

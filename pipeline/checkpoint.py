@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pipeline import checkpoint_files as files
-from pipeline.errors import CheckpointError, storage_error
+from pipeline.errors import CheckpointError, StorageError, storage_error
 from pipeline.files import fsync_dir, fsync_file, sha256_file, write_json
 from pipeline.groups import agree, from_rank0
 
@@ -278,4 +278,7 @@ def _readable(error: BaseException, folder: Path) -> BaseException:
     for cause in causes:
         if (found := storage_error(cause, folder)) is not None:
             return found
+        if "inline_container" in str(cause):  # torch's own writer: it forgets the error number
+            free = shutil.disk_usage(folder).free
+            return StorageError(f"cannot write {folder}: no space is left, it seems ({free:,} bytes are free)")
     return RuntimeError(f"saving failed: {causes[0]!r}")

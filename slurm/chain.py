@@ -61,8 +61,10 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         if interrupts.left:
             console.print(f"{stage:9} saves and ends by itself; to go on: {resume_command(run)}", highlight=False)
             return Exit.STOPPED
-        end = ending_of_newest_attempt(run.read_events(stage), job.job_id if job else None)
-        if end is None and run.holder(stage) is not None:
+        events = run.read_events(stage)
+        end = ending_of_newest_attempt(events, job.job_id if job else None)
+        began = job is None or any(e["event"] == "started" and e.get("job_id") == job.job_id for e in events)
+        if not began and run.holder(stage) is not None:
             continue  # somebody else's attempt began in the same moment: join that one
         if end is not None and end["event"] == "stopped" and job is None and not interrupts.asked:
             continue  # it was stopping already when we joined it; we were asked to go on

@@ -373,13 +373,14 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
     (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
     from pipeline.config_file import load_config
 
-    Run.create(load_config(tmp_path / "tiny.yaml", [f"run.root={small_disk}/runs"]))
+    overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1"]
+    Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     filler = small_disk / "filler"
     with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
         while True:
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, max(0, filler.stat().st_size - 300_000))
-    done = submit(tmp_path, "tiny.yaml", f"run.root={small_disk}/runs", timeout=90)
+    done = submit(tmp_path, "tiny.yaml", *overrides, timeout=90)
     assert done.returncode == Exit.STORAGE, done.stdout + done.stderr
     assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
     filler.unlink()
