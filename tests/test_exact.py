@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def interrupted(run: Run, size: int, number: signal.Signals, step: int, victims:
     ranks = Ranks(size, stage_rank, run.path, "train")
     wait_for_step(run, step, ranks)
     for victim in victims:
-        os.kill(ranks.pids[victim], number)
+        with suppress(ProcessLookupError):  # it may have followed the one killed before it already
+            os.kill(ranks.pids[victim], number)
     if number == signal.SIGKILL:  # the supervisor would end the peers after a few seconds
         time.sleep(0.5)
         for process in ranks.processes:
