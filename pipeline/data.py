@@ -177,14 +177,14 @@ class Batches:
     """Iterator over a rank's batches on `device`: int64 tensors `tokens_BT1` of shape (B, T + 1).
 
     A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
-    operation runs there, so it starts no OpenMP pool of its own. It hands over blocks of batches, first of one,
-    then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
+    operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
+    one, then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
     `depth` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
     there. An exception of the thread is raised by `next` in the place of the batch that failed; the end of a finite
     sampler ends the iteration. Use it as a context manager or call :meth:`close`.
     """
 
-    BLOCK_BYTES = 1 << 20
+    BLOCK_BYTES = 1 << 18  # what a core's own cache holds
 
     def __init__(
         self, dataset: TokenDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
@@ -245,32 +245,39 @@ class Batches:
 
     def _read_ahead(self) -> None:
         """The thread: wait for room, read a block, hand it over; whatever ends it is handed over too."""
-        block: list[Tensor] = []
+        asked: list[Int64Array] = []
         size = 1
         try:
             cuda = self._device.type == "cuda"
             if cuda:  # the current device is per thread; page-locking would open a context on device 0
                 torch.cuda.set_device(self._device)
-            self._room.get()
-            for indices in self._sampler:
-                if self._closed:
-                    return
-                block.append(self._read(indices, cuda))
-                if len(block) >= size:
-                    self._ready.put(block[::-1])
-                    size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, block[0].nbytes)))
-                    block = []
-                    self._room.get()
+            try:
+                for indices in self._sampler:
+                    asked.append(indices)
+                    if len(asked) >= size:
+                        block = self._read(asked, cuda)
+                        if block is None:
+                            return
+                        size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, block[0].nbytes)))
+                        asked = []
+            finally:
+                if asked and not self._closed:  # the sampler ended, or failed, inside a block
+                    self._read(asked, cuda)
             raise StopIteration
         except BaseException as error:
-            if block:
-                self._ready.put(block[::-1])
             self._ready.put(error)
 
-    def _read(self, indices: Int64Array, pin: bool) -> Tensor:
-        """One batch in host memory, in the shards' type, shape (B, T + 1)."""
-        shape = (len(indices), self._dataset.sequence_length + 1)
-        host = torch.empty(shape, dtype=_TYPES[self._dataset.dtype], pin_memory=pin)
+    def _read(self, asked: list[Int64Array], pin: bool) -> list[Tensor] | None:
+        """Read batches in one go, in the shards' type, each (B, T + 1), and hand them over; None if closed first."""
+        self._room.get()
+        if self._closed:
+            return None
+        sizes = [len(indices) for indices in asked]
+        host = torch.empty(
+            (sum(sizes), self._dataset.sequence_length + 1), dtype=_TYPES[self._dataset.dtype], pin_memory=pin
+        )
         view: Any = host.numpy()
-        self._dataset.read(indices, out=view)
-        return host
+        self._dataset.read(np.concatenate(asked), out=view)
+        block = list(host.split(sizes))
+        self._ready.put(block[::-1])
+        return block
