@@ -316,8 +316,9 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     wait_for_steps(run, 5)
     working = processes_of(run)
     supervisor = next(p for p in working if "slurm" in p.cmdline())
+    ranks = [p for p in working if "pipeline" in p.cmdline()]
     supervisor.kill()
-    _, alive = psutil.wait_procs([p for p in working if "pipeline" in p.cmdline()], timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive, "ranks go on without their supervisor"
     output = process.communicate(timeout=60)[0]
     assert process.returncode == Exit.CRASHED and "resume runs/tiny" in output
