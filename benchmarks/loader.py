@@ -5,9 +5,9 @@
 20,480 samples of 2,048 uint16 tokens (and one more as the last target) in batches of 8: Sluice reads them from 8 HDF5
 shards, the others from one flat file. CPU seconds are user and system time of all threads; the page cache is warm.
 Repetitions are interleaved, each loader once per round, and a ratio is the median of the rounds' ratios. All read the
-same samples in the same order, and that is checked. A loader is compared with the raw loop that delivers
-the same thing: uint16 arrays, or int64 tensors. Nothing consumes the batches, which is the worst case for a thread:
-it hands over 2,560 of them in a fraction of a second.
+same samples in the same order, and that is checked. A loader is compared with the raw loop that delivers the same: the
+shards' own uint16 arrays, or what a training step takes, a pair of int64 tensors (inputs, targets). Nothing consumes
+the batches, which is the worst case for a thread: it hands over 2,560 of them in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from pipeline.order import sample_indices
 
 SAMPLES, LENGTH, SHARDS, BATCH = 20_480, 2_048, 8, 8
 CPU = torch.device("cpu")
-RAW = {
-    "uint16": ("raw memmap, per sample", "raw memmap, whole batch"),
-    "int64": ("raw, per sample", "raw, whole batch"),
-}
+ARRAYS, PAIRS = "uint16 array", "int64 pair"
+RAW = ("raw memmap, per sample", "raw memmap, whole batch")
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_data(folder: Path) -> tuple[list[ShardSpan], Path]:
@@ -54,61 +53,67 @@ def make_data(folder: Path) -> tuple[list[ShardSpan], Path]:
     return spans, flat
 
 
-class PerSample(Dataset[torch.Tensor]):
+def widened(tokens: np.ndarray) -> Pair:
+    """Inputs and targets of samples of shape (…, T + 1)."""
+    return torch.from_numpy(tokens[..., :-1].astype(np.int64)), torch.from_numpy(tokens[..., 1:].astype(np.int64))
+
+
+class PerSample(Dataset[Pair]):
     """The usual map-style dataset: one slice of the map per sample."""
 
     def __init__(self, tokens: np.memmap[Any, Any]) -> None:
         self.tokens = tokens
 
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.from_numpy(self.tokens[i * LENGTH : i * LENGTH + LENGTH + 1].astype(np.int64))
+    def __getitem__(self, i: int) -> Pair:
+        return widened(self.tokens[i * LENGTH : i * LENGTH + LENGTH + 1])
 
 
 class WholeBatch(PerSample):
     """One index operation for the whole batch, as DataLoader's `__getitems__` allows."""
 
-    def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        starts = np.array(indices)[:, None] * LENGTH
-        return torch.from_numpy(self.tokens[starts + np.arange(LENGTH + 1)].astype(np.int64))
+    def __getitems__(self, indices: list[int]) -> Pair:
+        return widened(self.tokens[np.array(indices)[:, None] * LENGTH + np.arange(LENGTH + 1)])
 
 
 def loaders(spans: list[ShardSpan], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
     """Each reads one epoch when it is called: (what it delivers, name) to iterator over batches."""
     dataset, tokens = TokenDataset(spans, LENGTH), np.memmap(flat, np.uint16, "r")
     order = sample_indices(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
-    positions = np.arange(LENGTH + 1)
+    per_sample, whole_batch = PerSample(tokens), WholeBatch(tokens)
 
-    def per_sample() -> Iterator[np.ndarray]:
-        for indices in order:
-            yield np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in indices])
+    def stacked(indices: np.ndarray) -> Pair:
+        inputs, targets = zip(*(per_sample[i] for i in indices), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
-    def whole_batch() -> Iterator[np.ndarray]:
-        for indices in order:
-            yield tokens[indices[:, None] * LENGTH + positions]
-
-    def batches() -> Iterator[torch.Tensor]:
+    def batches() -> Iterator[Pair]:
         sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
         with Batches(dataset, sampler, CPU) as reader:
-            yield from islice(reader, len(sampler))
-
-    def torch_loader(source: PerSample, **options: Any) -> Iterator[torch.Tensor]:
-        return iter(DataLoader(source, batch_sampler=order.tolist(), **options))
-
-    def widened(read: Callable[[], Iterator[np.ndarray]]) -> Iterator[torch.Tensor]:
-        return (torch.from_numpy(batch.astype(np.int64)) for batch in read())
+            for tokens_BT1 in islice(reader, len(sampler)):
+                yield tokens_BT1[:, :-1], tokens_BT1[:, 1:]
 
     return {
-        ("uint16", RAW["uint16"][0]): per_sample,
-        ("uint16", RAW["uint16"][1]): whole_batch,
-        ("uint16", "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices) for indices in order),
-        ("int64", RAW["int64"][0]): lambda: widened(per_sample),
-        ("int64", RAW["int64"][1]): lambda: widened(whole_batch),
-        ("int64", "DataLoader, no workers, per sample"): lambda: torch_loader(PerSample(tokens)),
-        ("int64", "DataLoader, no workers, whole batch"): lambda: torch_loader(
-            WholeBatch(tokens), collate_fn=lambda batch: batch
+        (ARRAYS, RAW[0]): lambda: (
+            np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in indices]) for indices in order
         ),
-        ("int64", "Sluice, sampler and `Batches`"): batches,
+        (ARRAYS, RAW[1]): lambda: (tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)] for indices in order),
+        (ARRAYS, "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices) for indices in order),
+        (PAIRS, RAW[0]): lambda: map(stacked, order),
+        (PAIRS, RAW[1]): lambda: (whole_batch.__getitems__(indices) for indices in order.tolist()),
+        (PAIRS, "DataLoader, no workers, per sample"): lambda: iter(
+            DataLoader(per_sample, batch_sampler=order.tolist())
+        ),
+        (PAIRS, "DataLoader, no workers, whole batch"): lambda: iter(
+            DataLoader(whole_batch, batch_sampler=order.tolist(), collate_fn=lambda batch: batch)
+        ),
+        (PAIRS, "Sluice, sampler and `Batches`"): batches,
     }
+
+
+def same(batch: Any, expected: np.ndarray) -> bool:
+    """Whether a batch, in either shape, is `expected` (B, T + 1)."""
+    if isinstance(batch, np.ndarray):
+        return np.array_equal(batch, expected)
+    return np.array_equal(batch[0], expected[:, :-1]) and np.array_equal(batch[1], expected[:, 1:])
 
 
 def main() -> None:
@@ -123,8 +128,7 @@ def main() -> None:
         all_loaders = loaders(spans, flat)
         readers = [read() for read in all_loaders.values()]
         for batches in zip(*readers, strict=True):  # also warms the page cache
-            expected = np.asarray(batches[0])
-            if not all(np.array_equal(np.asarray(batch), expected) for batch in batches):
+            if not all(same(batch, batches[0]) for batch in batches):
                 raise SystemExit("the loaders do not deliver the same samples")
         seconds: dict[tuple[str, str], list[float]] = {key: [] for key in all_loaders}
         for _ in range(repetitions):
@@ -136,9 +140,7 @@ def main() -> None:
         opens = {opened[str(span.path)] for span in spans}
     rows = []
     for (kind, name), values in seconds.items():
-        ratios = [
-            statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW[kind]
-        ]
+        ratios = [statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW]
         median = statistics.median(values)
         spread = f"{min(values):.3f} - {max(values):.3f}"
         per_sample = f"{median / SAMPLES * 1e6:.1f}"
