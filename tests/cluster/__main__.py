@@ -26,12 +26,18 @@ def up(
     accounting: Annotated[bool, typer.Option(help="Run MariaDB and slurmdbd, so that sacct answers.")] = False,
     netns: Annotated[bool, typer.Option("--netns", help="A network of its own for each node.")] = False,
     grace: Annotated[int, typer.Option(min=0, help="GraceTime of partition low, in seconds.")] = 10,
+    preempt: Annotated[str, typer.Option(help="REQUEUE or CANCEL: what becomes of a preempted job.")] = "REQUEUE",
     slurmd_timeout: Annotated[int, typer.Option(min=1, help="A node silent for so many seconds is down.")] = 15,
 ) -> None:
     """Start the cluster and wait until its nodes are idle."""
     start = time.monotonic()
     options = Options(
-        user_signal=user_signal, accounting=accounting, netns=netns, grace=grace, slurmd_timeout=slurmd_timeout
+        user_signal=user_signal,
+        accounting=accounting,
+        netns=netns,
+        grace=grace,
+        preempt=preempt,
+        slurmd_timeout=slurmd_timeout,
     )
     Cluster(directory).up(options)
     print(f'up in {time.monotonic() - start:.1f} s; now: eval "$({sys.executable} -m tests.cluster env)"')

@@ -36,6 +36,8 @@ class Options:
     grace: int = 10
     """GraceTime of partition `low` in seconds. 0 ends preempted jobs at once (KILL comes KillWait later); above
     that Slurm counts coarsely: 1 and 10 both last 15 s."""
+    preempt: str = "REQUEUE"
+    """PreemptMode of partition `low`: REQUEUE, or CANCEL as on sites where a preempted job is gone."""
     slurmd_timeout: int = 15
     """SlurmdTimeout in seconds: a node that is silent for so long is down, and its jobs are requeued.
     Slurm is late: 3 takes about 10 s after a crash and 27 s after a cut."""
@@ -165,7 +167,7 @@ MinJobAge=600
 MaxArraySize=1001
 {accounting}
 {nodes}
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={options.grace} State=UP
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode={options.preempt} GraceTime={options.grace} State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 """
 
