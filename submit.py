@@ -92,6 +92,7 @@ def resume(
     opened = Run.open(run)
     opened.change(overrides or [])
     opened.clear_requests()
+    opened.event("resumed")
     if update_code:
         from pipeline.stages import STAGES
 

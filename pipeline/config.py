@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_types import (
     Fraction,
     Name,
@@ -292,6 +293,9 @@ class SiteConfig(Section):
     """Memory per node in GB; null: what the site gives."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
+    requeue: bool = True
+    """Whether jobs may be put back into the queue; false where the site forbids it (JobRequeue=0) or its preemption
+    cancels: then a successor job waits for the training's end and takes over."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines run in each job before anything else (modules, variables)."""
 
@@ -370,6 +374,8 @@ class Config(Section):
     """When the training saves and what it keeps."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """What is evaluated."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What happens after a stop."""
     site: SiteConfig = SiteConfig()
     """The cluster."""
     stages: StagesConfig = StagesConfig()

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from pipeline import config as config_module
+from pipeline import config_recovery
 from pipeline.config import Config
 from pipeline.config_errors import ConfigError as ConfigError
 from pipeline.config_errors import KeyPath, dotted, model_schema, show, validate
@@ -134,7 +135,9 @@ def schema() -> dict[str, Any]:
         "description": "File, or files, that this one changes; relative to this file. Later files win.",
         "title": "Extends",
     }
-    documented = field_docstrings(inspect.getsource(config_module))
+    documented: dict[str, dict[str, str]] = {}
+    for module in (config_module, config_recovery):
+        documented |= field_docstrings(inspect.getsource(module))
     for name, section in (("Config", result), *result["$defs"].items()):
         for field, text in documented.get(name, {}).items():
             section["properties"][field]["description"] = text

@@ -33,7 +33,17 @@ class Exit(IntEnum):
     NON_FINITE = 24
     """The loss or the gradient is not a finite number."""
     HANG = 25
-    """The ranks were asked to stop and did not leave in time."""
+    """A rank made no progress for too long, or did not leave when it was asked to."""
+    BAD_NODE = 26
+    """A node failed the check at the start; the message names it."""
+    PREEMPTED = 71
+    """Slurm took the nodes for another job (a supervisor's code; the same holds for the next three)."""
+    TIME_LIMIT = 72
+    """The job's time limit came."""
+    NODE_FAILURE = 73
+    """A node died under the job."""
+    CANCELLED = 74
+    """Cancelled by a person: nothing goes on by itself."""
     STOPPED = 75
     """Stopped on request at a step boundary, everything saved: run again to go on (EX_TEMPFAIL)."""
     PEER_LOST = 76
@@ -68,6 +78,12 @@ class NonFiniteError(UserError):
     """A loss or gradient that is not a number."""
 
     code = Exit.NON_FINITE
+
+
+class NodeError(UserError):
+    """This node cannot be used; the message names it and what it failed."""
+
+    code = Exit.BAD_NODE
 
 
 _STORAGE_ERRNOS = {

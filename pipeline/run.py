@@ -44,7 +44,7 @@ CODE_ROOT = Path(__file__).resolve().parent.parent
 
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
-_MAY_CHANGE = ("parallel.", "stages.", "site.", "data.max_rejected", "data.verify")
+_MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
 
 
 def now() -> str:
@@ -158,7 +158,7 @@ class Run:
         return config_from_mapping(values, self.config_file.name)
 
     def change(self, overrides: Sequence[str]) -> None:
-        """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*` or a larger `train.steps`.
+        """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*`, `recovery.*`, a larger `train.steps`.
 
         Raises UserError for any other key, and ConfigError where the changed config is wrong.
         """
@@ -175,8 +175,8 @@ class Run:
             elif not key.startswith(_MAY_CHANGE):
                 raise UserError(
                     f"{key}: resume cannot change it without changing the result; it takes parallel.*, stages.*, "
-                    "site.*, data.max_rejected, data.verify and a larger train.steps. For anything else start a new "
-                    "run (another run.name)"
+                    "site.*, recovery.*, data.max_rejected, data.verify and a larger train.steps. For anything else "
+                    "start a new run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))

@@ -12,6 +12,8 @@ from types import FrameType
 
 from pipeline.errors import Exit
 
+OWN_CLOCK = "time limit"
+"""The reason of ranks that stop by their own clock, before Slurm tells them."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 

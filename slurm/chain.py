@@ -19,8 +19,7 @@ from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import StopFlag
 from slurm.follow import clock, follow
-
-ENDINGS = ("done", "stopped", "cancelled", "failed")
+from slurm.recovery import ENDS
 
 
 def resume_command(run: Run) -> str:
@@ -108,7 +107,7 @@ def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -
     for event in reversed(events):
         if job_id is not None and event.get("job_id") != job_id:
             continue
-        if event["event"] in ENDINGS:
+        if event["event"] in ENDS:
             return event
         if event["event"] == "started":
             return None
@@ -117,7 +116,7 @@ def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -
 
 def last_ending(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The last event that tells how an attempt ended."""
-    return next((e for e in reversed(events) if e["event"] in ENDINGS), None)
+    return next((e for e in reversed(events) if e["event"] in ENDS), None)
 
 
 def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: Path | None, console: Console) -> Exit:
@@ -136,10 +135,13 @@ def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: 
             say("\n".join(lines[-15:]), "red")
         say(f"to try again: {resume_command(run)}")
         return Exit.CRASHED
+    again = [e["cause"] for e in run.read_events(stage) if e["event"] == "retried" and e["job_id"] == end["job_id"]]
+    if again:
+        say(f"{stage:9} went on by itself after: {', '.join(again)}")
     if end["event"] == "done":
         say(f"{stage:9} done in {clock(seconds)}: {stages.load(stage).progress(run)}")
         return Exit.DONE
-    if end["event"] in ("stopped", "cancelled"):
+    if end["event"] in ("stopped", "cancelled", "preempted"):
         say(f"{stage:9} {end['event']}: {stages.load(stage).progress(run)}")
         say(f"to go on: {resume_command(run)}")
         return Exit.STOPPED

@@ -84,6 +84,9 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
         else:
             waiting[stage] = submit(run, stage, parents)
             console.print(f"{stage:9} job {waiting[stage]}{_after(parents)}", highlight=False)
+        if stage == "train" and not run.config.site.requeue:
+            heir = submit(run, stage, [waiting[stage]], kind="afternotok")
+            console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
     if waiting:
         console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
     return Exit.DONE

@@ -25,8 +25,10 @@ Linux begins to hand out ephemeral ports.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Literal
@@ -357,6 +359,23 @@ def _array(env: Mapping[str, str]) -> tuple[int, int] | None:
 def in_allocation(env: Mapping[str, str]) -> bool:
     """Whether srun would start a step here: inside a Slurm job, in its batch step or shell, and no step itself."""
     return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
+
+
+@contextmanager
+def outside_job() -> Iterator[None]:
+    """Without the variables of the job that this process runs in: sbatch hands the environment on to the new job.
+
+    There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. SLURM_CONF stays.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(("SLURM_", "SLUICE_", "PMI")) and name != "SLURM_CONF":
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def allocated_tasks(env: Mapping[str, str]) -> int | None:

@@ -21,6 +21,7 @@ from pipeline.config import Config
 from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from pipeline.run import Run
+from slurm.environment import outside_job
 from slurm.submission import become
 
 
@@ -46,7 +47,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "wckey": None,
         "setup": [*site.setup, f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
     }
-    more: dict[str, Any] = {"requeue": True}
+    more: dict[str, Any] = {"requeue" if site.requeue else "no-requeue": True}
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
     if site.gpus_per_node and not single:
@@ -84,15 +85,16 @@ def submit(run: Run, stage: str, after: Sequence[str], *, kind: str = "afterok",
     executor.update_parameters(**parameters(run, run.config, stage, dependency))
     arguments = (stage, str(run.path), str(run.code))
     try:
-        if tasks > 1:
-            with executor.batch():
-                jobs = [executor.submit(become, *arguments) for _ in range(tasks)]
-            job_id = str(jobs[0].job_id).split("_")[0]
-        else:
-            job_id = str(executor.submit(become, *arguments).job_id)
+        with outside_job():
+            if tasks > 1:
+                with executor.batch():
+                    jobs = [executor.submit(become, *arguments) for _ in range(tasks)]
+                job_id = str(jobs[0].job_id).split("_")[0]
+            else:
+                job_id = str(executor.submit(become, *arguments).job_id)
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"{stage}: sbatch refused the job: {_reason(error)}") from error
-    run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), tasks=tasks)
+    run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks)
     return job_id
 
 

@@ -1,9 +1,9 @@
 """One job's supervisor: starts the ranks of a stage, watches them, and alone decides what their end means.
 
-Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory and
-the requests of a person, the supervisor tells why a stage ended, writes it to events.jsonl and leaves with
-that cause's own exit code. Success is a matter of outputs: a stage whose ranks all left with 0 and whose outputs do
-not validate has failed.
+Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory, the
+requests of a person and what Slurm says of the job, the supervisor tells why a stage ended, writes it to events.jsonl,
+charges it to its budget (slurm/recovery.py) and goes on, or leaves with that cause's own exit code. Success is a
+matter of outputs: a stage whose ranks all left with 0 and whose outputs do not validate has failed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import stages
-from pipeline.checkpoint_files import newest_step
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
-from pipeline.signals import StopFlag
+from pipeline.signals import OWN_CLOCK, StopFlag
+from slurm import job as slurm_job
+from slurm import recovery, succession
 from slurm.environment import Place, allocated_tasks, identify, in_allocation
 from slurm.launch import Left, LocalRanks, SrunRanks
-from slurm.states import call, query
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
-NO_PROGRESS = "it was stopped before it could save a new checkpoint; requeueing would loop: ask for more time"
 STOP_GRACE_S = 600.0
 """How long the ranks may take to save and leave once they were asked to."""
 PEERS_LEAVE_S = 5.0
@@ -46,112 +45,211 @@ class Failure:
     message: str
 
 
-def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
-    """Run one attempt of `stage`. Raises UserError where it may not start."""
-    work = stages.load(stage)
-    place = identify(os.environ)
-    # on Slurm the run of this job before it may still be ending; here, somebody else is at work
-    patience = 60.0 if in_allocation(os.environ) else 1.0
-    lock = run.lock(stage, place.array[0] if place.array else None, patience)
-    if lock is None:
-        raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
-    if run.cancelled_file.exists():
-        raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
-    attempt = run.attempts(stage) + 1
-    job = place.submitted_as or str(os.getpid())
-    size = 1 if place.array else stages.ranks(run, stage)
-    if stage == "shard" and in_allocation(os.environ):  # any number will do: the job behind an array has one task
-        size = min(size, allocated_tasks(os.environ) or size)
-    before = newest_step(run.checkpoints)
-    run.event("started", stage, job_id=job, attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid())
-    for report in run.stage_folder(stage).glob("error-rank-*.json"):
-        report.unlink()
-    started = time.monotonic()
-    ranks: LocalRanks | SrunRanks
-    if in_allocation(os.environ):
-        per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
-        ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
-    else:
-        ranks = LocalRanks(run, stage, size, keep_open=[lock])
-    try:
-        ranks.start()
-        code, facts = _one_attempt(run, stage, ranks, flag)
-    finally:
-        ranks.kill()  # none is left, unless something failed here
-        run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
-    # a task of an array does its part only; the job behind the array validates the whole
-    if code == Exit.DONE and not place.array and (reason := work.missing(run)) is not None:
-        code, facts = Exit.CRASHED, {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
-    facts["seconds"] = round(time.monotonic() - started, 3)
-    event = {Exit.DONE: "done", Exit.STOPPED: "stopped"}.get(code, "failed")
-    if code == Exit.STOPPED and run.cancelled_file.exists():
-        event = "cancelled"
-    if event == "failed":
-        print(f"{stage} failed: {facts['message']}", file=sys.stderr, flush=True)
-    run.event(event, stage, job_id=job, attempt=attempt, exit_code=int(code), **facts)
-    os.close(lock)
-    if event == "stopped" and facts["cause"] == "signal" and in_allocation(os.environ):
-        code = _requeue(run, stage, place, newest_step(run.checkpoints) > before, flag)
-    return code
+@dataclass
+class Ended:
+    """How an attempt ended: a code, who asked for a stop, and more facts for its event."""
 
-
-def _requeue(run: Run, stage: str, place: Place, progress: bool, flag: StopFlag) -> Exit:
-    """Slurm stopped the ranks (preemption, time limit): put this job back into the queue, and wait for the end.
-
-    A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
-    for it. An attempt without a new checkpoint is the last one: it would loop.
-    """
-    job = place.job_id or ""
-    if stage == "train" and not progress:
-        run.event("failed", stage, job_id=job, exit_code=int(Exit.STOPPED), cause="no progress", message=NO_PROGRESS)
-        return Exit.STOPPED
-    state = query([job.split("_")[0]])[job.split("_")[0]].state
-    if state in ("CANCELLED", "COMPLETING") or call("scontrol", "requeue", job) is None:
-        return Exit.STOPPED
-    run.event("requeued", stage, job_id=job)
-    deadline, signals = time.monotonic() + REQUEUED_WAIT_S, flag.count
-    while flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
-        time.sleep(POLL_S)
-    return Exit.STOPPED
-
-
-def _one_attempt(run: Run, stage: str, ranks: LocalRanks | SrunRanks, flag: StopFlag) -> tuple[Exit, dict[str, Any]]:
-    """Wait for all ranks; the verdict and its facts."""
-    gone: list[Left] = []
-    deadline: float | None = None
-    stop_deadline = math.inf
+    code: Exit
     asked: str | None = None
-    next_look = 0.0
-    first: list[Left] = []
-    while ranks.running:
-        clock = time.monotonic()
-        if asked is None and clock >= next_look:
-            next_look = clock + REQUEST_POLL_S
-            asked = flag.reason or _request(run)
-            if asked is not None:
-                ranks.send(signal.SIGTERM)
-                stop_deadline = clock + STOP_GRACE_S
-                print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
-        gone += (left := ranks.poll())
-        bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
-        if bad and not first:
-            first, deadline = bad, clock + PEERS_LEAVE_S
-        if deadline is not None and clock >= deadline:
-            ranks.kill()
-        if not first and clock >= stop_deadline:
-            ranks.kill()
-            message = f"the ranks were asked to stop and had not left after {STOP_GRACE_S:.0f} s; they were killed"
-            return Exit.HANG, {"cause": "hang", "message": message}
-        time.sleep(POLL_S)
-    if asked is not None and any(left.code == -signal.SIGTERM for left in first):
-        return Exit.STOPPED, {"cause": asked}  # stopped in its first milliseconds, before it could listen
-    if first:
-        failure = find_failure(run, stage, first)
-        facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
-        return failure.code, {**facts, "message": failure.message}
-    if any(left.code == Exit.STOPPED for left in gone):
-        return Exit.STOPPED, {"cause": asked or "signal"}
-    return Exit.DONE, {}
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Supervisor:
+    """One stage of one run in this job. Ranks are started again in place, or by the queue; never two at once."""
+
+    def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
+        self.run, self.stage, self.flag = run, stage, flag
+        self.work = stages.load(stage)
+        self.place: Place = identify(os.environ)
+        self.on_slurm = in_allocation(os.environ)
+        self.task = self.place.array[0] if self.place.array else None
+        facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
+        self.batch = facts is not None and facts.batch
+        self.job = self.place.submitted_as or str(os.getpid())
+        if facts is not None and facts.limit_ends is not None:  # newer versions of Slurm say it by themselves
+            os.environ.setdefault("SLURM_JOB_END_TIME", str(int(facts.limit_ends)))
+
+    def supervise(self) -> Exit:
+        """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
+        run, stage = self.run, self.stage
+        # on Slurm the run of this job before it may still be ending; here, somebody else is at work
+        lock = run.lock(stage, self.task, 60.0 if self.on_slurm else 1.0)
+        if lock is None:
+            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        if run.cancelled_file.exists():
+            raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
+        recovery.close_open_attempt(run, stage, self.place)
+        if self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
+            print(reason, flush=True)
+            return Exit.CANCELLED
+        while True:
+            before = recovery.standing(run, stage)
+            ended = self._attempt(lock, before)
+            progress = recovery.standing(run, stage) != before
+            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in ("cancelled", "stop file")
+            if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
+                ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
+            why_not = None
+            if not ends_here:
+                history = recovery.history(run, stage, self.task)
+                why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
+            self._write_end(ended, why_not)
+            if ends_here or why_not is not None:
+                succession.not_needed(run, stage, self.place)
+                os.close(lock)
+                return ended.code
+            if self.batch:
+                os.close(lock)
+                return self._leave(ended, progress)
+            self._event("retried", ended.code, progress)
+            print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
+
+    def _attempt(self, lock: int, before: int | str) -> Ended:
+        run, stage, place = self.run, self.stage, self.place
+        size = 1 if place.array else stages.ranks(run, stage)
+        if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task
+            size = min(size, allocated_tasks(os.environ) or size)
+        attempt = sum(e["event"] == "started" for e in run.read_events(stage)) + 1
+        run.event(
+            "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
+            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
+        )  # fmt: skip
+        for report in run.stage_folder(stage).glob("error-rank-*.json"):
+            report.unlink()
+        started = time.monotonic()
+        ranks: LocalRanks | SrunRanks
+        if self.on_slurm:
+            per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
+            ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
+        else:
+            ranks = LocalRanks(run, stage, size, keep_open=[lock])
+        try:
+            ranks.start()
+            ended = self._watch(ranks)
+        finally:
+            ranks.kill()  # none is left, unless something failed here
+            run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
+        # a task of an array does its part only; the job behind the array validates the whole
+        if ended.code == Exit.DONE and not place.array and (reason := self.work.missing(run)) is not None:
+            ended = Ended(Exit.CRASHED, facts={"cause": "outputs", "message": f"all ranks left with 0, but {reason}"})
+        elif self.on_slurm and place.job_id and ended.asked not in ("cancelled", "stop file"):
+            self._ask_slurm(ended)
+        ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
+        return ended
+
+    def _write_end(self, ended: Ended, why_not: str | None) -> None:
+        """Write how the attempt ended, and why the stage does not go on where that is so."""
+        names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.CANCELLED: "cancelled"}
+        name = names.get(ended.code, "stopped" if ended.code in (Exit.STOPPED, Exit.TIME_LIMIT) else "failed")
+        if name == "stopped" and self.run.cancelled_file.exists():
+            name = "cancelled"
+        facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
+        if why_not is not None:
+            name, message = "failed", str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
+            facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
+        if name == "failed":
+            print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
+        self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
+
+    def _ask_slurm(self, ended: Ended) -> None:
+        """Refine the cause by what Slurm knows, and remember nodes that failed."""
+        facts = slurm_job.job_facts(self.place.job_id or "")
+        code, words = recovery.cause_in_slurm(ended.code, facts, self.place, self.run.config.site.signal_s)
+        if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
+            code = Exit.TIME_LIMIT
+        if code != ended.code:
+            was = ended.facts.get("message")
+            ended.facts = {**ended.facts, "cause": code.name.lower()}
+            if words:
+                ended.facts["message"] = f"{words}\n{was}" if was else words
+            ended.code = code
+        if code == Exit.BAD_NODE:
+            recovery.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
+
+    def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
+        self.run.event(
+            event, self.stage, job_id=self.job, task=self.task, cause=cause.name.lower(),
+            budget=recovery.budget_of(cause), progress=progress, **more,
+        )  # fmt: skip
+
+    def _leave(self, ended: Ended, progress: bool) -> Exit:
+        """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
+
+        A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
+        for it; so the supervisor stays until it is killed.
+        """
+        job = self.place.job_id or ""
+        facts = slurm_job.job_facts(job)
+        signals = self.flag.count
+        if facts is not None and facts.restarts > self.place.restart_count:
+            self._event("requeued", ended.code, progress, by="slurm")
+        elif not self.run.config.site.requeue:
+            self._event("handed_over", ended.code, progress)
+            return ended.code
+        elif slurm_job.requeue(job, recovery.bad_nodes(self.run, time.time())):
+            self._event("requeued", ended.code, progress)
+        else:
+            self._write_end(
+                ended, "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
+            )
+            return ended.code
+        deadline = time.monotonic() + REQUEUED_WAIT_S
+        while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
+            time.sleep(POLL_S)
+        return ended.code
+
+    def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
+        """Wait for all ranks; the verdict and its facts."""
+        run, stage = self.run, self.stage
+        gone: list[Left] = []
+        first: list[Left] = []
+        deadline, stop_deadline, next_look = math.inf, math.inf, 0.0
+        asked: str | None = None
+        while ranks.running:
+            clock = time.monotonic()
+            if asked is None and clock >= next_look:
+                next_look = clock + REQUEST_POLL_S
+                asked = _request(run) or self.flag.reason
+                if asked is not None:
+                    ranks.send(signal.SIGTERM)
+                    stop_deadline = clock + STOP_GRACE_S
+                    print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
+                    self._note_stop(asked)
+            gone += (left := ranks.poll())
+            bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
+            if bad and not first:
+                first, deadline = bad, clock + PEERS_LEAVE_S
+            if clock >= deadline:
+                ranks.kill()
+            if not first and clock >= stop_deadline:
+                ranks.kill()
+                message = f"the ranks were asked to stop and had not left after {STOP_GRACE_S:.0f} s; they were killed"
+                return Ended(Exit.HANG, asked, {"message": message})
+            time.sleep(POLL_S)
+        if asked is not None and any(left.code == -signal.SIGTERM for left in first):
+            return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
+        if first:
+            failure = find_failure(run, stage, first)
+            facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
+            return Ended(failure.code, asked, {**facts, "message": failure.message})
+        if any(left.code == Exit.STOPPED for left in gone):
+            told = [e["signal"] for e in run.read_events(stage) if e["event"] == "stop_requested"]
+            return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
+        return Ended(Exit.DONE, asked)
+
+    def _note_stop(self, asked: str) -> None:
+        """Write at once why a stop came: this process may be killed before the ranks have left."""
+        more: dict[str, Any] = {}
+        if self.on_slurm and self.place.job_id and asked not in ("cancelled", "stop file"):
+            facts = slurm_job.job_facts(self.place.job_id)
+            cause = recovery.cause_in_slurm(Exit.STOPPED, facts, self.place, self.run.config.site.signal_s)[0]
+            more["cause"] = cause.name.lower()
+        self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
+
+
+def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
+    """Supervise `stage` here; the exit code."""
+    return Supervisor(run, stage, flag).supervise()
 
 
 def _request(run: Run) -> str | None:

@@ -231,15 +231,20 @@ def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished:
 def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Path) -> None:
     shared_config(tmp_path, finished)
     run = tmp_path / "runs/tiny"
-    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    wait_for_steps(run, 8)
-    ranks = {p.environ()["SLUICE_RANK"]: p for p in processes_of(run) if "pipeline" in p.cmdline()}
-    ranks["1"].kill()
-    _, alive = psutil.wait_procs(ranks.values(), timeout=15)
-    assert not alive, "the peer outlived the rank that died"
+    command = [*SUBMIT, "tiny.yaml", "recovery.crash=1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    for steps in (9, 17):  # after the checkpoints of steps 7 and 14
+        wait_for_steps(run, steps)
+        while newest_step(run / "checkpoints") < steps - 3:
+            time.sleep(0.02)
+        ranks = {p.environ()["SLUICE_RANK"]: p for p in processes_of(run) if "pipeline" in p.cmdline()}
+        ranks["1"].kill()
+        _, alive = psutil.wait_procs(ranks.values(), timeout=15)
+        assert not alive, "the peer outlived the rank that died"
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == Exit.CRASHED
+    assert process.returncode == Exit.CRASHED and "went on by itself after: crashed" in output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
+    assert "recovery.crash: 1" in output, "its budget was one"
     assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")

@@ -1,0 +1,107 @@
+"""What Slurm says of the job that this process runs in, and what it can be asked to do with it.
+
+`scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
+preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
+without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
+`scancel` shows neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+from pipeline.config_types import parse_time
+from slurm.states import call
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One job, as the controller sees it now."""
+
+    state: str
+    """Such as RUNNING, COMPLETING, CANCELLED, PREEMPTED, TIMEOUT, NODE_FAIL."""
+    restarts: int
+    """How often it was put back into the queue."""
+    preempted: bool
+    """Whether a preemption has begun (or was how it ended)."""
+    limit_ends: float | None
+    """When its time limit ends, in seconds since 1970; None without a limit, or before it has begun."""
+    batch: bool
+    """Whether it was submitted with sbatch: nothing else can be requeued."""
+    nodes: str
+    """Its nodes, as a Slurm host list."""
+
+
+def job_facts(job_id: str) -> JobFacts | None:
+    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say."""
+    text = call("scontrol", "show", "job", job_id)
+    return None if text is None else parse_facts(text)
+
+
+def parse_facts(text: str) -> JobFacts:
+    """Read the output of `scontrol show job`.
+
+    The first of each key counts: what a person chose (comment, command, paths) stands behind all that is read here.
+    """
+    fields: dict[str, str] = {}
+    for word in text.split():
+        key, separator, value = word.partition("=")
+        if separator:
+            fields.setdefault(key, value)
+    start, limit = _seconds(fields.get("StartTime", "")), None
+    with suppress(ValueError):  # UNLIMITED
+        limit = parse_time(fields.get("TimeLimit", ""))
+    state = fields.get("JobState", "UNKNOWN")
+    return JobFacts(
+        state=state,
+        restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
+        preempted=state == "PREEMPTED" or _seconds(fields.get("PreemptTime", "")) is not None,
+        limit_ends=start + limit if start is not None and limit is not None else None,
+        batch=fields.get("BatchFlag") == "1",
+        nodes=fields.get("NodeList", ""),
+    )
+
+
+def _seconds(stamp: str) -> float | None:
+    try:
+        return datetime.fromisoformat(stamp).timestamp()  # the controller writes local time
+    except ValueError:
+        return None
+
+
+def dead_nodes(nodes: str) -> list[str]:
+    """Those of `nodes` (a host list) that the controller holds for down or that do not answer it (sinfo(1), `*`)."""
+    listed = call("sinfo", "-h", "-N", "-n", nodes, "-o", "%N|%T") if nodes else None
+    found = set()
+    for line in (listed or "").splitlines():
+        name, _, state = line.strip().partition("|")
+        if state.startswith("down") or state.endswith("*"):
+            found.add(name)
+    return sorted(found)
+
+
+def requeue(job_id: str, exclude: Iterable[str] = ()) -> bool:
+    """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
+
+    Slurm then ends this run of the job: it sends TERM, and KILL after KillWait. In that time the job's list of
+    excluded nodes can be changed, not before; the TERM may reach scontrol too, so it is tried again.
+    """
+    if call("scontrol", "requeue", job_id) is None:
+        return False
+    if names := ",".join(exclude):
+        deadline = time.monotonic() + 4
+        while call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}") is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    return True
+
+
+def move_children(job_id: str, children: Iterable[str]) -> None:
+    """Let the pending jobs `children` wait for `job_id` instead of what they waited for, maybe in vain."""
+    for child in children:
+        call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job_id}")

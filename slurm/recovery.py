@@ -1,0 +1,175 @@
+"""Why a stage stopped, and whether it may go on by itself.
+
+The supervisor alone decides this, from the ranks' exit codes, the run directory and what Slurm says of the job. A cause
+is one of the exit codes (pipeline/errors.py). Each has a budget in the config (`recovery:`), counted over the
+attempts since a person last said `resume`; what was used up is read from events.jsonl, so nothing else needs
+to be kept. Whatever the cause, a training that makes no new checkpoint stops: it would loop.
+
+How it goes on depends on where it runs:
+
+- in a batch job: back into the queue under the same id (`scontrol requeue`), without the nodes that failed;
+- where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted before it with
+  `afternotok`, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
+- inside salloc or on one machine: again in place.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline import stages
+from pipeline.checkpoint_files import newest_step
+from pipeline.config_recovery import RecoveryConfig
+from pipeline.errors import Exit
+from pipeline.files import append_line, read_jsonl
+from pipeline.run import Run
+from slurm.environment import Place
+from slurm.job import JobFacts, dead_nodes, job_facts
+
+ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
+"""Events that end an attempt."""
+GOES_ON = ("requeued", "retried", "handed_over")
+"""Events that say that the stage goes on by itself."""
+EARLY_S = 70.0
+"""How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
+
+_BUDGETS = {
+    Exit.PREEMPTED: "preempted",
+    Exit.STOPPED: "preempted",
+    Exit.NODE_FAILURE: "node_failure",
+    Exit.TIME_LIMIT: "time_limit",
+    Exit.BAD_NODE: "bad_node",
+    Exit.OUT_OF_MEMORY: "out_of_memory",
+    Exit.CRASHED: "crash",
+    Exit.PEER_LOST: "crash",
+    Exit.HANG: "hang",
+    Exit.NON_FINITE: "non_finite",
+}
+_BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
+
+
+def budget_of(cause: Exit) -> str:
+    """The key of `recovery:` that a cause is charged to."""
+    return _BUDGETS.get(cause, "user_error")
+
+
+def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
+    """The events of a stage (of one task of an array) since a person last said `resume`, oldest first."""
+    found: list[dict[str, Any]] = []
+    for event in run.read_events():
+        if event["event"] == "resumed":
+            found = []
+        elif event.get("stage") == stage and event.get("task") == task:
+            found.append(event)
+    return found
+
+
+def refusal(events: Sequence[Mapping[str, Any]], cause: Exit, progress: bool, limits: RecoveryConfig) -> str | None:
+    """Why a stage that stopped for `cause` may not go on by itself; None where it may, "" where nobody expects it to.
+
+    `events`: its :func:`history`; `progress`: whether this attempt brought something new.
+    """
+    before = [e for e in events if e["event"] in GOES_ON]
+    key = budget_of(cause)
+    used, limit = sum(e.get("budget") == key for e in before), getattr(limits, key)
+    if limit == 0:
+        return ""
+    if used >= limit:
+        times = f"{used} time{'s' if used != 1 else ''}"
+        return f"its budget is used up (recovery.{key}: {limit}; it went on {times} after this before)"
+    fruitless = 1
+    for event in reversed(before):
+        if event.get("progress", True):
+            break
+        fruitless += 1
+    allowed = limits.fruitless if cause in _BLAMELESS else 0
+    if not progress and fruitless > allowed:
+        attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
+        return f"{attempts} brought no new checkpoint; going on would be a loop"
+    return None
+
+
+def standing(run: Run, stage: str) -> int | str:
+    """Something that changes when a stage gets ahead: the newest checkpoint, or the words that `status` shows."""
+    return newest_step(run.checkpoints) if stage == "train" else stages.load(stage).progress(run)
+
+
+def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float, now: float) -> Exit:
+    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with."""
+    if facts is None:
+        return Exit.STOPPED
+    if facts.preempted or facts.restarts > restarts:
+        return Exit.PREEMPTED
+    if facts.limit_ends is not None and now >= facts.limit_ends - signal_s - EARLY_S:
+        return Exit.TIME_LIMIT
+    return Exit.CANCELLED if facts.state in ("CANCELLED", "COMPLETING") else Exit.STOPPED
+
+
+def cause_in_slurm(code: Exit, facts: JobFacts | None, place: Place, signal_s: float) -> tuple[Exit, str | None]:
+    """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
+
+    Ranks that lost each other, or were killed, may be victims: of a dead node, or of Slurm ending the job.
+    """
+    if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
+        return code, None
+    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or facts.restarts > place.restart_count
+    if lost and (dead := dead_nodes(facts.nodes)):
+        return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or does not answer"
+    cause = stop_cause(facts, place.restart_count, signal_s, time.time())
+    if cause == Exit.STOPPED:
+        return code, None
+    return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
+
+
+def close_open_attempt(run: Run, stage: str, place: Place) -> None:
+    """Write the missing end of an attempt whose supervisor died with its node, or was killed."""
+    task = place.array[0] if place.array else None
+    events = [e for e in run.read_events(stage) if e.get("task") == task]
+    last = next((e for e in reversed(events) if e["event"] in ("started", *ENDS)), None)
+    if last is None or last["event"] != "started":
+        return
+    since = events[events.index(last) :]
+    told = next((e for e in reversed(since) if e["event"] == "stopping"), None)
+    same_job = place.job_id is not None and last.get("slurm_job") == place.job_id
+    if told is not None and "cause" in told:
+        cause = Exit[told["cause"].upper()]
+    elif same_job and place.restart_count > last.get("restarts", 0):
+        cause = Exit.NODE_FAILURE
+    else:
+        facts = job_facts(last["slurm_job"]) if last.get("slurm_job") and not same_job else None
+        names = {"PREEMPTED": Exit.PREEMPTED, "TIMEOUT": Exit.TIME_LIMIT, "NODE_FAIL": Exit.NODE_FAILURE}
+        cause = names.get(facts.state if facts else "", Exit.CRASHED)
+    progress = _progressed(run, stage, last)
+    event = "preempted" if cause == Exit.PREEMPTED else "failed"
+    message = f"attempt {last['attempt']} ended without a word of its supervisor (on {last.get('host')})"
+    common = {"job_id": last.get("job_id"), "attempt": last["attempt"], "task": task, "cause": cause.name.lower()}
+    run.event(event, stage, **common, exit_code=int(cause), message=message, noticed_later=True)
+    goes_on = "requeued" if same_job else "retried"
+    run.event(goes_on, stage, **common, budget=budget_of(cause), progress=progress, noticed_later=True)
+
+
+def _progressed(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
+    return bool(standing(run, stage) != started.get("standing"))
+
+
+# -- nodes that failed ---------------------------------------------------------------------------------------
+
+
+def remember_bad_node(run: Run, host: str, cause: str) -> None:
+    """Note a node that failed the check at the start, or died under the job, in `bad_nodes.jsonl`."""
+    append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
+
+
+def bad_nodes(run: Run, now: float) -> list[str]:
+    """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones."""
+    limits = run.config.recovery
+    fresh = [
+        entry["host"]
+        for entry in read_jsonl(run.path / "bad_nodes.jsonl")
+        if now - entry["time"] < limits.exclude_hours * 3600
+    ]
+    newest_first = list(dict.fromkeys(reversed(fresh)))
+    return newest_first[: limits.exclude_at_most]
