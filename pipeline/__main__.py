@@ -17,11 +17,11 @@ import gc
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from pipeline import stages
-from pipeline.errors import Exit, UserError, storage_error
+from pipeline.errors import UserError
+from pipeline.failure import explain, report_error
 from pipeline.run import Run, with_absolute_paths
 from pipeline.signals import StopFlag
 from slurm.environment import Place, identify
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         return work.main(run, place, options, flag)
     except BaseException as error:
         code, message = explain(error)
-        report_error(run, stage, place, code, message)
+        report_error(run, stage, place, code, message, getattr(error, "host", None))
         print(message, file=sys.stderr, flush=True)
         return code
 
@@ -96,42 +96,6 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
             raise UserError(f"rank 0 has not made {run_folder} within two minutes")
         time.sleep(0.05)
     return Run.open(run_folder)
-
-
-def explain(error: BaseException) -> tuple[Exit, str]:
-    """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
-    if isinstance(error, UserError):
-        return error.code, f"error: {error}"
-    if (storage := storage_error(error)) is not None:
-        return storage.code, f"error: {storage}"
-    text = "".join(traceback.format_exception(error))
-    kind, words = type(error).__name__, str(error)
-    if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
-        return Exit.OUT_OF_MEMORY, text
-    lost = kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words
-    if lost and "address already in use" not in words:
-        return Exit.PEER_LOST, text
-    return Exit.CRASHED, text
-
-
-def report_error(run: Run | None, stage: str, place: Place | None, code: Exit, message: str) -> None:
-    """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
-    if run is None or place is None or code == Exit.STOPPED:
-        return
-    from pipeline.files import write_json
-
-    try:
-        entry = {
-            "time": time.time(),
-            "rank": place.rank,
-            "code": int(code),
-            "cause": code.name.lower(),
-            "message": message,
-        }
-        entry["host"] = os.uname().nodename
-        write_json(run.stage_folder(stage) / f"error-rank-{place.rank}.json", entry)
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

@@ -134,7 +134,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     of `pipeline/order.py`; rank r of W takes the contiguous positions [r*G/W, (r + 1)*G/W) of them. So the
     layout only splits a batch, and ranks put behind one another are always the same global batch.
 
-    Iterating yields int64 arrays of dataset indices, shape (G/W,), from run-global sample `samples_consumed` on.
+    Iterating yields int64 arrays of dataset indices, shape (G/W,), from run-global sample `samples_consumed` on; the
+    order jumps over the (position, count) ranges `left_out` (pipeline/guard.py), which move what comes after them.
     Epochs follow one another by themselves: `set_epoch` has no effect. `num_replicas` and `rank` come from the
     default process group if they are not given (in a mesh, give the data parallel size and rank). Raises
     UserError if W does not divide G.
@@ -147,6 +148,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         global_batch: int,
         seed: int,
         samples_consumed: int = 0,
+        left_out: Sequence[tuple[int, int]] = (),
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -156,7 +158,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
                 f"train.global_batch ({global_batch}) is no multiple of {self.num_replicas} data parallel ranks"
             )
         self.global_batch = global_batch
-        self.samples_consumed = samples_consumed
+        self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
         self._size = len(dataset)
 
     def __len__(self) -> int:
@@ -169,7 +171,10 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         first = self.samples_consumed + self.rank * local
         offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
         while True:
-            yield from indices_of(self.seed, first + offsets, self._size)
+            positions = first + offsets
+            for start, count in self.left_out:
+                positions[positions >= start] += count
+            yield from indices_of(self.seed, positions, self._size)
             first += steps * self.global_batch
 
 

@@ -81,9 +81,19 @@ class NonFiniteError(UserError):
 
 
 class NodeError(UserError):
-    """This node cannot be used; the message names it and what it failed."""
+    """A node cannot be used; the message names it and what it failed. `host`: which one, where it is not this one."""
 
     code = Exit.BAD_NODE
+
+    def __init__(self, message: str, host: str | None = None) -> None:
+        super().__init__(message)
+        self.host = host
+
+
+class PeerLostError(UserError):
+    """Other ranks went away, or did not come."""
+
+    code = Exit.PEER_LOST
 
 
 _STORAGE_ERRNOS = {

@@ -49,6 +49,7 @@ def join(place: Place, config: Config) -> World:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl" and not torch.cuda.is_available():
         raise UserError("parallel.backend: nccl needs GPUs, and torch sees none here; use auto or gloo")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder: what the watchdog shows of a hang
     device = torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()

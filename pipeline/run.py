@@ -10,7 +10,8 @@
       metrics.jsonl    one line per optimizer step
       events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
       evaluation/      step-00000100.json …
-      stop, cancelled  requests of a person: leave at the next step; leave and stay ended
+      decisions.jsonl  bad steps that were left out (pipeline/guard.py); bad_nodes.jsonl: nodes to avoid
+      stop, save, cancelled   requests, by anybody who may write here: save and leave; save; leave and stay ended
 
 Any process may die at any moment: whoever comes next reads this directory and goes on. The login node reads
 it too, so nothing here imports torch, numpy or h5py.
@@ -95,7 +96,9 @@ class Run:
         self.events = self.path / "events.jsonl"
         self.changes = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
+        self.decisions = self.path / "decisions.jsonl"
         self.stop_file = self.path / "stop"
+        self.save_file = self.path / "save"
         self.cancelled_file = self.path / "cancelled"
 
     # -- making and finding ------------------------------------------------------------------------------

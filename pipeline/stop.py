@@ -2,34 +2,108 @@
 
 A signal may reach one rank, some, or all, at different moments; a rank that simply left would hang the others
 in their next collective. So a signal only sets a flag (pipeline/signals.py). Once a step each rank contributes
-its flag to a small all-reduce on a Gloo group of its own: it starts before the optimizer's work and is read after
-it, so nobody waits for it. Any flag stops all ranks after the same step; then they save together.
+its votes to a small all-reduce on a Gloo group of its own: it starts before the optimizer's work and is read after
+it, so nobody waits for it. Any vote to stop stops all ranks after the same step; then they save together.
+
+Ranks do not only wait for signals: a job knows when it ends (:class:`Clock`), and stops while there is time for the
+save that it has measured. A save that cannot end in time any more is left out: the one before it counts.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
+from pipeline.run import Run
 from pipeline.signals import StopFlag
+
+SPARE_S = 10.0
+"""Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
+
+
+class Clock:
+    """The time that is left to this job. `end`: when its time limit ends; `grace_s`: how long it has after a signal."""
+
+    def __init__(self, flag: StopFlag, end: float | None, grace_s: float | None) -> None:
+        self.flag, self.end, self.grace_s = flag, end, grace_s
+        self.step_s = 0.0
+        """Longest of the last steps."""
+        self.save_s = 0.0
+        """Longest save so far."""
+
+    def due(self) -> bool:
+        """Whether the job must stop now to save within its time limit."""
+        wanted = 2 * self.step_s + 1.5 * self.save_s + SPARE_S
+        return self.end is not None and time.time() + wanted >= self.end
+
+    def too_late(self) -> bool:
+        """Whether a save begun now would be cut off."""
+        ends = [self.end] if self.end is not None else []
+        if self.flag.at is not None and self.grace_s is not None:
+            ends.append(self.flag.at + self.grace_s)
+        return bool(ends) and time.time() + self.save_s >= min(ends)
+
+    def stepped(self, seconds: float) -> None:
+        """Count a step; old ones fade."""
+        self.step_s = max(seconds, 0.9 * self.step_s)
 
 
 class Agreement:
-    """Once per step: `start()`, some work, then `stop()`: the same answer on every rank."""
+    """Once per step: `start()`, some work, then `stop()`: the same answers on every rank."""
 
-    def __init__(self, flag: StopFlag, group: dist.ProcessGroup) -> None:
+    def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Clock | None = None) -> None:
         self.flag, self.group = flag, group
-        self._votes = torch.zeros(1, dtype=torch.int32)
+        self.clock = clock or Clock(flag, None, None)
+        self.wants_save: Callable[[], bool] = lambda: False
+        """Asked once a step: whether this rank knows of a request to save."""
+        self._votes = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        """Contribute this rank's flag as it stands now."""
-        self._votes.fill_(int(bool(self.flag)))
+        """Contribute what this rank knows now."""
+        due = self.clock.due()
+        votes = (bool(self.flag) or due, self.wants_save(), self.clock.too_late())
+        self._votes.copy_(torch.tensor(votes, dtype=torch.int32))
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop(self) -> bool:
-        """Whether any rank's flag was set when it called `start`."""
+        """Whether any rank wanted to stop when it called `start`."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(self._votes.item())
+        return bool(self._votes[0])
+
+    @property
+    def save(self) -> bool:
+        """After `stop`: whether any rank wanted a save."""
+        return bool(self._votes[1])
+
+    @property
+    def too_late(self) -> bool:
+        """After `stop`: whether on any rank a save would be cut off."""
+        return bool(self._votes[2])
+
+
+class SaveRequest:
+    """A file in the run directory, `save`, by which anybody who may write there asks for a checkpoint; rank 0 looks."""
+
+    EVERY_S = 1.0
+
+    def __init__(self, run: Run) -> None:
+        self.file = run.save_file
+        self._next = 0.0
+
+    def __call__(self) -> bool:
+        """Whether there is a request; asks the file system once a second at most."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self.EVERY_S
+        return self.file.exists()
+
+    def honoured(self) -> None:
+        """Forget the request: its save has begun."""
+        self.file.unlink(missing_ok=True)

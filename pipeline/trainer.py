@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
+import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -27,16 +29,19 @@ from pipeline.checkpoint import Checkpointer, State
 from pipeline.config import Config, check_batch
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.errors import CheckpointError, Exit
-from pipeline.files import sha256_json
+from pipeline.files import read_jsonl, sha256_json
+from pipeline.guard import WINDOW, Guard
 from pipeline.inputs import verify_shards
-from pipeline.metrics import Metrics, StepRecord, lost_lines, rewind
+from pipeline.metrics import Metrics, lost_lines, rewind
 from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum
 from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
 from pipeline.order import ORDER_VERSION
 from pipeline.run import Run
-from pipeline.signals import StopFlag
-from pipeline.stop import Agreement
-from slurm.environment import Place
+from pipeline.signals import OWN_CLOCK, StopFlag
+from pipeline.stop import Agreement, Clock, SaveRequest
+from pipeline.stragglers import OwnTime, Stragglers
+from pipeline.watchdog import Watchdog
+from slurm.environment import Place, job_end_time
 
 # the model's only buffers are constant tables; torch 2.13 gave the option that says so another name
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -69,12 +74,28 @@ def step_seed(seed: int, step: int, rank: int, micro: int) -> int:
 class Trainer:
     """One rank of one attempt of one training."""
 
-    def __init__(self, run: Run, manifest: Manifest, place: Place, world: groups.World, flag: StopFlag) -> None:
+    def __init__(
+        self,
+        run: Run,
+        manifest: Manifest,
+        place: Place,
+        world: groups.World,
+        flag: StopFlag,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
         self.run, self.config, self.world, self.flag = run, config, world, flag
         self.micro_batches = check_batch(config, world.size)
         self.tokens_per_step = config.train.global_batch * config.data.sequence_length
-        self.agreement = Agreement(flag, groups.side_group())
+        self.clock = Clock(flag, job_end_time(os.environ), config.recovery.grace_s)
+        self.agreement = Agreement(flag, groups.side_group(), self.clock)
+        self.save_request = SaveRequest(run)
+        if world.first:
+            self.agreement.wants_save = self.save_request
+        self.watchdog = watchdog or Watchdog(run.jobs, world.rank, config.recovery, flag, lambda message: None)
+        self.own = OwnTime(world.device)
+        self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename)
         layout = groups.layout(place, config, world)
         self.checkpointer = Checkpointer(
             run.checkpoints,
@@ -100,6 +121,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
         self.samples_consumed = 0
         self.start_step = self._restore()
+        self.guard = self._make_guard()
         if config.train.compile:
             for layer in self.model.model.layers:
                 layer.compile()
@@ -119,8 +141,8 @@ class Trainer:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def step(self, step: int, tokens_BT1: torch.Tensor) -> StepRecord:
-        """Optimizer step number `step` (from 1) on this rank's part of the global batch.
+    def step(self, step: int, tokens_BT1: torch.Tensor) -> dict[str, Any]:
+        """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
 
         tokens_BT1: int64 of shape (global_batch / data_parallel, sequence_length + 1).
         """
@@ -131,22 +153,35 @@ class Trainer:
         for micro, micro_BT1 in enumerate(tokens_BT1.split(config.train.micro_batch)):
             torch.manual_seed(step_seed(config.run.seed, step, self.world.rank, micro))
             with self._sync_only(micro == self.micro_batches - 1):
-                with self._autocast():
+                self._enter(step, "forward")
+                with self.own, self._autocast():
                     loss = loss_sum(self.forward(micro_BT1[:, :-1]), micro_BT1[:, 1:])
+                self._enter(step, "backward")
                 # DDP averages over ranks: × world size makes the gradient that of the global batch's mean loss
                 self.scaler.scale(loss * (self.world.size / self.tokens_per_step)).backward()
             total_loss += loss.detach()
+        self._enter(step, "reduce")
         dist.all_reduce(total_loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self.agreement.start()
+        # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
+        loss, norm = torch.stack([total_loss / self.tokens_per_step, grad_norm.double()]).tolist()
+        overflow = self.scaler.is_enabled() and not math.isfinite(norm)  # the scaler leaves such a step out by itself
+        bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
         self.checkpointer.wait_staged()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if bad is None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.samples_consumed += config.train.global_batch
-        values = {"lr": lr, "samples_consumed": self.samples_consumed, "tokens": step * self.tokens_per_step}
-        return StepRecord(step, total_loss / self.tokens_per_step, grad_norm, values, self.scaler.is_enabled())
+        line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
+        line["tokens"] = step * self.tokens_per_step
+        return line if bad is None else {**line, "skipped": bad}
+
+    def _enter(self, step: int, phase: str) -> None:
+        """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
+        self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
 
     def _sync_only(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients are reduced with the last micro-batch of a step, not before."""
@@ -198,6 +233,7 @@ class Trainer:
             global_batch=config.global_batch,
             seed=self.config.run.seed,
             samples_consumed=self.samples_consumed,
+            left_out=self.guard.left_out,
             num_replicas=self.world.size,
             rank=self.world.rank,
         )
@@ -208,22 +244,54 @@ class Trainer:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
-            record = self.step(step, next(tokens))
+            self._enter(step, "data")
+            line = self.step(step, next(tokens))
+            self._enter(step, "agree")
             stopping = self.agreement.stop()
             end = time.perf_counter()
-            record.values |= self._rates(end - previous_end, batches.data_wait_s)
+            self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
+            self._look_back(step, end - previous_end, batches.data_wait_s, line)
             previous_end = end
-            self._log(self.metrics.record(record))
-            if stopping and self.world.first:
-                self.run.event("stop_requested", "train", step=step, signal=self.flag.reason or "another rank's")
-            if stopping or step == steps or step % every == 0:
-                self.save(step)
             if stopping and step < steps:
-                self.checkpointer.close()
-                self._print(f"stopped after step {step}, saved")
-                return Exit.STOPPED
+                return self._leave(step)
+            due = step % every == 0 and not self.guard.in_a_row  # after a good step; a row may end in a return
+            if step == steps or due or self.agreement.save:
+                self.save(step)
+        self.watchdog.enter(steps, "save")
         self.checkpointer.close()
         return Exit.DONE
+
+    def _look_back(self, step: int, seconds: float, data_wait_s: float, line: Mapping[str, Any]) -> None:
+        """What a step leaves behind beside its line: limits that follow its time, stragglers, words in the log."""
+        self.clock.stepped(seconds)
+        self.watchdog.stepped(seconds)
+        self.own.add(data_wait_s)
+        if step % self.config.train.log_every == 0:
+            self.stragglers.gather(step, self.own.take())
+        if "skipped" in line:
+            self._print(f"step {step} is left out: {line['skipped']}")
+        elif step % self.config.train.log_every == 0 or step == 1:
+            tokens_per_s = self.tokens_per_step / seconds
+            self._print(
+                f"step {step}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
+                f"lr {line['lr']:.2e}  {tokens_per_s:,.0f} tokens/s"
+            )
+
+    def _leave(self, step: int) -> Exit:
+        """The ranks agreed to stop after `step`: save, where there is time for it."""
+        too_late = self.agreement.too_late
+        if self.world.first:
+            reason = self.flag.reason or (OWN_CLOCK if self.clock.due() else "another rank's")
+            self.run.event("stop_requested", "train", step=step, signal=reason)
+            if too_late:
+                self.run.event("save_skipped", "train", step=step, save_s=round(self.clock.save_s, 3))
+        if not too_late:
+            self.save(step)
+        self.watchdog.enter(step, "save")
+        self.checkpointer.close()
+        left_out = f"too late to save: a save takes {self.clock.save_s:.1f} s; the last checkpoint counts"
+        self._print(f"stopped after step {step}, {left_out if too_late else 'saved'}")
+        return Exit.STOPPED
 
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
         tokens_per_s = self.tokens_per_step / step_s
@@ -258,11 +326,13 @@ class Trainer:
     def save(self, step: int) -> None:
         """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
         started = time.perf_counter()
-        self._log(self.metrics.flush())
+        self._enter(step, "save")
         self.metrics.sync()
         extra = {"scaler": self.scaler.state_dict()}
         self.checkpointer.save(self.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
+        if self.world.first and self.agreement.save:
+            self.save_request.honoured()
 
     def _restore(self) -> int:
         """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
@@ -297,17 +367,18 @@ class Trainer:
 
     # -- words -------------------------------------------------------------------------------------------
 
+    def _make_guard(self) -> Guard:
+        """The judge of bad numbers, from what rank 0 reads of the steps before."""
+        known: tuple[list[Any], list[Any]] = ([], [])
+        if self.world.first:
+            known = (list(read_jsonl(self.run.decisions)), list(read_jsonl(self.run.metrics))[-WINDOW:])
+        decisions, metrics = groups.from_rank0(self.agreement.group, known)
+        return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
+
     def _log_saved(self, step: int, seconds: float) -> None:
+        self.clock.save_s = max(self.clock.save_s, seconds)
         self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
         self._print(f"saved step {step} ({seconds:.2f} s)")
-
-    def _log(self, line: dict[str, Any] | None) -> None:
-        if line is not None and (line["step"] % self.config.train.log_every == 0 or line["step"] == 1):
-            norm = "-" if line["grad_norm"] is None else f"{line['grad_norm']:.3f}"
-            self._print(
-                f"step {line['step']}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {norm}  "
-                f"lr {line['lr']:.2e}  {line['tokens_per_s']:,.0f} tokens/s"
-            )
 
     def _print(self, text: str) -> None:
         if self.world.first:

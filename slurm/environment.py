@@ -378,6 +378,11 @@ def outside_job() -> Iterator[None]:
         os.environ.update(before)
 
 
+def allocated_hosts(env: Mapping[str, str]) -> list[str]:
+    """The nodes of this allocation, in Slurm's order; none outside."""
+    return expand_hostlist(env["SLURM_JOB_NODELIST"]) if env.get("SLURM_JOB_NODELIST") else []
+
+
 def allocated_tasks(env: Mapping[str, str]) -> int | None:
     """How many tasks this allocation was made for; None where Slurm does not say."""
     return _int(env, "SLURM_NTASKS", least=1) if env.get("SLURM_NTASKS") else None

@@ -69,12 +69,12 @@ class LocalRanks:
 
     def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
         """`size` ranks, not started yet; `keep_open` are descriptors that they inherit (the run's lock)."""
-        self._run, self._stage, self._size, self._keep_open = run, stage, size, keep_open
+        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Start all ranks."""
-        size = self._size
+        size = self.size
         with free_listener(size) as listener:
             for rank in range(size):
                 socket_of_rank0 = [listener.fileno()] if rank == 0 else []
@@ -136,7 +136,7 @@ class SrunRanks:
 
     def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int]) -> None:
         """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock)."""
-        self._run, self._stage, self._size, self._keep_open = run, stage, size, keep_open
+        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
         self._nodes = -(-size // per_node)
         self.messages = run.stage_folder(stage) / "srun.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
@@ -145,7 +145,7 @@ class SrunRanks:
     def start(self) -> None:
         """Start the step."""
         folder = self._run.stage_folder(self._stage)
-        command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self._size}", "--kill-on-bad-exit=0"]
+        command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
         command += [f"--output={folder}/rank-%t.log", f"--chdir={self._run.code}"]
         with open(self.messages, "ab") as log:

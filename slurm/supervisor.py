@@ -21,9 +21,10 @@ from pipeline import stages
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
+from pipeline.watchdog import blame, read_hangs
 from slurm import job as slurm_job
 from slurm import recovery, succession
-from slurm.environment import Place, allocated_tasks, identify, in_allocation
+from slurm.environment import Place, allocated_hosts, allocated_tasks, identify, in_allocation
 from slurm.launch import Left, LocalRanks, SrunRanks
 
 POLL_S = 0.05
@@ -205,6 +206,7 @@ class Supervisor:
         first: list[Left] = []
         deadline, stop_deadline, next_look = math.inf, math.inf, 0.0
         asked: str | None = None
+        since = time.time()
         while ranks.running:
             clock = time.monotonic()
             if asked is None and clock >= next_look:
@@ -230,12 +232,24 @@ class Supervisor:
             return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
         if first:
             failure = find_failure(run, stage, first)
+            if failure.code == Exit.HANG:
+                failure = self._who_hangs(failure, ranks.size, since)
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
             told = [e["signal"] for e in run.read_events(stage) if e["event"] == "stop_requested"]
             return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
         return Ended(Exit.DONE, asked)
+
+    def _who_hangs(self, failure: Failure, size: int, since: float) -> Failure:
+        """Name the rank that did not arrive, from what all ranks wrote about themselves."""
+        hangs = read_hangs(self.run.stage_folder(self.stage), since)
+        if not hangs:
+            return failure
+        nodes = allocated_hosts(os.environ) if self.on_slurm else [os.uname().nodename]
+        per_node = -(-size // max(1, len(nodes)))
+        rank, host, message = blame(hangs, size, [nodes[r // per_node] for r in range(size)])
+        return Failure(Exit.HANG, rank, host, message)
 
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""

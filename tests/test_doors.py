@@ -260,9 +260,9 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
     trainer = run.code / "pipeline/trainer.py"
     trainer.write_text(
         trainer.read_text().replace(
-            "        self.agreement.start()\n        self.checkpointer.wait_staged()",
+            "        lr = learning_rate(",
             "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
-            "        self.agreement.start()\n        self.checkpointer.wait_staged()",
+            "        lr = learning_rate(",
         )
     )
     done = submit(tmp_path, "tiny.yaml", timeout=60)
@@ -379,7 +379,7 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
     (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
     from pipeline.config_file import load_config
 
-    overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1"]
+    overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]
     Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     filler = small_disk / "filler"
     with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):

@@ -121,7 +121,8 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
 ) -> None:
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")
-    run = new_run(tmp_path, "full", data, f"run.root={small_disk}", f"checkpoint.mode={mode}", "checkpoint.keep=2")
+    options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
+    run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
     saved = newest_step(run.checkpoints)
     filler = small_disk / "filler"

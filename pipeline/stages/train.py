@@ -31,14 +31,25 @@ def progress(run: Run) -> str:
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
     from data_prep.manifest import load_manifest
-    from pipeline import groups
+    from pipeline import groups, health
+    from pipeline.failure import report_error
     from pipeline.trainer import Trainer
+    from pipeline.watchdog import Watchdog
 
+    def stuck(message: str) -> None:
+        report_error(run, "train", place, Exit.HANG, message)
+
+    watchdog = Watchdog(run.stage_folder("train"), place.rank, run.config.recovery, flag, stuck)
+    watchdog.start()
     manifest = load_manifest(run.data)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
-    trainer = Trainer(run, manifest, place, world, flag)
+    if run.config.recovery.preflight:
+        health.check_alone(run, place, world.device)
+        health.check_together(place, world, groups.side_group())
+    trainer = Trainer(run, manifest, place, world, flag, watchdog)
     groups.end_of_startup()
     result = trainer.fit()
+    watchdog.close()
     groups.leave()
     return result

@@ -1,0 +1,87 @@
+"""Which rank is slow by itself. Step times cannot tell: in a collective everybody waits for the slowest.
+
+Each rank measures its own part of a step, before any rank waits for another: waiting for data, and the forward passes.
+Every `log_every` steps the ranks gather the means of that time. A host whose rank took 1.3 times the median three
+times in a row is a straggler, and is written to events.jsonl (once, until it recovers).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.run import Run
+
+RATIO, IN_A_ROW = 1.3, 3
+
+
+class OwnTime:
+    """Seconds that a rank spent on its own work since the last :meth:`take`; on CUDA by the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+        self._begun: Any = None
+
+    def add(self, seconds: float) -> None:
+        """Count time that was measured elsewhere."""
+        self._seconds += seconds
+
+    def __enter__(self) -> None:
+        if self._cuda:
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+        else:
+            self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._events.append((self._begun, end))
+        else:
+            self._seconds += time.perf_counter() - self._begun
+
+    def take(self) -> float:
+        """The seconds, and start anew. On CUDA the steps they belong to must have ended."""
+        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
+        self._seconds = 0.0
+        self._events.clear()
+        return seconds
+
+
+class Stragglers:
+    """On every rank: gathers; on rank 0: ranks the hosts and writes events."""
+
+    def __init__(self, run: Run, group: dist.ProcessGroup, host: str) -> None:
+        """`group`: a Gloo group of all ranks whose other users take turns with this one."""
+        self.run, self.group = run, group
+        self.hosts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(self.hosts, host, group=group)
+        self._slow: dict[int, int] = {}
+
+    def gather(self, step: int, seconds: float) -> None:
+        """Compare this rank's own time with the others'. Every rank must call it at the same steps."""
+        times = [torch.zeros(1) for _ in self.hosts]
+        dist.all_gather(times, torch.tensor([seconds], dtype=torch.float32), group=self.group)
+        if dist.get_rank(self.group) == 0:
+            self.judge(step, [float(t) for t in times])
+
+    def judge(self, step: int, seconds: Sequence[float]) -> None:
+        """Count the ranks that are slow, and name those that stay so."""
+        median = statistics.median(seconds)
+        for rank, own in enumerate(seconds):
+            if median <= 0 or own <= RATIO * median:
+                self._slow.pop(rank, None)
+                continue
+            self._slow[rank] = self._slow.get(rank, 0) + 1
+            if self._slow[rank] == IN_A_ROW:
+                ratio, host = round(own / median, 2), self.hosts[rank]
+                self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
+                print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)

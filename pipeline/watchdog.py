@@ -1,0 +1,160 @@
+"""Noticing that a rank is stuck, which its main thread cannot: a thread looks at what the rank does, and how long.
+
+The trainer says what it does (`enter`). A phase that outlasts its limit ends the process: the stacks of all its threads
+and the phase go to `jobs/train/hang-rank-N.json`, and the rank leaves with HANG. The ranks notice at about
+the same moment, since in a collective one that is stuck stops all. Who caused it is the one that is *behind*: the least
+(step, phase); a rank that cannot even write its file (stopped, its node gone) is found by its absence
+(`blame`, for the supervisor).
+
+Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
+times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config_recovery import RecoveryConfig
+from pipeline.errors import Exit
+from pipeline.files import write_json
+from pipeline.signals import StopFlag
+
+LEAST_S, TIMES = 300.0, 20.0
+OTHERS_S = 3.0
+"""How long a rank that noticed waits before it leaves: the others then write their files, too."""
+
+
+class Watchdog:
+    """One rank's. `enter` costs a few hundred nanoseconds."""
+
+    def __init__(
+        self, folder: Path, rank: int, limits: RecoveryConfig, flag: StopFlag, leave: Callable[[str], None]
+    ) -> None:
+        """`folder`: where `hang-rank-N.json` goes; `leave(message)`: reports the error (the process ends after it)."""
+        self.file = folder / f"hang-rank-{rank}.json"
+        self.rank, self.limits, self.flag, self._leave = rank, limits, flag, leave
+        self._longest_s = 0.0
+        self._now = (0, 0, "start", time.monotonic())  # step, phase's number in it, name, since: replaced as a whole
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch; the phase is start-up."""
+        self.file.unlink(missing_ok=True)
+        self._thread.start()
+
+    def enter(self, step: int, phase: str) -> None:
+        """This rank begins `phase` of `step`."""
+        last, number, _, _ = self._now
+        self._now = (step, number + 1 if step == last else 0, phase, time.monotonic())
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long; the limit follows the longest of the last ones."""
+        self._longest_s = max(seconds, 0.95 * self._longest_s)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def limit_s(self, phase: str) -> float:
+        """How long a phase may take."""
+        if phase == "start":
+            return self.limits.start_s
+        if phase == "save":
+            return self.limits.save_s
+        return self.limits.hang_s or max(LEAST_S, TIMES * self._longest_s)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self.limit_s("step") / 4)):
+            self.flag.look()
+            step, number, phase, since = self._now
+            seconds = time.monotonic() - since
+            if seconds > self.limit_s(phase):
+                self._fire(step, number, phase, seconds)
+
+    def _fire(self, step: int, number: int, phase: str, seconds: float) -> None:
+        with tempfile.TemporaryFile() as stacks:
+            faulthandler.dump_traceback(stacks.fileno(), all_threads=True)
+            stacks.seek(0)
+            text = stacks.read().decode(errors="replace")
+        facts = {"rank": self.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
+        facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
+        facts["collectives"] = last_collectives()
+        write_json(self.file, facts)
+        self._leave(f"rank {self.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}")
+        time.sleep(OTHERS_S)
+        os._exit(Exit.HANG)
+
+
+def last_collectives(count: int = 3) -> list[dict[str, Any]]:
+    """The last collectives that this rank entered, oldest first, from torch's flight recorder; [] without one.
+
+    `state` is `scheduled`, `started` or `completed` (Gloo, too, is recorded, but only as `scheduled`). Source: torch
+    documentation, "Flight Recorder for Debugging Stuck Jobs".
+    """
+    try:
+        from torch._C import _distributed_c10d as c10d
+
+        # torch 2.13 gave it a name without NCCL
+        name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
+        entries = json.loads(getattr(c10d, name)(True, False))["entries"][-count:]
+        return [
+            {
+                "operation": entry["profiling_name"],
+                "group": entry["process_group"][-1],
+                "number": entry["collective_seq_id"],
+                "sizes": entry["input_sizes"],
+                "state": entry["state"],
+            }
+            for entry in entries
+        ]
+    except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        return []
+
+
+def read_hangs(folder: Path, since: float) -> list[dict[str, Any]]:
+    """The hang files that were written after `since` (seconds since 1970)."""
+    found = []
+    for path in folder.glob("hang-rank-*.json"):
+        try:
+            if path.stat().st_mtime >= since:
+                found.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def blame(hangs: Iterable[Mapping[str, Any]], size: int, hosts: Sequence[str]) -> tuple[int, str, str]:
+    """Who did not arrive: rank, host and a sentence. `hosts`: one for each rank, as far as they are known.
+
+    A rank without a file comes first, then the one that is furthest behind. Raises ValueError without any file.
+    """
+    by_rank = {int(hang["rank"]): hang for hang in hangs}
+    if not by_rank:
+        raise ValueError("no rank reported a hang")
+    front = max(by_rank.values(), key=lambda hang: (hang["step"], hang["number"]))
+    others = f"the others were in phase '{front['phase']}' of step {front['step']}"
+    silent = [rank for rank in range(size) if rank not in by_rank]
+    if silent:
+        rank = silent[0]
+        host = hosts[rank] if rank < len(hosts) else "an unknown host"
+        names = ", ".join(map(str, silent))
+        return rank, host, f"rank {names} on {host} gave no sign of life; {others}"
+    last = min(by_rank.values(), key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
+    where = f"rank {last['rank']} on {last['host']}"
+    if (last["step"], last["number"]) == (front["step"], front["number"]):
+        return last["rank"], last["host"], f"all ranks were stuck in phase '{last['phase']}' of step {last['step']}"
+    words = f"{where} did not arrive: it was in phase '{last['phase']}' of step {last['step']}; {others}"
+    if collectives := last["collectives"]:
+        words += f"; its last collective was {collectives[-1]['operation']} number {collectives[-1]['number']}"
+    return last["rank"], last["host"], f"{words}\n{last['stacks']}"
