@@ -62,8 +62,12 @@ def _waiting(run: Run, stage: str) -> list[Submitted]:
     return [job for job in jobs_of(run) if job.stage in later and job.state.state == "PENDING"]
 
 
-def not_needed(run: Run, stage: str, place: Place) -> None:
-    """Cancel what would succeed this job: the stage is done, or may not go on by itself."""
+def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
+    """Cancel what would succeed this job: the stage is done, or may not go on by itself.
+
+    In the second case the jobs of later stages wait in vain, and go with it; `resume` submits them again.
+    """
     for event in run.read_events(stage):
         if event["event"] == "submitted" and event.get("kind") == "afternotok" and place.job_id in event["after"]:
-            call("scancel", event["job_id"])
+            children = [] if done else [job.job_id for job in _waiting(run, stage)]
+            call("scancel", event["job_id"], *children)

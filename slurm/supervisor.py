@@ -96,7 +96,7 @@ class Supervisor:
                 why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
-                succession.not_needed(run, stage, self.place)
+                succession.not_needed(run, stage, self.place, done=ended.code == Exit.DONE)
                 os.close(lock)
                 return ended.code
             if self.batch:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ cluster = cluster_fixture(grace=5)
 pytestmark = pytest.mark.timeout(240)
 
 
-def submit(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
-    environment = {**os.environ, **cluster.environment(), "COLUMNS": "200"}
+    environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -128,11 +128,11 @@ def slow_down(run: Path) -> None:
     )
 
 
-def prepared(folder: Path, config: Path) -> Path:
+def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
     """The run of a config, made and slowed down before anything is submitted."""
     from pipeline.config_file import load_config
 
-    run = Run.create(load_config(config, NODES))
+    run = Run.create(load_config(config, overrides))
     slow_down(run.path)
     return run.path
 

@@ -1,0 +1,71 @@
+"""Where Slurm puts nothing back into the queue: successors take over, and nothing is left pending for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.test_slurm import digest, evaluated, events, job_of, prepared, submit, wait_for
+from tests.tiny import write_config
+
+cluster = cluster_fixture(grace=5, preempt="CANCEL")
+
+pytestmark = pytest.mark.timeout(240)
+
+WITHOUT_REQUEUE = ("site.requeue=false", "stages.train.nodes=2", "stages.train.tasks_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run, of the same layout, on this machine; its data serve the others."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_config(folder, steps=40)
+    done = submit(None, folder, "tiny.yaml", "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def shared(folder: Path, calm: Path) -> Path:
+    config = write_config(folder, steps=40)
+    config.write_text(config.read_text().replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    (folder / "runs/tiny").mkdir(parents=True)
+    (folder / "runs/tiny/data").symlink_to(calm / "runs/tiny/data")
+    return prepared(folder, config, WITHOUT_REQUEUE)
+
+
+def queue(cluster: Cluster) -> str:
+    return cluster.run(["squeue", "-h"], timeout=10).stdout.strip()
+
+
+def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    run = shared(tmp_path, calm)
+    done = submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE)
+    assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
+    first = Run.open(run).read_events("train")[0]["job_id"]
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "--wrap", "sleep 3"], timeout=10)
+    wait_for("the successor", lambda: "took_over" in events(run, "train"), 90)
+    assert "preempted" in events(run, "train") and "handed_over" in events(run, "train")
+    wait_for("the evaluation", lambda: evaluated(run), 120)
+    wait_for("an empty queue: neither the evaluation nor the last successor waits in vain", lambda: not queue(cluster))
+    heirs = [e for e in Run.open(run).read_events("train") if e["event"] == "submitted"]
+    assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    assert digest(cluster, tmp_path, "runs/tiny") == digest(cluster, calm, "runs/tiny")
+
+
+def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    run = shared(tmp_path, calm)
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    first = Run.open(run).read_events("train")[0]["job_id"]
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    cluster.output(["scancel", first], timeout=10)
+    wait_for("an empty queue", lambda: not queue(cluster), 90)
+    assert "took_over" not in events(run, "train") and not evaluated(run)
+    assert events(run, "train").count("started") == 1
+    assert job_of(run, "evaluate")
