@@ -22,9 +22,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """False until the first of `SIGNALS` arrives; `reason` then names it, `at` is when (seconds since 1970)."""
+    """False until the first of `SIGNALS` arrives; `reason` then names it, `at` is when (time.monotonic)."""
 
     def __init__(self) -> None:
+        self.since = time.monotonic()
+        """When this process began, or nearly."""
         self.reason: str | None = None
         self.at: float | None = None
         self.count = 0
@@ -62,7 +64,7 @@ class StopFlag:
 
     def _set(self, number: int) -> None:
         if self.reason is None:
-            self.reason, self.at = signal.Signals(number).name, time.time()
+            self.reason, self.at = signal.Signals(number).name, time.monotonic()
 
     def __bool__(self) -> bool:
         return self.reason is not None

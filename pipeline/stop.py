@@ -25,10 +25,15 @@ SPARE_S = 10.0
 
 
 class Clock:
-    """The time that is left to this job. `end`: when its time limit ends; `grace_s`: how long it has after a signal."""
+    """The time that is left to this job, by the monotonic clock: those of nodes need not agree on the hour.
 
-    def __init__(self, flag: StopFlag, end: float | None, grace_s: float | None) -> None:
-        self.flag, self.end, self.grace_s = flag, end, grace_s
+    `left_s`: seconds from the start of this process to the end of the time limit; `grace_s`: how long the job has after
+    a signal.
+    """
+
+    def __init__(self, flag: StopFlag, left_s: float | None, grace_s: float | None) -> None:
+        self.flag, self.grace_s = flag, grace_s
+        self.end = None if left_s is None else flag.since + left_s
         self.step_s = 0.0
         """Longest of the last steps."""
         self.save_s = 0.0
@@ -37,14 +42,14 @@ class Clock:
     def due(self) -> bool:
         """Whether the job must stop now to save within its time limit."""
         wanted = 2 * self.step_s + 1.5 * self.save_s + SPARE_S
-        return self.end is not None and time.time() + wanted >= self.end
+        return self.end is not None and time.monotonic() + wanted >= self.end
 
     def too_late(self) -> bool:
         """Whether a save begun now would be cut off."""
         ends = [self.end] if self.end is not None else []
         if self.flag.at is not None and self.grace_s is not None:
             ends.append(self.flag.at + self.grace_s)
-        return bool(ends) and time.time() + self.save_s >= min(ends)
+        return bool(ends) and time.monotonic() + self.save_s >= min(ends)
 
     def stepped(self, seconds: float) -> None:
         """Count a step; old ones fade."""

@@ -41,7 +41,7 @@ from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.stop import Agreement, Clock, SaveRequest
 from pipeline.stragglers import OwnTime, Stragglers
 from pipeline.watchdog import Watchdog
-from slurm.environment import Place, job_end_time
+from slurm.environment import Place, time_left
 
 # the model's only buffers are constant tables; torch 2.13 gave the option that says so another name
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Trainer:
         self.run, self.config, self.world, self.flag = run, config, world, flag
         self.micro_batches = check_batch(config, world.size)
         self.tokens_per_step = config.train.global_batch * config.data.sequence_length
-        self.clock = Clock(flag, job_end_time(os.environ), config.recovery.grace_s)
+        self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)
         if world.first:

@@ -35,6 +35,7 @@ from typing import Literal
 
 from pipeline.errors import UserError
 
+TIME_LEFT = "SLUICE_TIME_LEFT"
 PORTS = range(20_000, 30_000)
 """Rendezvous ports that are derived."""
 
@@ -120,12 +121,15 @@ def local_environment(
     }
 
 
-def job_end_time(env: Mapping[str, str]) -> float | None:
-    """When Slurm will end the job, in seconds since 1970; None where it does not say.
+def time_left(env: Mapping[str, str]) -> float | None:
+    """Seconds that the job has left, counted from the start of this process; None where there is no limit.
 
-    That is outside of jobs, and in Slurm 22.05 and before.
+    The supervisor asks Slurm and sets it for its ranks. Raises UserError where it is no number.
     """
-    return float(_int(env, "SLURM_JOB_END_TIME", least=1)) if env.get("SLURM_JOB_END_TIME") else None
+    try:
+        return float(env[TIME_LEFT]) if env.get(TIME_LEFT) else None
+    except ValueError:
+        raise UserError(f"{TIME_LEFT}={env[TIME_LEFT]!r} is no number of seconds") from None
 
 
 def expand_hostlist(text: str) -> list[str]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 
 from pipeline.config_types import parse_time
 from slurm.states import call
@@ -28,8 +27,8 @@ class JobFacts:
     """How often it was put back into the queue."""
     preempted: bool
     """Whether a preemption has begun (or was how it ended)."""
-    limit_ends: float | None
-    """When its time limit ends, in seconds since 1970; None without a limit, or before it has begun."""
+    left_s: float | None
+    """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
     batch: bool
     """Whether it was submitted with sbatch: nothing else can be requeued."""
     nodes: str
@@ -52,25 +51,18 @@ def parse_facts(text: str) -> JobFacts:
         key, separator, value = word.partition("=")
         if separator:
             fields.setdefault(key, value)
-    start, limit = _seconds(fields.get("StartTime", "")), None
+    left = None
     with suppress(ValueError):  # UNLIMITED
-        limit = parse_time(fields.get("TimeLimit", ""))
+        left = float(parse_time(fields.get("TimeLimit", "")) - parse_time(fields.get("RunTime", "")))
     state = fields.get("JobState", "UNKNOWN")
     return JobFacts(
         state=state,
         restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
-        preempted=state == "PREEMPTED" or _seconds(fields.get("PreemptTime", "")) is not None,
-        limit_ends=start + limit if start is not None and limit is not None else None,
+        preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
+        left_s=left,
         batch=fields.get("BatchFlag") == "1",
         nodes=fields.get("NodeList", ""),
     )
-
-
-def _seconds(stamp: str) -> float | None:
-    try:
-        return datetime.fromisoformat(stamp).timestamp()  # the controller writes local time
-    except ValueError:
-        return None
 
 
 def dead_nodes(nodes: str) -> list[str]:

@@ -97,13 +97,13 @@ def standing(run: Run, stage: str) -> int | str:
     return newest_step(run.checkpoints) if stage == "train" else stages.load(stage).progress(run)
 
 
-def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float, now: float) -> Exit:
+def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:
     """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with."""
     if facts is None:
         return Exit.STOPPED
     if facts.preempted or facts.restarts > restarts:
         return Exit.PREEMPTED
-    if facts.limit_ends is not None and now >= facts.limit_ends - signal_s - EARLY_S:
+    if facts.left_s is not None and facts.left_s <= signal_s + EARLY_S:
         return Exit.TIME_LIMIT
     return Exit.CANCELLED if facts.state in ("CANCELLED", "COMPLETING") else Exit.STOPPED
 
@@ -118,7 +118,7 @@ def cause_in_slurm(code: Exit, facts: JobFacts | None, place: Place, signal_s: f
     lost = code in (Exit.PEER_LOST, Exit.CRASHED) or facts.restarts > place.restart_count
     if lost and (dead := dead_nodes(facts.nodes)):
         return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or does not answer"
-    cause = stop_cause(facts, place.restart_count, signal_s, time.time())
+    cause = stop_cause(facts, place.restart_count, signal_s)
     if cause == Exit.STOPPED:
         return code, None
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"

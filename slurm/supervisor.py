@@ -24,7 +24,7 @@ from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame, read_hangs
 from slurm import job as slurm_job
 from slurm import recovery, succession
-from slurm.environment import Place, allocated_hosts, allocated_tasks, identify, in_allocation
+from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, identify, in_allocation
 from slurm.launch import Left, LocalRanks, SrunRanks
 
 POLL_S = 0.05
@@ -67,8 +67,8 @@ class Supervisor:
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts is not None and facts.batch
         self.job = self.place.submitted_as or str(os.getpid())
-        if facts is not None and facts.limit_ends is not None:  # newer versions of Slurm say it by themselves
-            os.environ.setdefault("SLURM_JOB_END_TIME", str(int(facts.limit_ends)))
+        if facts is not None and facts.left_s is not None:  # not the hour of its end: clocks of nodes may differ
+            os.environ[TIME_LEFT] = str(facts.left_s)
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""

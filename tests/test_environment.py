@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import UserError
-from slurm.environment import PORTS, Place, expand_hostlist, identify, job_end_time, local_environment
+from slurm.environment import PORTS, Place, expand_hostlist, identify, local_environment, time_left
 
 Env = dict[str, str]
 
@@ -260,11 +260,11 @@ def test_contradictions_are_named(env: Env, says: str) -> None:
         identify(env)
 
 
-def test_job_end_time() -> None:
-    assert job_end_time({}) is None
-    assert job_end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
-    with pytest.raises(UserError, match="SLURM_JOB_END_TIME='soon'"):
-        job_end_time({"SLURM_JOB_END_TIME": "soon"})
+def test_time_left() -> None:
+    assert time_left({}) is None
+    assert time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
+    with pytest.raises(UserError, match="SLUICE_TIME_LEFT='soon'"):
+        time_left({"SLUICE_TIME_LEFT": "soon"})
 
 
 def test_importing_is_light() -> None:
@@ -387,7 +387,7 @@ def test_ports_differ_between_jobs_and_steps() -> None:
 KEYS = sorted(
     {*srun(0, 0, 0), *openmpi(0, 1, 0, 1), *hydra(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
     | {*local_environment(0, 1, 1, "x", 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
-    | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME"}
+    | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
 VALUES = st.one_of(
     st.integers(-2, 5).map(str),
@@ -401,7 +401,7 @@ VALUES = st.one_of(
 def test_any_environment_is_understood_or_refused(env: Env) -> None:
     try:
         place = identify(env)
-        job_end_time(env)
+        time_left(env)
     except UserError as error:
         assert str(error)
         return
