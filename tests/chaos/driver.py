@@ -1,0 +1,184 @@
+"""Runs one training through a sequence of faults and checks what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint_files import newest_step
+from pipeline.config_file import load_config
+from pipeline.files import read_jsonl
+from pipeline.run import CODE_ROOT, Run
+from slurm.recovery import GOES_ON
+from tests.chaos.faults import QUICK, SLOW, Scene
+from tests.cluster import Cluster
+from tests.tiny import write_config
+
+STEPS_PER_FAULT = 22
+OVERRIDES = (
+    "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
+    "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
+    "recovery.crash=1000", "recovery.hang=1000", "recovery.fruitless=50",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path]:
+    """A folder on a file system of its own that a fault may fill. Enter it before the cluster: nodes see it then."""
+    folder = Path(tempfile.mkdtemp(prefix="sluice-chaos-", dir="/tmp"))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300m,mode=755", "sluice-chaos", str(folder)]
+    subprocess.run(mount, check=True, timeout=10)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+        folder.rmdir()
+
+
+@dataclass
+class Told:
+    """One fault and what was made of it."""
+
+    fault: str
+    expected: str | None
+    told: str | None
+    seconds: float
+
+
+def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
+    """Run submit.py, with the faults' folder where a rank can find it; its output. Raises RuntimeError if it fails."""
+    path = os.pathsep.join([str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CHAOS": str(folder / "chaos")}
+    environment |= cluster.environment() if cluster else {}
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+class Story:
+    """A training and its faults in `folder` (which all nodes see); `data`: shards to use, made here where None."""
+
+    def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int, data: Path | None = None) -> None:
+        self.cluster, self.folder, self.seed = cluster, folder, seed
+        self.random = random.Random(seed)
+        self.steps = STEPS_PER_FAULT * (count + 1)
+        self.count = count
+        self.config = write_config(folder, "chaos", self.steps)
+        (folder / "chaos").mkdir()
+        (folder / "chaos/slow").write_text("0.15")
+        self.run = Run.create(load_config(self.config, OVERRIDES))
+        if data is not None:
+            self.run.data.rmdir()
+            shutil.copytree(data, self.run.data)
+
+    def go(self, faults: Sequence[Callable[[Scene], str | None]]) -> list[Told]:
+        """Submit the training, bring about the faults one after another, wait for the end; what was told of each."""
+        scene = Scene(self.cluster, self.run, self.folder / "chaos", self.random)
+        submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
+        told = []
+        for fault in faults:
+            self._wait_for_progress(scene)
+            time.sleep(self.random.uniform(0, 1.0))
+            before = len(self.run.read_events("train"))
+            started = time.monotonic()
+            expected = fault(scene)
+            cause = None
+            if expected is not None:
+                scene.wait(f"an end after {fault.__name__}", partial(self._ending, before))
+                cause = self._ending(before)
+                if scene.filler is not None:
+                    scene.filler.unlink()
+                    scene.filler = None
+                    submit(self.cluster, self.folder, "resume", str(self.run.path))
+            told.append(Told(fault.__name__, expected, cause, time.monotonic() - started))
+        (self.folder / "chaos/slow").write_text("0.0")
+        scene.wait("the end of the training", lambda: newest_step(self.run.checkpoints) == self.steps, 240)
+        scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
+        return told
+
+    def _ending(self, before: int) -> str | None:
+        """The cause that was told since event number `before`."""
+        for event in self.run.read_events("train")[before:]:
+            if event["event"] in GOES_ON or (event["event"] == "failed" and event.get("cause") == "storage"):
+                return str(event["cause"])
+            if event["event"] == "failed" and "not tried again" in str(event.get("message")):
+                return f"gave up: {event['cause']}"
+        return None
+
+    def _wait_for_progress(self, scene: Scene) -> None:
+        """Until the attempt that runs has saved something, so that the next stop is not a fruitless one."""
+
+        def progressed() -> bool:
+            events = self.run.read_events("train")
+            starts = [i for i, e in enumerate(events) if e["event"] == "started"]
+            since = events[starts[-1] :] if starts else []
+            return any(e["event"] == "saved" for e in since) and not any(e["event"] in GOES_ON for e in since)
+
+        scene.wait("progress", progressed)
+
+    # -- what it came to -----------------------------------------------------------------------------------
+
+    def check(self, told: Sequence[Told], undisturbed: str) -> list[str]:
+        """Everything that is wrong with the outcome; nothing is what we want."""
+        wrong = [f"{t.fault}: told as {t.told}" for t in told if t.told != t.expected]
+        lines = list(read_jsonl(self.run.metrics))
+        if [line["step"] for line in lines] != list(range(1, self.steps + 1)):
+            wrong.append("not every step stands once in metrics.jsonl")
+        batch = self.run.config.train.global_batch
+        if [line["samples_consumed"] for line in lines] != [batch * (i + 1) for i in range(self.steps)]:
+            wrong.append("not every sample was consumed once")
+        events = self.run.read_events("train")
+        damaged: set[int] = set()
+        for event in events:
+            if event["event"] == "damaged":
+                damaged.add(event["step"])
+            elif event["event"] == "saved":
+                damaged.discard(event["step"])
+            elif event["event"] == "restored" and event["step"] in damaged:
+                wrong.append(f"the damaged checkpoint {event['step']} was loaded")
+        if (found := digest(self.run)) != undisturbed:
+            wrong.append(f"the digest is {found}, undisturbed {undisturbed}")
+        return wrong
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The steps that were left out."""
+        return list(read_jsonl(self.run.decisions))
+
+
+def digest(run: Run) -> str:
+    """The digest of the newest checkpoint, as `verify` prints it."""
+    return submit(None, run.path.parent, "verify", str(run.path)).splitlines()[-1]
+
+
+def undisturbed(folder: Path, like: Story) -> str:
+    """The digest of a run of the same layout on this machine, undisturbed, with the same recorded decisions."""
+    run = Run.create(load_config(like.config, [*OVERRIDES, f"run.root={folder}"]))
+    run.data.rmdir()
+    run.data.symlink_to(like.run.data)
+    if like.run.decisions.exists():
+        shutil.copy(like.run.decisions, run.decisions)
+    config = [str(like.config), *OVERRIDES, f"run.root={folder}", "--executor", "local"]
+    with contextlib.suppress(FileNotFoundError):
+        (like.folder / "chaos/inject.json").unlink()
+    submit(None, like.folder, *config)
+    return digest(run)
+
+
+def draw(seed: int, count: int) -> list[Callable[[Scene], str | None]]:
+    """A sequence of faults; the slow kinds are drawn less often."""
+    chooser = random.Random(seed)
+    kinds = [*QUICK, *QUICK, *SLOW]
+    return [chooser.choice(kinds) for _ in range(count)]

@@ -1,0 +1,209 @@
+"""One function per kind of fault. Each brings it about and returns what must be told: a name, or None for no stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.checkpoint_files import newest_step, saved_steps, step_name
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from tests.cluster import Cluster
+
+PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
+RANKS = 4
+
+
+@dataclass
+class Scene:
+    """What faults act on."""
+
+    cluster: Cluster
+    run: Run
+    folder: Path
+    """Where `inject/` looks."""
+    random: random.Random
+    filler: Path | None = None
+
+    @property
+    def job(self) -> str:
+        """The training's job."""
+        submitted = [e for e in self.run.read_events("train") if e["event"] == "submitted"]
+        return str(submitted[-1]["job_id"])
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The rank processes that run now."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+                if words[1:4] == ["-m", "pipeline", "train"] and words[4] == str(self.run.path):
+                    found[int(process.environ()["SLURM_PROCID"])] = process
+            except (psutil.Error, KeyError, IndexError):
+                continue
+        return found
+
+    def inject(self, kind: str, **more: object) -> None:
+        """Leave a fault for a rank; it happens once."""
+        rank = 0 if "rename" in str(more.get("phase")) else self.random.randrange(RANKS)
+        (self.folder / "done.json").unlink(missing_ok=True)
+        temporary = self.folder / "inject.tmp"
+        temporary.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
+        temporary.rename(self.folder / "inject.json")
+
+    def wait(self, what: str, happened: Callable[[], object], timeout: float = 150) -> None:
+        """Wait for something. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not happened():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} did not happen within {timeout:.0f} s")
+            time.sleep(0.1)
+
+    def happened(self) -> bool:
+        """Whether the injected fault was committed."""
+        return (self.folder / "done.json").exists()
+
+
+def kill_a_rank(scene: Scene) -> str:
+    """SIGKILL of one rank at any moment."""
+    ranks = scene.ranks()
+    ranks[scene.random.choice(sorted(ranks))].kill()
+    return "crashed"
+
+
+def preempt(scene: Scene) -> str:
+    """A job of a higher partition wants all nodes."""
+    scene.cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
+    return "preempted"
+
+
+def preempt_without_grace(scene: Scene) -> str:
+    """The same where the site gives no time at all."""
+    scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
+    preempt(scene)
+    scene.wait("the preemption", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 60)
+    scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=1"])
+    return "preempted"
+
+
+def crash_a_node(scene: Scene) -> str:
+    """A power failure of any node of the job, the first one (with the supervisor) included."""
+    node = scene.random.choice(["n1", "n2", "n3", "n4"])
+    scene.cluster.crash(node)
+    scene.wait("Slurm's notice", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 90)
+    scene.cluster.boot(node)
+    return "node_failure"
+
+
+def time_limit(scene: Scene) -> str:
+    """The time limit comes near: Slurm signals the steps."""
+    shown = scene.cluster.output(["scontrol", "show", "job", scene.job])
+    ran = shown.split("RunTime=")[1].split()[0].split(":")
+    minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 2
+    scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}"])
+    return "time_limit"
+
+
+def send_a_signal(scene: Scene) -> str:
+    """scancel --signal, as colleagues and scripts do."""
+    name = scene.random.choice(["USR1", "USR2", "TERM"])
+    scene.cluster.output(["scancel", f"--signal={name}", scene.job])
+    return "stopped"
+
+
+def die_in_a_save(scene: Scene) -> str:
+    """SIGKILL of a rank in a certain phase of a save."""
+    scene.inject("die_in_save", phase=scene.random.choice(PHASES))
+    scene.wait("the death in a save", scene.happened)
+    return "crashed"
+
+
+def damage_the_newest_checkpoint(scene: Scene) -> str:
+    """A file of the newest checkpoint is truncated, flipped or gone when the training starts again."""
+    ranks = scene.ranks()
+    for process in ranks.values():
+        process.send_signal(signal.SIGSTOP)  # nothing is saved while it is being damaged
+    newest = scene.run.checkpoints / step_name(newest_step(scene.run.checkpoints))
+    if len(saved_steps(scene.run.checkpoints)) > 1:
+        file = scene.random.choice(sorted(newest.iterdir()))
+        size = file.stat().st_size
+        how = scene.random.choice(["truncated", "flipped", "missing"])
+        if how == "missing":
+            file.unlink()
+        elif how == "truncated":
+            os.truncate(file, size // 2)
+        else:
+            content = bytearray(file.read_bytes())
+            content[scene.random.randrange(size)] ^= 1 << scene.random.randrange(8)
+            file.write_bytes(content)
+    for process in ranks.values():
+        process.kill()
+    return "crashed"
+
+
+def fill_the_disk(scene: Scene) -> str:
+    """The file system fills up before the next save; a person frees it and resumes (the driver does)."""
+    space = os.statvfs(scene.run.path)
+    if space.f_blocks * space.f_frsize > 1 << 30:
+        raise RuntimeError(f"{scene.run.path} is on a large disk, which is not for filling (driver.small_disk)")
+    scene.filler = scene.run.path.parent / "filler"
+    with open(scene.filler, "wb") as file:
+        try:
+            while True:
+                os.write(file.fileno(), b"x" * 65536)
+        except OSError:
+            pass
+    return "storage"
+
+
+def poison_a_step(scene: Scene) -> None:
+    """The loss of one rank is no number, once."""
+    scene.inject("nan")
+    scene.wait("the bad step", scene.happened)
+    decided = len(list(read_jsonl(scene.run.decisions)))
+    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions))) >= max(1, decided), 20)
+
+
+def sleep_for_ever(scene: Scene) -> str:
+    """One rank does not go on, and says nothing."""
+    scene.inject("sleep")
+    scene.wait("the sleep", scene.happened)
+    return "hang"
+
+
+def skew_a_clock(scene: Scene) -> str:
+    """One rank's clock goes an hour ahead from the next start on."""
+    scene.inject("skew")
+    kill_a_rank(scene)
+    return "crashed"
+
+
+def cut_a_network(scene: Scene) -> str:
+    """A node's cable is pulled, and put back once Slurm gave the node up. Needs a cluster with netns."""
+    node = scene.random.choice(["n2", "n3", "n4"])
+    scene.cluster.cut(node)
+    scene.wait("Slurm's notice", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 150)
+    scene.cluster.heal(node)
+    return "node_failure"
+
+
+QUICK: tuple[Callable[[Scene], str | None], ...] = (
+    kill_a_rank,
+    preempt,
+    preempt_without_grace,
+    send_a_signal,
+    die_in_a_save,
+    damage_the_newest_checkpoint,
+    poison_a_step,
+    sleep_for_ever,
+    skew_a_clock,
+)
+SLOW: tuple[Callable[[Scene], str | None], ...] = (crash_a_node, time_limit, fill_the_disk)
