@@ -33,6 +33,8 @@ class JobFacts:
     """Whether it was submitted with sbatch: nothing else can be requeued."""
     nodes: str
     """Its nodes, as a Slurm host list."""
+    exit_code: int = 0
+    """What its batch script left with, once it has."""
 
 
 def job_facts(job_id: str) -> JobFacts | None:
@@ -62,6 +64,7 @@ def parse_facts(text: str) -> JobFacts:
         left_s=left,
         batch=fields.get("BatchFlag") == "1",
         nodes=fields.get("NodeList", ""),
+        exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 
 

@@ -141,14 +141,15 @@ def close_open_attempt(run: Run, stage: str, place: Place) -> None:
     else:
         facts = job_facts(last["slurm_job"]) if last.get("slurm_job") and not same_job else None
         names = {"PREEMPTED": Exit.PREEMPTED, "TIMEOUT": Exit.TIME_LIMIT, "NODE_FAIL": Exit.NODE_FAILURE}
-        cause = names.get(facts.state if facts else "", Exit.CRASHED)
+        left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
+        cause = names.get(facts.state if facts else "", left_with)  # a full disk takes no events
     progress = _progressed(run, stage, last)
     event = "preempted" if cause == Exit.PREEMPTED else "failed"
     message = f"attempt {last['attempt']} ended without a word of its supervisor (on {last.get('host')})"
     common = {"job_id": last.get("job_id"), "attempt": last["attempt"], "task": task, "cause": cause.name.lower()}
     run.event(event, stage, **common, exit_code=int(cause), message=message, noticed_later=True)
-    goes_on = "requeued" if same_job else "retried"
-    run.event(goes_on, stage, **common, budget=budget_of(cause), progress=progress, noticed_later=True)
+    if same_job:  # else a person went on
+        run.event("requeued", stage, **common, budget=budget_of(cause), progress=progress, noticed_later=True)
 
 
 def _progressed(run: Run, stage: str, started: Mapping[str, Any]) -> bool:

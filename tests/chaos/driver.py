@@ -26,6 +26,8 @@ from tests.cluster import Cluster
 from tests.tiny import write_config
 
 STEPS_PER_FAULT = 22
+SLOW_S = "0.15"
+"""How much longer each step takes: time enough for faults to fall into it."""
 OVERRIDES = (
     "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
     "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
@@ -78,7 +80,7 @@ class Story:
         self.count = count
         self.config = write_config(folder, "chaos", self.steps)
         (folder / "chaos").mkdir()
-        (folder / "chaos/slow").write_text("0.15")
+        (folder / "chaos/slow").write_text(SLOW_S)
         self.run = Run.create(load_config(self.config, OVERRIDES))
         if data is not None:
             self.run.data.rmdir()
@@ -96,13 +98,15 @@ class Story:
             started = time.monotonic()
             expected = fault(scene)
             cause = None
+            if scene.filler is not None:  # a person frees the disk and says go on; only then can anything be told
+                scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
+                scene.filler.unlink()
+                scene.filler = None
+                submit(self.cluster, self.folder, "resume", str(self.run.path))
             if expected is not None:
                 scene.wait(f"an end after {fault.__name__}", partial(self._ending, before))
                 cause = self._ending(before)
-                if scene.filler is not None:
-                    scene.filler.unlink()
-                    scene.filler = None
-                    submit(self.cluster, self.folder, "resume", str(self.run.path))
+            scene.slow(float(SLOW_S))
             told.append(Told(fault.__name__, expected, cause, time.monotonic() - started))
         (self.folder / "chaos/slow").write_text("0.0")
         scene.wait("the end of the training", lambda: newest_step(self.run.checkpoints) == self.steps, 240)

@@ -67,6 +67,12 @@ class Scene:
                 raise TimeoutError(f"{what} did not happen within {timeout:.0f} s")
             time.sleep(0.1)
 
+    def slow(self, seconds: float) -> None:
+        """Let each step take so much longer from now on."""
+        temporary = self.folder / "slow.tmp"
+        temporary.write_text(str(seconds))
+        temporary.rename(self.folder / "slow")
+
     def happened(self) -> bool:
         """Whether the injected fault was committed."""
         return (self.folder / "done.json").exists()
@@ -107,7 +113,8 @@ def time_limit(scene: Scene) -> str:
     """The time limit comes near: Slurm signals the steps."""
     shown = scene.cluster.output(["scontrol", "show", "job", scene.job])
     ran = shown.split("RunTime=")[1].split()[0].split(":")
-    minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 2
+    minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 1 + (int(ran[-1]) > 40)
+    scene.slow(1.5)  # Slurm looks at limits twice a minute
     scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}"])
     return "time_limit"
 
