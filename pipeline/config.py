@@ -18,6 +18,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_site import SiteConfig
+from pipeline.config_sweep import SweepConfig
 from pipeline.config_types import (
     Fraction,
     Name,
@@ -351,6 +352,8 @@ class Config(Section):
     """The cluster."""
     stages: StagesConfig = StagesConfig()
     """Resources by stage."""
+    sweep: SweepConfig | None = None
+    """Many trainings that differ in a few values; null: one training."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Config:

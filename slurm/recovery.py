@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import stages
-from pipeline.checkpoint_files import newest_step
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line, read_jsonl
@@ -92,9 +91,15 @@ def refusal(events: Sequence[Mapping[str, Any]], cause: Exit, progress: bool, li
     return None
 
 
-def standing(run: Run, stage: str) -> int | str:
-    """Something that changes when a stage gets ahead: the newest checkpoint, or the words that `status` shows."""
-    return newest_step(run.checkpoints) if stage == "train" else stages.load(stage).progress(run)
+def standing(run: Run, stage: str) -> str:
+    """Something that changes when a stage gets ahead; for `train` a step that was never saved before, or a decision.
+
+    Not the newest checkpoint: one that was saved and damaged since was an advance all the same.
+    """
+    if stage != "train":
+        return stages.load(stage).progress(run)
+    saved = max((e["step"] for e in run.read_events("train") if e["event"] == "saved"), default=0)
+    return f"step {saved}, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 
 def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:

@@ -95,28 +95,45 @@ def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     )
 
 
-def submit(run: Run, stage: str, after: Sequence[str], *, kind: str = "afterok", tasks: int = 1) -> str:
+def submit(
+    run: Run, stage: str, after: Sequence[str], *, kind: str = "afterok", tasks: int = 1, step: int | None = None
+) -> str:
     """Submit a stage's supervisor (`tasks` of them as an array); the job's id.
 
-    `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency).
+    `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency). `step`: the checkpoint
+    that made an evaluation necessary (slurm/evaluations.py).
     """
-    folder = run.stage_folder(stage)
-    executor = submitit.SlurmExecutor(folder)
+    job_id = _submit(run, stage, after, kind, [run] * tasks).split("_")[0]
+    more = {} if step is None else {"step": step}
+    run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks, **more)
+    return job_id
+
+
+def submit_points(run: Run, stage: str, points: Sequence[Run], after: Sequence[str], *, kind: str = "afterok") -> str:
+    """Submit a stage of some points of a sweep as one array; its id. Each point notes its own task."""
+    array = _submit(run, stage, after, kind, points).split("_")[0]
+    for number, point in enumerate(points):
+        job_id = f"{array}_{number}" if len(points) > 1 else array
+        waits = [f"{job}_{number}" for job in after] if kind == "aftercorr" and len(points) > 1 else list(after)
+        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1)
+    return array
+
+
+def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
+    """One sbatch call; the id of its first job."""
+    executor = submitit.SlurmExecutor(run.stage_folder(stage))
     dependency = f"{kind}:{':'.join(after)}" if after else None
-    executor.update_parameters(**parameters(run, run.config, stage, dependency))
-    arguments = (stage, str(run.path), str(run.code))
+    at_most = run.config.sweep.at_most if run.config.sweep and targets[0] is not run else None
+    executor.update_parameters(**parameters(run, run.config, stage, dependency), array_parallelism=at_most or 1000)
     try:
         with outside_job():
-            if tasks > 1:
-                with executor.batch():
-                    jobs = [executor.submit(become, *arguments) for _ in range(tasks)]
-                job_id = str(jobs[0].job_id).split("_")[0]
-            else:
-                job_id = str(executor.submit(become, *arguments).job_id)
+            if len(targets) == 1:
+                return str(executor.submit(become, stage, str(targets[0].path), str(run.code)).job_id)
+            with executor.batch():
+                jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
+            return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"{stage}: sbatch refused the job: {_reason(error)}") from error
-    run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks)
-    return job_id
 
 
 def _reason(error: Exception) -> str:

@@ -105,7 +105,7 @@ class Supervisor:
             self._event("retried", ended.code, progress)
             print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
 
-    def _attempt(self, lock: int, before: int | str) -> Ended:
+    def _attempt(self, lock: int, before: str) -> Ended:
         run, stage, place = self.run, self.stage, self.place
         size = 1 if place.array else stages.ranks(run, stage)
         if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task

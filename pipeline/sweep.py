@@ -1,0 +1,53 @@
+"""The points of a sweep as runs: made from the sweep's own run, with links to its data and code.
+
+runs/NAME/points/000/   config.yaml (the sweep's, with the point's values), data -> ../../data, code -> ../../code,
+                        and jobs/, metrics.jsonl, checkpoints/, evaluation/ like any run
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config_file import config_from_mapping, dump_config, merge
+from pipeline.files import write_atomic
+from pipeline.run import Run
+
+STAGES = ("train", "evaluate")
+"""The stages that each point has; those before them belong to the sweep."""
+
+
+def point_configs(config: Config) -> list[Config]:
+    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
+    if config.sweep is None:
+        return []
+    base = {**config.model_dump(mode="json"), "sweep": None}
+    configs = []
+    for number, values in enumerate(config.sweep.points()):
+        root = str(config.run.root / config.run.name / "points")
+        point: dict[str, Any] = {"run": {"name": f"{number:03d}", "root": root}}
+        for key, value in values.items():
+            nested: Any = value
+            for name in reversed(key.split(".")):
+                nested = {name: nested}
+            point = merge(point, nested)
+        words = ", ".join(f"{key}={value}" for key, value in values.items())
+        configs.append(config_from_mapping(merge(base, point), f"sweep, point {number:03d} ({words})"))
+    return configs
+
+
+def points(run: Run) -> list[Run]:
+    """The runs of a sweep's points, made where they are missing; none where `run` is no sweep."""
+    found = []
+    for config in point_configs(run.config):
+        point = Run(config.run.root / config.run.name)
+        if not point.config_file.exists():
+            for folder in (point.jobs, point.checkpoints, point.evaluation):
+                folder.mkdir(parents=True, exist_ok=True)
+            for link in (point.data, point.code):
+                if not link.is_symlink():
+                    link.symlink_to(f"../../{link.name}")
+            write_atomic(point.config_file, dump_config(config))
+            point.event("created", config=str(point.config_file), sweep=run.config.run.name)
+        found.append(point)
+    return found
