@@ -48,6 +48,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.submit
 
 cluster: $(VENV)/.tests
 	.ci/install-packages

@@ -123,14 +123,14 @@ def _choose(executor: Executor) -> Executor:
 
 
 def _go(run: Any, executor: Executor, *, again: bool) -> None:
-    from slurm.chain import run_chain
-    from slurm.report import outcome
-
     console.print(f"run {run.name}", highlight=False, soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.cluster import submit_chain
 
         raise typer.Exit(submit_chain(run, console, again=again))
+    from slurm.chain import run_chain
+    from slurm.report import outcome
+
     code = run_chain(run, console)
     if code == Exit.DONE:
         console.print(outcome(run), highlight=False, soft_wrap=True)
@@ -214,6 +214,21 @@ def verify(
     opened = Run.open(run)
     command = [sys.executable, "-m", "pipeline", "verify", str(opened.path), *(["--step", step] if step else [])]
     raise typer.Exit(subprocess.run(command, env=with_code(os.environ, opened.code)).returncode)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where runs will be kept (run.root)")] = Path(
+        "runs"
+    ),
+    check_nodes: Annotated[
+        bool, typer.Option("--check-nodes", help="look from two compute nodes whether they see FOLDER (a short srun)")
+    ] = False,
+) -> None:
+    """Say what this cluster offers and what of it Sluice will use or lacks."""
+    from slurm.doctor import examine, print_findings
+
+    print_findings(examine(folder, check_nodes), console)
 
 
 @app.command()

@@ -40,6 +40,7 @@ from data_prep.sources import read_documents
 from data_prep.tokenizer import Encoder, load_encoder
 from data_prep.units import Plan, read_plan
 from pipeline.config import DataConfig
+from pipeline.config_site import StripeConfig
 from pipeline.errors import InputError, UserError
 from pipeline.files import sha256_file, write_atomic, write_json
 
@@ -164,13 +165,20 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def shard(data: DataConfig, data_dir: Path, task: int, tasks: int, log: Callable[[str], None]) -> None:
+def shard(
+    data: DataConfig,
+    data_dir: Path,
+    task: int,
+    tasks: int,
+    log: Callable[[str], None],
+    striping: StripeConfig = StripeConfig(),
+) -> None:
     """Do the units of task `task` of `tasks` that are missing. Raises what :func:`write_unit` raises."""
     work = _Work.load(data, data_dir)
     units = range(task, len(work.plan.units), tasks)
     shards = work.data_dir / SHARDS
     shards.mkdir(exist_ok=True)
-    stripe(shards, log)
+    stripe(shards, striping, log)
     for number, unit in enumerate(units, 1):
         written = _write_unit(work, unit)
         log(f"shard: unit {unit} {'written' if written else 'was there already'} ({number} of {len(units)})")

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config_recovery import RecoveryConfig
+from pipeline.config_site import SiteConfig
 from pipeline.config_types import (
     Fraction,
     Name,
@@ -268,36 +269,6 @@ class EvaluateConfig(Section):
     """Sequences of one forward pass; it does not change the result's meaning, only its last digits."""
     max_sequences: PositiveInt | None = None
     """Evaluate at most so many sequences; null: all held-out text."""
-
-
-class SiteConfig(Section):
-    """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
-
-    partition: str | None = None
-    """Slurm partition."""
-    account: str | None = None
-    """Slurm account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the nodes must have, as sbatch takes them."""
-    gpus_per_node: NonNegativeInt = 0
-    """GPUs asked for on each node."""
-    gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
-    gpu_type: str | None = None
-    """Type of GPU to ask for, such as `h100`."""
-    cpus_per_task: PositiveInt | None = None
-    """CPUs of each rank; null: what the site gives."""
-    mem_gb: PositiveFloat | None = None
-    """Memory per node in GB; null: what the site gives."""
-    signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
-    """How many seconds before the time limit Slurm tells the ranks to save and leave."""
-    requeue: bool = True
-    """Whether jobs may be put back into the queue; false where the site forbids it (JobRequeue=0) or its preemption
-    cancels: then a successor job waits for the training's end and takes over."""
-    setup: list[str] = Field(default_factory=list)
-    """Shell lines run in each job before anything else (modules, variables)."""
 
 
 class StageResources(Section):

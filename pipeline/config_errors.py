@@ -187,7 +187,7 @@ def _schema_at(at: KeyPath) -> dict[str, Any]:
         child: dict[str, Any] | None = None
         for branch in _branches(node):
             if isinstance(part, str):
-                child = branch.get("properties", {}).get(part)
+                child = branch.get("properties", {}).get(part) or branch.get("additionalProperties") or None
             else:
                 child = dict(enumerate(branch.get("prefixItems", []))).get(part) or branch.get("items")
             if child:

@@ -129,6 +129,7 @@ class Run:
                 folder.mkdir(exist_ok=True)
             run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
+            run.__dict__["config"] = config  # as it would be read back
             run.event("created", config=str(run.config_file))
         return run
 

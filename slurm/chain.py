@@ -18,7 +18,6 @@ from pipeline import stages
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import StopFlag
-from slurm.follow import clock, follow
 from slurm.recovery import ENDS
 
 
@@ -46,6 +45,7 @@ def run_chain(run: Run, console: Console) -> Exit:
 
 def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
     """Submit one stage (or join the one that runs), follow it to its end and say how it ended."""
+    from slurm.follow import follow  # not at the top: who submits to Slurm follows nothing
     from slurm.submission import submit_local
 
     interrupts = Interrupts(run, stage, flag, console)
@@ -139,6 +139,8 @@ def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: 
     if again:
         say(f"{stage:9} went on by itself after: {', '.join(again)}")
     if end["event"] == "done":
+        from slurm.follow import clock
+
         say(f"{stage:9} done in {clock(seconds)}: {stages.load(stage).progress(run)}")
         return Exit.DONE
     if end["event"] in ("stopped", "cancelled", "preempted"):

@@ -392,6 +392,19 @@ def allocated_tasks(env: Mapping[str, str]) -> int | None:
     return _int(env, "SLURM_NTASKS", least=1) if env.get("SLURM_NTASKS") else None
 
 
+def granted_tasks(env: Mapping[str, str]) -> tuple[list[int], str] | None:
+    """How many tasks each node of this allocation may run, and how srun would deal out ranks: `block`, `plane=2` …
+
+    None where Slurm does not say. Raises UserError where it says nonsense.
+    """
+    if not env.get("SLURM_TASKS_PER_NODE"):
+        return None
+    spread = env.get("SLURM_DISTRIBUTION") or "block"
+    if spread == "plane":
+        spread = f"plane={_int(env, 'SLURM_DIST_PLANESIZE', least=1)}"
+    return _tasks_per_node(env, "SLURM_TASKS_PER_NODE"), spread
+
+
 def _job_id(env: Mapping[str, str]) -> str | None:
     """`1234`, or `1234_5` in an array: one task's own SLURM_JOB_ID may be the id of the whole array."""
     if not env.get("SLURM_JOB_ID"):

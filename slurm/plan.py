@@ -1,19 +1,51 @@
-"""`--dry-run`: what a config would run, printed before anything is made."""
+"""`--dry-run`: what a config would run, printed before anything is made: plan, resolved config, sbatch scripts.
+
+It is meant to be pasted into tickets and chats, so secrets are masked: in `site.setup` and `site.sbatch`, which alone
+may hold any, everything after a name that looks like one (`WANDB_API_KEY=…`, `--password …`, `Bearer …`) and passwords
+in URLs. Too much may be masked, so that too little is not. The scripts that are submitted are the same, unmasked.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from rich.console import Console
 
 from pipeline.config import Config, check_batch
+from pipeline.config_file import dump_config
 from pipeline.run import Run, with_absolute_paths
-from pipeline.stages import STAGES
+from pipeline.stages import STAGES, load
+from slurm.sbatch import script
+
+_MASK = "*****"
+_SECRET = re.compile(
+    r"((?:token|secret|pass|pwd|key|credential|auth|bearer|cookie|login)[\w.-]*[\"']?(?:\s*[=:]\s*|\s+))\S.*",
+    re.IGNORECASE | re.DOTALL,
+)
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+
+def mask(text: str) -> str:
+    """A shell line without its secrets: what follows a name like one, to the end, and passwords in URLs."""
+    return _URL_PASSWORD.sub(rf"\g<1>{_MASK}@", _SECRET.sub(rf"\g<1>{_MASK}", text))
+
+
+def masked(config: Config) -> Config:
+    """The config without secrets, to be shown."""
+    options = {
+        key: value if mask(f"{key}={value}") == f"{key}={value}" else _MASK for key, value in config.site.sbatch.items()
+    }
+    site = config.site.model_copy(update={"setup": [mask(line) for line in config.site.setup], "sbatch": options})
+    return config.model_copy(update={"site": site})
 
 
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
-    """Print the run, its stages, and the line or the sbatch script that each job runs."""
-    config = with_absolute_paths(config)
+    """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
+
+    Raises UserError where a script cannot be written.
+    """
+    config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
     train, ranks = config.train, config.stages.train.ranks
     lines = [
@@ -28,12 +60,15 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     ]
     for stage in STAGES:
         wanted = getattr(config.stages, stage)
-        lines.append(f"{stage:9} {wanted.ranks} process{'es' if wanted.ranks > 1 else ''}")
+        nodes = f"{wanted.nodes} × {wanted.tasks_per_node} = " if getattr(wanted, "nodes", 1) > 1 else ""
+        after = "".join(f", after {parent}" for parent in load(stage).NEEDS)
+        lines.append(f"{stage:9} {nodes}{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}")
         lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")
-    if scripts:
-        from slurm.sbatch import script
-
-        for stage in STAGES:
-            tasks = config.stages.shard.tasks if stage == "shard" else 1
-            lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
+    lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
+    for stage in STAGES if scripts else ():
+        tasks = config.stages.shard.tasks if stage == "shard" else 1
+        lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
+        if tasks > 1:
+            lines += ["", f"# ---- on Slurm: {stage}, after the array: does what it left, validates"]
+            lines.append(script(run, config, stage).rstrip())
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

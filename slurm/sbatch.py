@@ -2,16 +2,18 @@
 
 The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. A
 name, path or value of the config never becomes shell code: options are quoted by submitit, the few lines of
-set-up are quoted here, and what could still end a line of the script (a newline) is refused. `site.setup` alone is
-shell, because that is what it is for.
+set-up are quoted here, and what sbatch would still take for something else is refused (:func:`_refuse_awkward`).
+`site.setup` alone is shell, because that is what it is for.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import submitit
@@ -22,7 +24,8 @@ from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from pipeline.run import Run
 from slurm.environment import outside_job
-from slurm.submission import become
+from slurm.submission import become, site_variables
+from slurm.topology import planned_mismatch
 
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
@@ -45,9 +48,11 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "stderr_to_stdout": True,
         "use_srun": False,
         "wckey": None,
-        "setup": [*site.setup, f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
     }
-    more: dict[str, Any] = {"requeue" if site.requeue else "no-requeue": True}
+    exports = site_variables(site)
+    more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
+    more["requeue" if site.requeue else "no-requeue"] = True
+    more.update(distribution=site.distribution, switches=site.switches)
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
     if site.gpus_per_node and not single:
@@ -56,11 +61,27 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
             more["gres"] = f"gpu:{kind}{site.gpus_per_node}"
         elif site.gpus_as == "gpus-per-node":
             more["gpus-per-node"] = f"{kind}{site.gpus_per_node}"
-    values["additional_parameters"] = more
-    for key, value in {**values, **more}.items():
-        if isinstance(value, str) and ("\n" in value or "\r" in value):
-            raise UserError(f"{key}: {value!r} has a line break, which an sbatch script cannot hold")
+    if stage == "train" and (reason := planned_mismatch(config)):
+        raise UserError(reason)
+    _refuse_awkward(run.path, {**values, **more, **exports})
+    values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
+    # a person's own lines come later and win, but for the code that runs
+    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()] + site.setup
+    values["setup"].append(f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
+
+
+def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
+    """Raise UserError for what sbatch reads otherwise than it is written, quoted or not (measured, Slurm 22.05).
+
+    A line break ends an option; a backslash is dropped; text that is no UTF-8 cannot be written; `%` in the path of
+    a log is a pattern.
+    """
+    for key, value in values.items():
+        if isinstance(value, str) and (bad := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
+            raise UserError(f"{key}: {value!r} has {bad[0]!r} in it, which an sbatch script cannot hold; rename it")
+    if "%" in str(run):
+        raise UserError(f"{run}: Slurm takes a % in the path of a log for a pattern; choose another run.root")
 
 
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:

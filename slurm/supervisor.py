@@ -23,7 +23,7 @@ from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame, read_hangs
 from slurm import job as slurm_job
-from slurm import recovery, succession
+from slurm import recovery, succession, topology
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, identify, in_allocation
 from slurm.launch import Left, LocalRanks, SrunRanks
 
@@ -117,6 +117,8 @@ class Supervisor:
         )  # fmt: skip
         for report in run.stage_folder(stage).glob("error-rank-*.json"):
             report.unlink()
+        if self.on_slurm and (reason := topology.mismatch(run, stage)) is not None:
+            return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         ranks: LocalRanks | SrunRanks
         if self.on_slurm:
@@ -126,6 +128,7 @@ class Supervisor:
             ranks = LocalRanks(run, stage, size, keep_open=[lock])
         try:
             ranks.start()
+            topology.record(run, stage, self.job, attempt)
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here

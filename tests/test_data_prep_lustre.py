@@ -9,6 +9,7 @@ import pytest
 from data_prep.lustre import file_system_type, stripe
 from data_prep.prepare import prepare
 from data_prep.shards import shard
+from pipeline.config_site import StripeConfig
 from tests.test_data_prep import config, quiet, texts, write_jsonl
 
 
@@ -28,30 +29,32 @@ def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    stripe(tmp_path, lines.append, file_system=lambda _: "ext4")
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4")
     assert not (fake_lfs / "calls").exists()
-    stripe(tmp_path, lines.append, file_system=lambda _: "lustre")
-    assert (fake_lfs / "calls").read_text() == f"setstripe -c 1 {tmp_path}\n"
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
+    stripe(tmp_path, StripeConfig(count=-1, size_mb=16, pool="flash"), lines.append, file_system=lambda _: "lustre")
+    calls = (fake_lfs / "calls").read_text().splitlines()
+    assert calls == [f"setstripe -c 1 {tmp_path}", f"setstripe -c -1 -S 16M -p flash {tmp_path}"]
     assert lines == []
 
 
 def test_failing_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
     (fake_lfs / "code").write_text("2")
     lines: list[str] = []
-    stripe(tmp_path, lines.append, file_system=lambda _: "lustre")
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
     assert len(lines) == 1 and lines[0].startswith("warning: ") and "no such pool" in lines[0]
 
 
 def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    stripe(tmp_path, lambda line: pytest.fail(line), file_system=lambda _: "lustre")
+    stripe(tmp_path, StripeConfig(), lambda line: pytest.fail(line), file_system=lambda _: "lustre")
 
 
 def test_shard_sets_the_stripe_before_it_writes(
     fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
-    monkeypatch.setattr("data_prep.shards.stripe", lambda path, log: stripe(path, log, lambda _: "lustre"))
+    monkeypatch.setattr("data_prep.shards.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre"))
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
     prepare(data, tmp_path / "data", quiet)
     shard(data, tmp_path / "data", 0, 1, quiet)

@@ -40,7 +40,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         print(text, flush=True)
 
     task, tasks = place.array or (place.rank, place.world_size)
-    shard(run.config.data, run.data, task, tasks, log)
+    shard(run.config.data, run.data, task, tasks, log, run.config.site.stripe)
     done, total = shard_progress(run.data)
     if done == total:
         finalize(run.config.data, run.data, log)

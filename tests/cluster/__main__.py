@@ -25,6 +25,7 @@ def up(
     user_signal: Annotated[bool, typer.Option(help="Send the signal of --signal on preemption.")] = True,
     accounting: Annotated[bool, typer.Option(help="Run MariaDB and slurmdbd, so that sacct answers.")] = False,
     netns: Annotated[bool, typer.Option("--netns", help="A network of its own for each node.")] = False,
+    switches: Annotated[bool, typer.Option("--switches", help="Two leaf switches of two nodes each.")] = False,
     grace: Annotated[int, typer.Option(min=0, help="GraceTime of partition low, in seconds.")] = 10,
     preempt: Annotated[str, typer.Option(help="REQUEUE or CANCEL: what becomes of a preempted job.")] = "REQUEUE",
     slurmd_timeout: Annotated[int, typer.Option(min=1, help="A node silent for so many seconds is down.")] = 15,
@@ -37,6 +38,7 @@ def up(
         netns=netns,
         grace=grace,
         preempt=preempt,
+        switches=switches,
         slurmd_timeout=slurmd_timeout,
     )
     Cluster(directory).up(options)

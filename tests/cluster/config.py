@@ -36,6 +36,8 @@ class Options:
     grace: int = 10
     """GraceTime of partition `low` in seconds. 0 ends preempted jobs at once (KILL comes KillWait later); above
     that Slurm counts coarsely: 1 and 10 both last 15 s."""
+    switches: bool = False
+    """Two leaf switches of two nodes each (TopologyPlugin=topology/tree), as clusters with a fat tree have."""
     preempt: str = "REQUEUE"
     """PreemptMode of partition `low`: REQUEUE, or CANCEL as on sites where a preempted job is gone."""
     slurmd_timeout: int = 15
@@ -94,6 +96,7 @@ def free_ports() -> dict[str, int]:
 def slurm_conf(directory: Path, site: Site) -> str:
     """The text of slurm.conf."""
     options, ports = site.options, site.ports
+    topology = "TopologyPlugin=topology/tree" if options.switches else ""
     signal_at_once = "SlurmctldParameters=preempt_send_user_signal" if options.user_signal else ""
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={node} NodeAddr={site.address(node)} Port={ports[node]} CPUs=4 Sockets=1 "
@@ -165,6 +168,7 @@ OverTimeLimit=0
 # scontrol and squeue know an ended job for so long.
 MinJobAge=600
 MaxArraySize=1001
+{topology}
 {accounting}
 {nodes}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode={options.preempt} GraceTime={options.grace} State=UP
@@ -200,6 +204,9 @@ def write(directory: Path, site: Site) -> None:
         directory / "cgroup.conf",
         "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n",
     )
+    if site.options.switches:
+        leaves = "SwitchName=leaf1 Nodes=n[1-2]\nSwitchName=leaf2 Nodes=n[3-4]\n"
+        save(directory / "topology.conf", f"{leaves}SwitchName=spine Switches=leaf[1-2]\n")
     # CUDA_VISIBLE_DEVICES is set for character devices only: these have the numbers of NVIDIA's, and no driver.
     for number in range(2):
         os.mknod(directory / "devices" / f"nvidia{number}", 0o020600, os.makedev(195, number))
