@@ -198,7 +198,7 @@ def test_inside_salloc_the_allocation_is_used(tmp_path: Path, cluster: Cluster) 
     assert started["ranks"] == 4
 
 
-@pytest.mark.parametrize("name", ["with space", "quote'\"s", "$(touch pwned)", "a;b & c", "back`tick`", "ünï"])
+@pytest.mark.parametrize("name", ["a 'b\"; $(touch pwned) & `tick` ünï"])
 def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
