@@ -113,15 +113,18 @@ def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:
     return Exit.CANCELLED if facts.state in ("CANCELLED", "COMPLETING") else Exit.STOPPED
 
 
-def cause_in_slurm(code: Exit, facts: JobFacts | None, place: Place, signal_s: float) -> tuple[Exit, str | None]:
+def cause_in_slurm(
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, signal_s: float
+) -> tuple[Exit, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
-    Ranks that lost each other, or were killed, may be victims: of a dead node, or of Slurm ending the job.
+    `nodes`: those of the allocation (Slurm forgets them once it has put the job back into the queue). Ranks that lost
+    each other, or were killed, may be victims: of a dead node, or of Slurm ending the job.
     """
     if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
         return code, None
     lost = code in (Exit.PEER_LOST, Exit.CRASHED) or facts.restarts > place.restart_count
-    if lost and (dead := dead_nodes(facts.nodes)):
+    if lost and (dead := dead_nodes(nodes)):
         return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or does not answer"
     cause = stop_cause(facts, place.restart_count, signal_s)
     if cause == Exit.STOPPED:

@@ -141,6 +141,10 @@ class Supervisor:
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
 
+    def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
+        nodes = ",".join(allocated_hosts(os.environ))
+        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.run.config.site.signal_s)
+
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
         names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.CANCELLED: "cancelled"}
@@ -158,7 +162,7 @@ class Supervisor:
     def _ask_slurm(self, ended: Ended) -> None:
         """Refine the cause by what Slurm knows, and remember nodes that failed."""
         facts = slurm_job.job_facts(self.place.job_id or "")
-        code, words = recovery.cause_in_slurm(ended.code, facts, self.place, self.run.config.site.signal_s)
+        code, words = self._cause(ended.code, facts)
         if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
             code = Exit.TIME_LIMIT
         if code != ended.code:
@@ -259,8 +263,7 @@ class Supervisor:
         more: dict[str, Any] = {}
         if self.on_slurm and self.place.job_id and asked not in ("cancelled", "stop file"):
             facts = slurm_job.job_facts(self.place.job_id)
-            cause = recovery.cause_in_slurm(Exit.STOPPED, facts, self.place, self.run.config.site.signal_s)[0]
-            more["cause"] = cause.name.lower()
+            more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
         self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
 
 

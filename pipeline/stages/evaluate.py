@@ -35,6 +35,11 @@ def read_result(run: Run, step: int) -> dict[str, Any] | None:
     return None
 
 
+def newest_result(run: Run) -> dict[str, Any] | None:
+    """The evaluation of the newest checkpoint that has one."""
+    return next((result for step in saved_steps(run.checkpoints) if (result := read_result(run, step))), None)
+
+
 def wanted(run: Run, which: str | None) -> list[int]:
     """The steps to evaluate: `which` is a number, `newest`, `every`, or None for what the config says.
 
@@ -71,11 +76,8 @@ def progress(run: Run) -> str:
     """A phrase for `status`."""
     if run.config.data.held_out == 0:
         return "nothing is held out (data.held_out: 0)"
-    for step in saved_steps(run.checkpoints):
-        result = read_result(run, step)
-        if result is not None:
-            return f"step {step}: {result['bits_per_byte']:.3f} bits per byte"
-    return "-"
+    result = newest_result(run)
+    return f"step {result['step']}: {result['bits_per_byte']:.3f} bits per byte" if result else "-"
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:

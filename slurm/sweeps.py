@@ -1,0 +1,103 @@
+"""A sweep on Slurm: after the one shard stage, train and evaluate are arrays with one task for each point.
+
+    … ─afterok─► train (array over points) ─aftercorr─► evaluate (array over the same points)
+
+`aftercorr` ties task to task: a point is evaluated when its own training is done. Each task is the supervisor of a run
+of its own (pipeline/sweep.py), requeues itself by its own id (`JOB_TASK`: the id of the array would restart all), and
+leaves the others alone. `resume` submits the points that are missing, again as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline import stages
+from pipeline.errors import Exit, UserError
+from pipeline.files import last_object
+from pipeline.run import Run
+from pipeline.stages.evaluate import newest_result
+from pipeline.sweep import points
+from slurm.states import JobState, call, query
+
+
+def job_of(point: Run, stage: str) -> str | None:
+    """The job that was submitted last for a point's stage."""
+    return next(
+        (str(e["job_id"]) for e in reversed(point.read_events(stage)) if e["event"] == "submitted"), None
+    )  # fmt: skip
+
+
+def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Callable[[Run, str], str | None]) -> None:
+    """Submit the points that are missing and not under way, behind the jobs `after`.
+
+    `failed(point, stage)`: why a stage may not be tried again without `resume`. Raises UserError with that.
+    """
+    from slurm.sbatch import submit_points
+
+    all_points = points(run)
+    states = query(job for point in all_points for stage in ("train", "evaluate") if (job := job_of(point, stage)))
+
+    def alive(point: Run, stage: str) -> JobState | None:
+        job = job_of(point, stage)
+        state = states.get(job) if job else None
+        if state is not None and state.dead:
+            call("scancel", state.job_id)
+        return state if state is not None and state.active else None
+
+    to_train, to_evaluate, count = [], [], {"done": 0, "under way": 0}
+    for point in all_points:
+        training = alive(point, "train")
+        if stages.load("train").missing(point) is not None and training is None:
+            if (reason := failed(point, "train")) is not None:
+                raise UserError(reason)
+            if (waiting := alive(point, "evaluate")) is not None:
+                call("scancel", waiting.job_id)  # it waits for a job that is replaced now
+            to_train.append(point)
+        elif training is None and stages.load("evaluate").missing(point) is None:
+            count["done"] += 1
+        elif alive(point, "evaluate") is None:
+            to_evaluate.append((point, training))
+        else:
+            count["under way"] += 1
+    console.print(f"sweep     {len(all_points)} points: {count['done']} done, {count['under way']} under way")
+    if to_train:
+        array = submit_points(run, "train", to_train, after)
+        console.print(f"train     job {array}: array over {len(to_train)} points", highlight=False)
+        kind = "aftercorr" if len(to_train) > 1 else "afterok"
+        array = submit_points(run, "evaluate", to_train, [array], kind=kind)
+        console.print(f"evaluate  job {array}: array over the same points, each after its training", highlight=False)
+    for point, training in to_evaluate:
+        job = submit_points(run, "evaluate", [point], [training.job_id] if training else [])
+        console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
+
+
+def run_sweep(run: Run, one: Callable[[Run], Exit]) -> Exit:
+    """Without Slurm: the points one after another, each by `one`; the first code that is not DONE."""
+    for point in points(run):
+        if (code := one(point)) != Exit.DONE:
+            return code
+    return Exit.DONE
+
+
+def print_points(run: Run, console: Console) -> None:
+    """A table of the points: their values, how far they are, and what they came to; the best one first."""
+    sweep = run.config.sweep
+    if sweep is None:
+        return
+    rows = []
+    for point, values in zip(points(run), sweep.points(), strict=True):
+        result, last = newest_result(point), last_object(point.metrics)
+        steps = f"{last['step'] if last else 0}/{point.config.train.steps}"
+        loss = f"{last['loss']:.4f}" if last and last["loss"] is not None else "-"
+        bits = f"{result['bits_per_byte']:.4f}" if result else "-"
+        order = result["bits_per_byte"] if result else float("inf")
+        rows.append((order, [point.path.name, *(str(v) for v in values.values()), steps, loss, bits]))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("point", *sweep.points()[0], "steps", "loss", "bits per byte"):
+        table.add_column(column)
+    for _, cells in sorted(rows, key=lambda row: row[0]):
+        table.add_row(*cells)
+    console.print(table)
