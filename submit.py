@@ -86,13 +86,15 @@ def resume(
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.* and enlarge train.steps."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.* and enlarge train.steps."""
     from pipeline.run import Run
+    from pipeline.sweep import points
 
     opened = Run.open(run)
-    opened.change(overrides or [])
-    opened.clear_requests()
-    opened.event("resumed")
+    for one in (opened, *points(opened)):
+        one.change(overrides or [])
+        one.clear_requests()
+        one.event("resumed")
     if update_code:
         from pipeline.stages import STAGES
 
@@ -187,16 +189,20 @@ def cancel(run: RunPath) -> None:
     """End a run: what runs saves and leaves, nothing starts again until `resume`."""
     from pipeline.run import Run
     from pipeline.stages import STAGES
+    from pipeline.sweep import points
     from slurm.chain import ask_to_stop
     from slurm.cluster import cancel_jobs
 
     opened = Run.open(run)
-    opened.request(opened.cancelled_file, f"by pid {os.getpid()}")
-    opened.event("cancel_requested")
+    everyone = (opened, *points(opened))
+    for one in everyone:
+        one.request(one.cancelled_file, f"by pid {os.getpid()}")
+        one.event("cancel_requested")
     jobs = cancel_jobs(opened)
-    running = [stage for stage in STAGES if opened.holder(stage) is not None]
-    for stage in running:
-        ask_to_stop(opened, stage)
+    holders = [(one, stage) for one in everyone for stage in STAGES if one.holder(stage) is not None]
+    for one, stage in holders:
+        ask_to_stop(one, stage)
+    running = [stage for _, stage in holders]
     words = f"{', '.join(running)} saves and leaves" if running else "nothing was running here"
     if jobs:
         words = f"jobs {', '.join(jobs)} end"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline import stages
 from pipeline.config import Config
 from pipeline.config_file import config_from_mapping, dump_config, merge
 from pipeline.files import write_atomic
@@ -15,6 +16,11 @@ from pipeline.run import Run
 
 STAGES = ("train", "evaluate")
 """The stages that each point has; those before them belong to the sweep."""
+
+
+def own_stages(run: Run) -> tuple[str, ...]:
+    """The stages of this run itself: those of a sweep end where its points begin."""
+    return stages.STAGES if run.config.sweep is None else tuple(s for s in stages.STAGES if s not in STAGES)
 
 
 def point_configs(config: Config) -> list[Config]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pipeline import stages
+from pipeline import stages, sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import StopFlag
@@ -32,7 +33,16 @@ def run_chain(run: Run, console: Console) -> Exit:
         raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
     run.stop_file.unlink(missing_ok=True)
     flag = StopFlag().install()
-    for stage in stages.STAGES:
+    code = _run_stages(run, sweep.own_stages(run), flag, console)
+    for point in sweep.points(run) if code == Exit.DONE else ():
+        console.print(f"point {point.path.name}", highlight=False)
+        if (code := _run_stages(point, sweep.STAGES, flag, console)) != Exit.DONE:
+            break
+    return code
+
+
+def _run_stages(run: Run, names: Sequence[str], flag: StopFlag, console: Console) -> Exit:
+    for stage in names:
         work = stages.load(stage)
         if run.holder(stage) is None and work.missing(run) is None:
             console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)

@@ -11,11 +11,10 @@ can no longer happen is cancelled and submitted again by `resume`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
-from pipeline import stages
+from pipeline import stages, sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from slurm.chain import last_ending, resume_command
@@ -43,8 +42,6 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
 
     Raises UserError where the run was cancelled, or a stage failed and nobody said to try again.
     """
-    from slurm.sbatch import submit
-
     if run.cancelled_file.exists():
         raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
     run.stop_file.unlink(missing_ok=True)
@@ -54,42 +51,69 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
         call("scancel", *dead)
     waiting: dict[str, str] = {}
     fresh: set[str] = set()
-    for stage in stages.STAGES:
-        work = stages.load(stage)
-        if work.missing(run) is None:
-            console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
-            continue
-        alive = [job for job in known if job.stage == stage and job.state.active]
-        if alive and fresh.intersection(work.NEEDS) and all(job.state.state == "PENDING" for job in alive):
-            call("scancel", *(job.job_id for job in alive))  # they wait for a job that was replaced just now
-            alive = []
-        if alive:
-            waiting[stage] = alive[-1].job_id
-            console.print(f"{stage:9} job {alive[-1].job_id} {alive[-1].state.state.lower()}", highlight=False)
-            continue
-        end = last_ending(run.read_events(stage))
-        if end is not None and end["event"] == "failed" and not again:
-            raise UserError(
-                f"{stage} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"once that is mended: {resume_command(run)}"
-            )
-        fresh.add(stage)
-        parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
-        tasks = run.config.stages.shard.tasks if stage == "shard" else 1
-        if tasks > 1:
-            array = submit(run, stage, parents, tasks=tasks)
-            console.print(f"{stage:9} job {array}: array of {tasks}{_after(parents)}", highlight=False)
-            waiting[stage] = submit(run, stage, [array], kind="afterany")
-            console.print(f"{stage:9} job {waiting[stage]}: validates, after {array}", highlight=False)
-        else:
-            waiting[stage] = submit(run, stage, parents)
-            console.print(f"{stage:9} job {waiting[stage]}{_after(parents)}", highlight=False)
-        if stage == "train" and not run.config.site.requeue:
-            heir = submit(run, stage, [waiting[stage]], kind="afternotok")
-            console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
+    for stage in sweep.own_stages(run):
+        _submit_stage(run, stage, known, waiting, fresh, console, again)
+    if run.config.sweep is not None:
+        from slurm.sweeps import submit_sweep
+
+        after = [waiting["shard"]] if "shard" in waiting else []
+        submit_sweep(run, after, console, lambda point, stage: None if again else _failed(point, stage))
     if waiting:
         console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
     return Exit.DONE
+
+
+def _submit_stage(
+    run: Run,
+    stage: str,
+    known: list[Submitted],
+    waiting: dict[str, str],
+    fresh: set[str],
+    console: Console,
+    again: bool,
+) -> None:
+    """Submit one stage, if it is missing and not under way; `waiting` gets the job that later stages wait for."""
+    from slurm.sbatch import submit
+
+    work = stages.load(stage)
+    if work.missing(run) is None and not set(work.NEEDS) & waiting.keys():
+        console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
+        return
+    alive = [job for job in known if job.stage == stage and job.state.active]
+    if alive and fresh.intersection(work.NEEDS) and all(job.state.state == "PENDING" for job in alive):
+        call("scancel", *(job.job_id for job in alive))  # they wait for a job that was replaced just now
+        alive = []
+    if alive:
+        waiting[stage] = alive[-1].job_id
+        console.print(f"{stage:9} job {alive[-1].job_id} {alive[-1].state.state.lower()}", highlight=False)
+        return
+    if not again and (reason := _failed(run, stage)) is not None:
+        raise UserError(reason)
+    fresh.add(stage)
+    parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
+    tasks = run.config.stages.shard.tasks if stage == "shard" else 1
+    if tasks > 1:
+        array = submit(run, stage, parents, tasks=tasks)
+        console.print(f"{stage:9} job {array}: array of {tasks}{_after(parents)}", highlight=False)
+        waiting[stage] = submit(run, stage, [array], kind="afterany")
+        console.print(f"{stage:9} job {waiting[stage]}: validates, after {array}", highlight=False)
+    else:
+        waiting[stage] = submit(run, stage, parents)
+        console.print(f"{stage:9} job {waiting[stage]}{_after(parents)}", highlight=False)
+    if stage == "train" and not run.config.site.requeue:
+        heir = submit(run, stage, [waiting[stage]], kind="afternotok")
+        console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
+
+
+def _failed(run: Run, stage: str) -> str | None:
+    """Why a stage is not submitted again without `resume`: it failed; None where it did not."""
+    end = last_ending(run.read_events(stage))
+    if end is None or end["event"] != "failed":
+        return None
+    return (
+        f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
+        f"once that is mended: {resume_command(run)}"
+    )
 
 
 def _after(parents: list[str]) -> str:
@@ -98,7 +122,7 @@ def _after(parents: list[str]) -> str:
 
 def cancel_jobs(run: Run) -> list[str]:
     """Cancel what has not begun; running supervisors read the request in the run directory and save. The ids."""
-    jobs = [job for job in jobs_of(run) if job.state.active or job.state.dead]
+    jobs = [job for one in (run, *sweep.points(run)) for job in jobs_of(one) if job.state.active or job.state.dead]
     pending = [job.job_id for job in jobs if job.state.state == "PENDING"]
     if pending:
         call("scancel", *pending)
@@ -107,5 +131,6 @@ def cancel_jobs(run: Run) -> list[str]:
 
 def uses_slurm(run: Run) -> bool:
     """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
-    events: list[dict[str, Any]] = [e for e in run.read_events() if e["event"] == "submitted"]
-    return bool(events) and events[-1].get("executor") == "slurm"
+    runs = (run, *sweep.points(run))
+    submitted = [e for one in runs for e in one.read_events() if e["event"] == "submitted"]
+    return bool(submitted) and max(submitted, key=lambda e: str(e["time"])).get("executor") == "slurm"

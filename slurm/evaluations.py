@@ -23,9 +23,14 @@ class Evaluations:
         self.run = run
         self.wanted = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
         before = [e for e in run.read_events("evaluate") if e["event"] == "submitted" and "step" in e]
+        self._jobs = {str(e["job_id"]) for e in before}
         self._last_step = max((int(e["step"]) for e in before), default=0)
         self._last_job = [str(before[-1]["job_id"])] if before else []
         self._next = 0.0
+
+    def one_of_many(self, job_id: str) -> bool:
+        """Whether a job is such an evaluation: another checkpoint may have come while it ran, and that is no fault."""
+        return job_id in self._jobs
 
     def look(self) -> None:
         """Submit one job if there is a new checkpoint; called often, looks seldom."""

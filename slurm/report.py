@@ -14,6 +14,7 @@ from pipeline.stages.evaluate import read_result
 from slurm.chain import last_ending, resume_command
 from slurm.cluster import jobs_of, uses_slurm
 from slurm.follow import clock
+from slurm.sweeps import print_points
 
 
 def state(run: Run, stage: str, events: list[dict[str, Any]]) -> str:
@@ -101,6 +102,9 @@ def print_report(run: Run, console: Console) -> None:
             table.add_row(stage, str(number), str(started["ranks"]), started["time"][:19], time, word)
     console.print(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else ""), highlight=False)
     console.print(table)
+    if run.config.sweep is not None:
+        print_points(run, console)
+        return
     lost = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
     steps = stages.load("train").progress(run)
     console.print(f"training: {steps}; {lost} steps were lost and done again", highlight=False)

@@ -74,7 +74,7 @@ def _collect(tasks: dict[str, list[JobState]], listed: str) -> None:
         fields = line.split("|")
         if len(fields) == 4:
             job, state, reason, nodes = fields
-            found = tasks.get(job.split("_")[0])
+            found = tasks.get(job, tasks.get(job.split("_")[0]))
             if found is not None:
                 found.append(JobState(job, state.split(" ")[0].rstrip("+"), reason, nodes))
 

@@ -57,9 +57,11 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
 
 
 def _waiting(run: Run, stage: str) -> list[Submitted]:
-    """Jobs of later stages that are still pending, with hope or in vain."""
+    """Jobs of later stages that are still pending, with hope or in vain; not those of single checkpoints."""
     later = [name for name in stages.STAGES if stage in stages.load(name).NEEDS]
-    return [job for job in jobs_of(run) if job.stage in later and job.state.state == "PENDING"]
+    single = {e["job_id"] for e in run.read_events() if e["event"] == "submitted" and "step" in e}
+    pending = [job for job in jobs_of(run) if job.stage in later and job.state.state == "PENDING"]
+    return [job for job in pending if job.job_id not in single]
 
 
 def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:

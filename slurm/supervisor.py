@@ -25,11 +25,14 @@ from pipeline.watchdog import blame, read_hangs
 from slurm import job as slurm_job
 from slurm import recovery, succession, topology
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, identify, in_allocation
+from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
+EVALUATION_WAIT_S = 3600.0
+"""How long an evaluation waits for another one of the same run, of a checkpoint before."""
 STOP_GRACE_S = 600.0
 """How long the ranks may take to save and leave once they were asked to."""
 PEERS_LEAVE_S = 5.0
@@ -63,10 +66,12 @@ class Supervisor:
         self.work = stages.load(stage)
         self.place: Place = identify(os.environ)
         self.on_slurm = in_allocation(os.environ)
-        self.task = self.place.array[0] if self.place.array else None
+        self.task = self.place.array[0] if self.place.array and stage == "shard" else None
+        """In the array of shard, whose tasks are one rank each of the same run: which one this is."""
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts is not None and facts.batch
         self.job = self.place.submitted_as or str(os.getpid())
+        self.evaluations = Evaluations(run)
         if facts is not None and facts.left_s is not None:  # not the hour of its end: clocks of nodes may differ
             os.environ[TIME_LEFT] = str(facts.left_s)
 
@@ -74,7 +79,8 @@ class Supervisor:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
         run, stage = self.run, self.stage
         # on Slurm the run of this job before it may still be ending; here, somebody else is at work
-        lock = run.lock(stage, self.task, 60.0 if self.on_slurm else 1.0)
+        patience = EVALUATION_WAIT_S if stage == "evaluate" else 60.0
+        lock = run.lock(stage, self.task, patience if self.on_slurm else 1.0)
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         if run.cancelled_file.exists():
@@ -107,7 +113,7 @@ class Supervisor:
 
     def _attempt(self, lock: int, before: str) -> Ended:
         run, stage, place = self.run, self.stage, self.place
-        size = 1 if place.array else stages.ranks(run, stage)
+        size = 1 if self.task is not None else stages.ranks(run, stage)
         if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task
             size = min(size, allocated_tasks(os.environ) or size)
         attempt = sum(e["event"] == "started" for e in run.read_events(stage)) + 1
@@ -134,7 +140,8 @@ class Supervisor:
             ranks.kill()  # none is left, unless something failed here
             run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
         # a task of an array does its part only; the job behind the array validates the whole
-        if ended.code == Exit.DONE and not place.array and (reason := self.work.missing(run)) is not None:
+        whole = self.task is None and not self.evaluations.one_of_many(self.job)
+        if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
             ended = Ended(Exit.CRASHED, facts={"cause": "outputs", "message": f"all ranks left with 0, but {reason}"})
         elif self.on_slurm and place.job_id and ended.asked not in ("cancelled", "stop file"):
             self._ask_slurm(ended)
@@ -224,6 +231,8 @@ class Supervisor:
                     stop_deadline = clock + STOP_GRACE_S
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
+            if self.batch and stage == "train":
+                self.evaluations.look()
             gone += (left := ranks.poll())
             bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
             if bad and not first:

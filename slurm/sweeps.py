@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline import stages
-from pipeline.errors import Exit, UserError
+from pipeline.errors import UserError
 from pipeline.files import last_object
 from pipeline.run import Run
 from pipeline.stages.evaluate import newest_result
@@ -72,14 +72,6 @@ def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Calla
     for point, training in to_evaluate:
         job = submit_points(run, "evaluate", [point], [training.job_id] if training else [])
         console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
-
-
-def run_sweep(run: Run, one: Callable[[Run], Exit]) -> Exit:
-    """Without Slurm: the points one after another, each by `one`; the first code that is not DONE."""
-    for point in points(run):
-        if (code := one(point)) != Exit.DONE:
-            return code
-    return Exit.DONE
 
 
 def print_points(run: Run, console: Console) -> None:

@@ -1,0 +1,135 @@
+"""Sweeps: which points there are, points as runs, and on a real Slurm four of them as an array, one preempted. And
+evaluations that a training submits as its checkpoints appear."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config_errors import ConfigError
+from pipeline.config_file import load_config
+from pipeline.config_sweep import Range, SweepConfig
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from pipeline.sweep import points
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.test_slurm import digest, events, slow_down, submit, wait_for
+from tests.tiny import make_run, write_config
+
+cluster = cluster_fixture(grace=1)
+
+pytestmark = pytest.mark.timeout(240)
+
+SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}, random: {run.seed: [1, 2, 3, 4]}, samples: 2}"
+SMALL = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "train.steps=24")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def swept(folder: Path, data: Path, *overrides: str) -> Run:
+    """A sweep of four points on shared data."""
+    run = Run.create(load_config(write_config(folder), [SWEEP, *SMALL, *overrides]))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    return run
+
+
+keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
+value_lists = st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(keys, value_lists, min_size=1), st.integers(1, 4), st.integers(0, 99))
+def test_the_points_are_the_grid_times_the_draws(grid: dict[str, list[int]], samples: int, seed: int) -> None:
+    sweep = SweepConfig(grid=grid, random={"train.steps": [5, 6, 7]}, samples=samples, seed=seed)
+    found = sweep.points()
+    assert found == sweep.points(), "the same every time"
+    size = samples
+    for values in grid.values():
+        size *= len(values)
+    assert len(found) == size
+    for point in found:
+        assert point.keys() == {*grid, "train.steps"} and point["train.steps"] in (5, 6, 7)
+        assert all(point[key] in values for key, values in grid.items())
+    draws = [point["train.steps"] for point in found]
+    assert draws == draws[:samples] * (size // samples), "each combination meets the same draws"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1e-6, 1.0), st.floats(1.01, 1e4), st.sampled_from(["linear", "log"]), st.integers(0, 10**6))
+def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["linear", "log"], seed: int) -> None:
+    drawn = Range(low=low, high=low * times, scale=scale).draw(random.Random(seed))
+    assert low * 0.999 <= drawn <= low * times * 1.001
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("sweep={grid: {stages.train.nodes: [1, 2]}}", "share their shards"),
+        ("sweep={grid: {data.sequence_length: [16, 32]}}", "share their shards"),
+        ("sweep={grid: {}}", "nothing to vary"),
+        ("sweep={grid: {optimizer.lr: [1]}, random: {optimizer.lr: [2]}}", "in grid and in random"),
+        ("sweep={grid: {optimizer.lrr: [1]}}", "point 000 (optimizer.lrr=1)"),
+        ("sweep={grid: {train.micro_batch: [3]}}", "multiple of micro_batch (3)"),
+    ],
+)
+def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        points(Run.create(load_config(write_config(tmp_path), [value])))
+    assert said in str(caught.value)
+
+
+def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    run = swept(tmp_path, data)
+    slow_down(run.path)
+    done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
+    assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
+    found = points(run)
+    wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics))) >= 8 for p in found))
+    node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
+    wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
+    cluster.output(["sbatch", "--parsable", *wanted])
+    wait_for("all evaluations", lambda: all(any(p.evaluation.glob("step-*.json")) for p in found), 150)
+    requeued = [p for p in found if "requeued" in events(p.path, "train")]
+    assert len(requeued) == 1, "one point was preempted; the others went on"
+    assert events(requeued[0].path, "train").count("started") == 2
+    assert all(events(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
+    for point in found:
+        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
+    table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
+    rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
+    assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
+    again = submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert "4 points: 4 done" in again.stdout, again.stdout + again.stderr
+    (tmp_path / "alone").mkdir()
+    alone = swept(tmp_path / "alone", data)
+    assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
+    for here, there in zip(points(alone), found, strict=True):
+        assert digest(cluster, tmp_path, str(here.path)) == digest(cluster, tmp_path, str(there.path))
+
+
+def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path)
+    overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
+    run = Run.create(load_config(config, overrides))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    slow_down(run.path)
+    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    early = run.evaluation / "step-00000008.json"
+    wait_for("the first evaluation", early.exists)
+    assert "done" not in events(run.path, "train"), "it came while the training went on"
+    wait_for("the last evaluation", (run.evaluation / "step-00000024.json").exists)
+    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation.glob("*.json"))] == [8, 16, 24]
+    assert "failed" not in events(run.path, "evaluate")
