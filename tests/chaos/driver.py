@@ -90,10 +90,12 @@ class Story:
         """Submit the training, bring about the faults one after another, wait for the end; what was told of each."""
         scene = Scene(self.cluster, self.run, self.folder / "chaos", self.random)
         submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
-        told = []
+        told: list[Told] = []
         for fault in faults:
             self._wait_for_progress(scene)
             time.sleep(self.random.uniform(0, 1.0))
+            while self.cluster.job_state(scene.job) != "RUNNING":  # something of the fault before came late
+                self._wait_for_progress(scene)
             before = len(self.run.read_events("train"))
             started = time.monotonic()
             expected = fault(scene)
