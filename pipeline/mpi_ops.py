@@ -38,7 +38,15 @@ _TYPES = {
 _INTEGERS = tuple(dtype for dtype in _TYPES if not dtype.is_floating_point and dtype != torch.bool)
 _OPS = {"SUM": MPI.SUM, "AVG": MPI.SUM, "PRODUCT": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
 _BIT_OPS = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
-_BOOL_OPS = {"SUM": MPI.LOR, "MAX": MPI.LOR, "BOR": MPI.LOR, "PRODUCT": MPI.LAND, "MIN": MPI.LAND, "BAND": MPI.LAND}
+_BOOL_OPS = {
+    "BXOR": MPI.LXOR,
+    "SUM": MPI.LOR,
+    "MAX": MPI.LOR,
+    "BOR": MPI.LOR,
+    "PRODUCT": MPI.LAND,
+    "MIN": MPI.LAND,
+    "BAND": MPI.LAND,
+}
 _TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
