@@ -35,7 +35,7 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
 
-from pipeline.mpi_engine import MpiTimeout, named  # noqa: E402
+from pipeline.mpi_engine import Lane, MpiTimeout, named  # noqa: E402
 from pipeline.mpi_group import NAME, MpiGroup  # noqa: E402
 
 GOODBYE_S = 10.0
@@ -92,7 +92,7 @@ def _goodbye() -> None:
     """Finalize when all ranks are about to; abort all of them when this one failed or another does not come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if not _failed:
+    if not (_failed or Lane.broken):
         request, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
         while not request.Test():
             if time.monotonic() > deadline:

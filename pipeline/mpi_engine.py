@@ -143,6 +143,9 @@ class _Collective:
 class Lane:
     """One group's collectives, in the order of their calls, on a thread of their own."""
 
+    broken = False
+    """Whether any group of this process has failed: then MPI cannot be finalized any more."""
+
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
         """comm: only this lane's; store: only this group's; ranks: global numbers of the group's ranks."""
         self.comm, self.name, self.store, self.ranks = comm, name, store, ranks
@@ -188,6 +191,7 @@ class Lane:
                     torch.cuda.synchronize()
             except BaseException as error:
                 self.error = self.error or error
+                Lane.broken = True
                 item.work.finish(error)
             else:
                 item.work.finish()

@@ -10,6 +10,7 @@ pipeline/mpi.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -215,6 +216,7 @@ class MpiGroup(dist.ProcessGroup):
         send, receive = self._rows(tensor, input_splits), self._rows(output, output_splits)
 
         def run() -> None:
+            self._check_counts(send, receive)
             staged = Staged(output, read=False)
             self.comm.Alltoallv(spec(Staged(tensor).host, send), spec(staged.host, receive))
             staged.back()
@@ -228,6 +230,7 @@ class MpiGroup(dist.ProcessGroup):
 
         def run() -> None:
             send, receive = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+            self._check_counts(send, receive)
             flat = torch.empty(sum(receive), dtype=outputs[0].dtype)
             source = packed(inputs)
             self.comm.Alltoallv(spec(source, send), spec(flat, receive))
@@ -333,6 +336,21 @@ class MpiGroup(dist.ProcessGroup):
             raise ValueError(f"all_to_all_single: splits {splits} do not go with {rows} rows and {size} ranks")
         row = tensor.numel() // rows if rows else 0
         return [split * row for split in splits]
+
+    def _check_counts(self, send: list[int], receive: list[int]) -> None:
+        """With TORCH_DISTRIBUTED_DEBUG=DETAIL: every rank sends what the other expects, or all ranks raise MpiError.
+
+        Other collectives are always checked, by their signatures; here each pair of ranks has a size of its own.
+        """
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+            return
+        table = self.comm.allgather((send, receive))
+        for (a, (gives, _)), (b, (_, takes)) in itertools.product(enumerate(table), enumerate(table)):
+            if gives[b] != takes[a]:
+                raise MpiError(
+                    f"all_to_all in group {self._group_name}: rank {self._ranks[a]} sends {gives[b]} elements to rank "
+                    f"{self._ranks[b]}, which expects {takes[a]}"
+                )
 
     # -- what torch wants to know ------------------------------------------------------------------------
 

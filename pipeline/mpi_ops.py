@@ -96,8 +96,9 @@ def _op_16(name: str, dtype: torch.dtype) -> MPI.Op:
     combine = _TORCH_OPS[name]
 
     def reduce(source: Any, target: Any, _: MPI.Datatype) -> None:
-        a, b = (torch.frombuffer(memory, dtype=dtype) for memory in (source, target))
-        combine(a, b, out=b)
+        if len(target):  # some algorithms reduce empty pieces
+            a, b = (torch.frombuffer(memory, dtype=dtype) for memory in (source, target))
+            combine(a, b, out=b)
 
     return MPI.Op.Create(reduce, commute=True)
 

@@ -21,21 +21,27 @@ from slurm.mpi_launch import mpirun_command
 
 
 def mpirun(
-    ranks: int, module: str, *arguments: str, timeout: float = 100, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine."""
-    process = start(ranks, module, *arguments, env=env)
+    ranks: int, module: str, *arguments: str, timeout: float = 100, env: Mapping[str, str] | None = None,
+    program: Path | None = None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine; `program`: another mpirun."""
+    process = start(ranks, module, *arguments, env=env, program=program)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
-        raise
+        process.terminate()  # it ends its ranks
+        output, _ = process.communicate(timeout=20)
+        raise AssertionError(f"not over within {timeout:g} s:\n{output}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def start(ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
+) -> subprocess.Popen[str]:
     """The same, without waiting; both outputs come through one pipe."""
     command, environment = mpirun_command(ranks)
+    if program is not None:  # its library must be loaded then, not that of the wheel
+        command[0], environment["MPI4PY_LIBMPI"] = str(program), "/usr/lib/x86_64-linux-gnu/libmpi.so.40"
     return subprocess.Popen(
         [*command, sys.executable, "-W", "ignore", "-m", module, *arguments],
         env={**os.environ, **environment, **(env or {})},
