@@ -58,9 +58,7 @@ class MpiGroup(dist.ProcessGroup):
 
         return self._submit("all_reduce", run, tensors, opts, _sizes(tensors), op)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """`allreduce` of several tensors."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Rank `opts.rootRank`'s tensors, everywhere."""
@@ -102,12 +100,6 @@ class MpiGroup(dist.ProcessGroup):
 
         results = [part for parts in outputs for part in parts]
         return self._submit("all_gather", run, results, opts, _sizes(results))
-
-    def allgather_coalesced(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> MpiWork:
-        """outputs[r][i] = rank r's inputs[i]."""
-        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
