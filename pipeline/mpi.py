@@ -36,7 +36,7 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
 
 from pipeline.mpi_engine import Lane, MpiTimeout, named  # noqa: E402
-from pipeline.mpi_group import NAME, MpiGroup  # noqa: E402
+from pipeline.mpi_group import MESSAGES, NAME, MpiGroup  # noqa: E402
 
 GOODBYE_S = 10.0
 _failed = False
@@ -92,16 +92,15 @@ def _goodbye() -> None:
     """Finalize when all ranks are about to; abort all of them when this one failed or another does not come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if not (_failed or Lane.broken):
-        request, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
-        while not request.Test():
-            if time.monotonic() > deadline:
-                print(f"not all ranks came to the end within {GOODBYE_S:.0f} s: aborting", file=sys.stderr, flush=True)
-                MPI.COMM_WORLD.Abort(1)
-            time.sleep(0.001)
-        MPI.Finalize()
-    else:
+    if _failed or Lane.broken:
         MPI.COMM_WORLD.Abort(1)
+    here, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
+    while not (MESSAGES.idle and here.Test()):
+        if time.monotonic() > deadline:
+            print(f"not all ranks came to the end within {GOODBYE_S:.0f} s: aborting", file=sys.stderr, flush=True)
+            MPI.COMM_WORLD.Abort(1)
+        time.sleep(0.001)
+    MPI.Finalize()
 
 
 def _create(options: Any, _: Any) -> MpiGroup:

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from pipeline.mpi_engine import AllWork, Lane, Messages, MpiError, MpiWork
-from pipeline.mpi_ops import Staged, packed, reduce_with, reduction, spec, unpack
+from pipeline.mpi_ops import Staged, packed, reduce_with, reduction, rows, sizes, spec, unpack
 
 NAME = "mpi4py"
 """The backend's name in torch; `mpi` is torch's own."""
 
-_MESSAGES = Messages()
+MESSAGES = Messages()
+"""All point-to-point messages of this process."""
 
 
 class MpiGroup(dist.ProcessGroup):
@@ -56,7 +57,7 @@ class MpiGroup(dist.ProcessGroup):
                 self._reduce(self.comm.Allreduce, staged.host, staged.host, op)
                 staged.back()
 
-        return self._submit("all_reduce", run, tensors, opts, _sizes(tensors), op)
+        return self._submit("all_reduce", run, tensors, opts, sizes(tensors), op)
 
     allreduce_coalesced = allreduce
 
@@ -71,7 +72,7 @@ class MpiGroup(dist.ProcessGroup):
                 if self.rank() != root:
                     staged.back()
 
-        return self._submit("broadcast", run, tensors, opts, (root, _sizes(tensors)))
+        return self._submit("broadcast", run, tensors, opts, (root, sizes(tensors)))
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
         """Reduce to rank `opts.rootRank`; elsewhere the tensors stay as they are."""
@@ -85,7 +86,7 @@ class MpiGroup(dist.ProcessGroup):
                 if self.rank() == root:
                     staged.back()
 
-        return self._submit("reduce", run, tensors, opts, (root, _sizes(tensors)), op)
+        return self._submit("reduce", run, tensors, opts, (root, sizes(tensors)), op)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """outputs[i][r] = rank r's inputs[i]; ranks may have different sizes."""
@@ -99,7 +100,7 @@ class MpiGroup(dist.ProcessGroup):
                 unpack(flat, parts)
 
         results = [part for parts in outputs for part in parts]
-        return self._submit("all_gather", run, results, opts, _sizes(results))
+        return self._submit("all_gather", run, results, opts, sizes(results))
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -114,7 +115,7 @@ class MpiGroup(dist.ProcessGroup):
                 self.comm.Allgather(spec(Staged(tensor).host), spec(staged.host, tensor.numel()))
                 staged.back()
 
-        return self._submit("all_gather_single", run, outputs, opts, _sizes(outputs))
+        return self._submit("all_gather_single", run, outputs, opts, sizes(outputs))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         """`all_gather_single_coalesced` of one tensor."""
@@ -137,7 +138,7 @@ class MpiGroup(dist.ProcessGroup):
             unpack(flat, outputs[0])
 
         results = outputs[0] if self.rank() == root else [tensor]
-        return self._submit("gather", run, results, opts, (root, _sizes(inputs)))
+        return self._submit("gather", run, results, opts, (root, sizes(inputs)))
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
         """outputs[0] = the root's inputs[0][r] on rank r, all of one size."""
@@ -154,7 +155,7 @@ class MpiGroup(dist.ProcessGroup):
             self.comm.Scatterv(send, spec(staged.host), root)
             staged.back()
 
-        return self._submit("scatter", run, outputs, opts, (root, _sizes(outputs)))
+        return self._submit("scatter", run, outputs, opts, (root, sizes(outputs)))
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -175,7 +176,7 @@ class MpiGroup(dist.ProcessGroup):
                 staged.back()
 
         parts = [part for row in inputs for part in row]
-        return self._submit("reduce_scatter", run, outputs, opts, _sizes(parts), op)
+        return self._submit("reduce_scatter", run, outputs, opts, sizes(parts), op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -194,7 +195,7 @@ class MpiGroup(dist.ProcessGroup):
                 self._reduce(block, Staged(tensor).host, staged.host, op)
                 staged.back()
 
-        return self._submit("reduce_scatter_single", run, outputs, opts, _sizes(outputs), op)
+        return self._submit("reduce_scatter_single", run, outputs, opts, sizes(outputs), op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         """`reduce_scatter_single_coalesced` of one tensor."""
@@ -205,7 +206,7 @@ class MpiGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> MpiWork:  # fmt: skip
         """Rows of `tensor` to the ranks, rows from the ranks to `output`; empty splits mean equal parts."""
-        send, receive = self._rows(tensor, input_splits), self._rows(output, output_splits)
+        send, receive = rows(tensor, input_splits, self.size()), rows(output, output_splits, self.size())
 
         def run() -> None:
             self._check_counts(send, receive)
@@ -217,8 +218,8 @@ class MpiGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """outputs[r] = rank r's inputs[own rank]; any sizes."""
-        self._one_each([outputs], inputs[:1])
-        self._one_each([inputs], outputs[:1])
+        self._one_each([outputs], inputs[:1], sized=False)
+        self._one_each([inputs], outputs[:1], sized=False)
 
         def run() -> None:
             send, receive = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
@@ -247,9 +248,8 @@ class MpiGroup(dist.ProcessGroup):
         """Send one tensor to a rank of this group."""
         host = Staged(tensors[0]).host
         work = self._message(f"send to rank {self._ranks[rank]}, tag {tag}", tensors)
-        # `host` stays alive with the callback
         request = self.comm.Isend(spec(host), rank, tag)
-        _MESSAGES.watch(request, work, lambda _, keep=host: None, self._timeout)  # type: ignore[misc]
+        MESSAGES.watch(request, work, lambda _, keep=host: None, self._timeout)  # type: ignore[misc]
         return work
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MpiWork:
@@ -260,13 +260,12 @@ class MpiGroup(dist.ProcessGroup):
         work = self._message(f"receive from {who}, tag {tag}", tensors)
 
         def received(status: MPI.Status) -> None:
-            bytes_ = status.Get_count(MPI.BYTE)
-            if bytes_ != tensor.nbytes:
-                raise MpiError(f"{work.what}: {bytes_} bytes came, {tensor.nbytes} were expected")
+            if (came := status.Get_count(MPI.BYTE)) != tensor.nbytes:
+                raise MpiError(f"{work.what}: {came} bytes came, {tensor.nbytes} were expected")
             work.sender = status.source
             staged.back()
 
-        _MESSAGES.watch(self.comm.Irecv(spec(staged.host), rank, tag), work, received, self._timeout)
+        MESSAGES.watch(self.comm.Irecv(spec(staged.host), rank, tag), work, received, self._timeout)
         return work
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> MpiWork:
@@ -274,6 +273,8 @@ class MpiGroup(dist.ProcessGroup):
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _message(self, what: str, tensors: list[torch.Tensor]) -> MpiWork:
+        if tensors[0].is_cuda:  # MPI knows nothing of streams
+            torch.cuda.current_stream(tensors[0].device).synchronize()
         work = MpiWork(f"{what}, in group {self._group_name}", tensors)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -308,26 +309,15 @@ class MpiGroup(dist.ProcessGroup):
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
 
-    def _one_each(self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that each list has a tensor per rank, and this rank's is of the size of its `tensors[i]`."""
+    def _one_each(
+        self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], sized: bool = True
+    ) -> None:
+        """Check that each list has a tensor per rank, and that this rank's is of the size (`sized`) of `tensors[i]`."""
         for parts, tensor in zip(lists, tensors, strict=True):
             if len(parts) != self.size():
                 raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self._group_name}")
             own = parts[self.rank()]
-            if own.dtype != tensor.dtype:
-                self._check(False, "a collective", own, tensor)
-
-    def _rows(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-        """Elements that go to, or come from, each rank."""
-        rows, size = (tensor.shape[0] if tensor.dim() else 1), self.size()
-        if not splits:
-            if rows % size:
-                raise ValueError(f"all_to_all_single: {rows} rows cannot be split equally over {size} ranks")
-            splits = [rows // size] * size
-        if len(splits) != size or sum(splits) != rows:
-            raise ValueError(f"all_to_all_single: splits {splits} do not go with {rows} rows and {size} ranks")
-        row = tensor.numel() // rows if rows else 0
-        return [split * row for split in splits]
+            self._check(not sized or own.numel() == tensor.numel(), "a collective", own, tensor)
 
     def _check_counts(self, send: list[int], receive: list[int]) -> None:
         """With TORCH_DISTRIBUTED_DEBUG=DETAIL: every rank sends what the other expects, or all ranks raise MpiError.
@@ -394,8 +384,3 @@ class MpiGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """Torch's description of this group."""
         return self._group_desc
-
-
-def _sizes(tensors: Sequence[torch.Tensor]) -> str:
-    """Types and numbers of elements; shapes may differ between ranks where sizes do not."""
-    return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)

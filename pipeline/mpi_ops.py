@@ -157,6 +157,27 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         tensor.detach().copy_(part.view(tensor.shape))
 
 
+def rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
+    """Elements that go to, or come from, each rank when `splits` are its rows; without splits, equal parts.
+
+    Raises ValueError where rows and splits do not go together.
+    """
+    count = tensor.shape[0] if tensor.dim() else 1
+    if not splits and count % ranks == 0:
+        splits = [count // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != count:
+        raise ValueError(
+            f"all_to_all_single: {count} rows over {ranks} ranks cannot be split as {splits or 'equal parts'}"
+        )
+    row = tensor.numel() // count if count else 0
+    return [split * row for split in splits]
+
+
+def sizes(tensors: Sequence[torch.Tensor]) -> str:
+    """Types and numbers of elements; shapes may differ between ranks where sizes do not."""
+    return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)
+
+
 @functools.cache
 def cuda_aware() -> bool:
     """Whether MPI reads GPU memory itself (Open MPI's MPIX_Query_cuda_support; MPICH and Intel MPI lack it)."""

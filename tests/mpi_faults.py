@@ -68,6 +68,8 @@ def faults() -> None:
     )
     dist.barrier()
 
+    parts = [torch.ones(5 if r == rank else 4) for r in range(3)]
+    raises(ValueError, "(5,) does not go with torch.float32 (4,)", lambda: dist.all_gather(parts, x))
     raises(ValueError, "cannot reduce torch.int32 with AVG", lambda: dist.all_reduce(y.int(), dist.ReduceOp.AVG))
     if rank != 2:
         raises(MpiTimeout, "rank 2 did not come within 2 s", new_group)
