@@ -44,7 +44,7 @@ def main() -> None:
             best.append(f"{backend} on {ranks} ranks: {min(medians, key=medians.__getitem__)} MiB")
     note = (
         f"Medians of {ROUNDS} interleaved pairs, {os.cpu_count()} cores, one thread per rank and its communication "
-        f"threads; load average {load:.1f} before the run. Fastest bucket size (`parallel.bucket_mb`): {'; '.join(best)}."
+        f"threads; load average {load:.1f} before the run. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
     )
     write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
 
