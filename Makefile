@@ -49,6 +49,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.submit
+	$(BIN)/python -m benchmarks.comm
 
 cluster: $(VENV)/.tests
 	.ci/install-packages

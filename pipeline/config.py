@@ -178,7 +178,7 @@ class ParallelConfig(Section):
     virtual_stages: PositiveInt = 1
     """Pipeline stages per rank."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Communication: `auto` is NCCL where there are GPUs, else Gloo."""
+    """Communication: `auto` is NCCL where there are GPUs, else Gloo. `mpi` needs mpi4py and an MPI (docs/mpi.md)."""
     bucket_mb: PositiveInt = 25
     """Size of the buckets in which DDP reduces gradients, in MiB."""
 
@@ -191,8 +191,6 @@ class ParallelConfig(Section):
             raise ValueError(f"zero: {self.zero} is not available yet; only 0 is")
         if self.schedule != "1f1b":
             raise ValueError(f"schedule: {self.schedule} goes with pipeline > 1, which is not available yet")
-        if self.backend == "mpi":
-            raise ValueError("backend: mpi is not available yet; use auto, nccl or gloo")
         if isinstance(self.data, DataParallel) and self.data.shard != 1:
             raise ValueError(f"data.shard: {self.data.shard} is not available yet; only 1 is")
         return self

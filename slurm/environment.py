@@ -309,6 +309,8 @@ def _even_nodes(env: Mapping[str, str], names: tuple[str, ...], ranks: tuple[int
     A launcher that does not name nodes leaves no other way to tell which rank is where.
     """
     rank, world, local_rank, local_world = ranks
+    if world == local_world:  # here any numbering will do: Open MPI 5 gives local ranks in another order
+        return 1
     if world % local_world or rank % local_world != local_rank or world // local_world > _MAX_NODES:
         raise UserError(
             f"{', '.join(f'{name}={env[name]}' for name in names)}: cannot tell which rank is on which node; start the "

@@ -134,28 +134,39 @@ class SrunRanks:
     srun says how the step ended as a whole; which task ended badly first, and where, is read from its messages.
     """
 
+    launcher = "srun"
+
     def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int]) -> None:
         """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock)."""
         self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
         self._nodes = -(-size // per_node)
-        self.messages = run.stage_folder(stage) / "srun.log"
+        self.messages = run.stage_folder(stage) / f"{self.launcher}.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
         self._step: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start the step."""
+    def command(self) -> list[str]:
+        """What starts the ranks, up to the program and its arguments."""
         folder = self._run.stage_folder(self._stage)
         command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
-        command += [f"--output={folder}/rank-%t.log", f"--chdir={self._run.code}"]
+        return [*command, f"--output={folder}/rank-%t.log", f"--chdir={self._run.code}"]
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the launcher hands to the ranks."""
+        return {**with_code(os.environ, self._run.code), "SLUICE_SUPERVISED": "1"}
+
+    def start(self) -> None:
+        """Start the step."""
         with open(self.messages, "ab") as log:
             self._step = subprocess.Popen(
-                [*command, sys.executable, "-m", "pipeline", self._stage, str(self._run.path)],
-                env={**with_code(os.environ, self._run.code), "SLUICE_SUPERVISED": "1"},
+                [*self.command(), sys.executable, "-m", "pipeline", self._stage, str(self._run.path)],
+                env=self.environment(),
+                cwd=self._run.code,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=list(self._keep_open),
+                preexec_fn=_die_with_parent,
             )
 
     def poll(self) -> list[Left]:
@@ -167,13 +178,18 @@ class SrunRanks:
             return [Left(0, code)]
         with open(self.messages, "rb") as log:
             log.seek(self._from)
-            for line in log.read().decode(errors="replace").splitlines():
-                if match := _SRUN_TASK.match(line):
-                    host, task, words = match.groups()
-                    killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
-                    exited = re.search(r"exit code (\d+)", words)
-                    return [Left(int(task), killed or (int(exited[1]) if exited else code), host)]
-        return [Left(0, code)]
+            return [self.first_bad(log.read().decode(errors="replace"), code)]
+
+    @staticmethod
+    def first_bad(messages: str, code: int) -> Left:
+        """The task that ended badly first, by srun's messages; `code` is srun's own."""
+        for line in messages.splitlines():
+            if match := _SRUN_TASK.match(line):
+                host, task, words = match.groups()
+                killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
+                exited = re.search(r"exit code (\d+)", words)
+                return Left(int(task), killed or (int(exited[1]) if exited else code), host)
+        return Left(0, code)
 
     @property
     def running(self) -> bool:

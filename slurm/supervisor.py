@@ -23,7 +23,7 @@ from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame, read_hangs
 from slurm import job as slurm_job
-from slurm import recovery, succession, topology
+from slurm import mpi_launch, recovery, succession, topology
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks
@@ -127,8 +127,13 @@ class Supervisor:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         ranks: LocalRanks | SrunRanks
-        if self.on_slurm:
-            per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
+        per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
+        if run.config.parallel.backend == "mpi" and stage in mpi_launch.STAGES:
+            try:
+                ranks = mpi_launch.ranks(run, stage, size, per_node, [lock], self.on_slurm)
+            except UserError as error:  # no mpirun
+                return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
+        elif self.on_slurm:
             ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
         else:
             ranks = LocalRanks(run, stage, size, keep_open=[lock])

@@ -185,6 +185,7 @@ def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
 def test_mpirun_on_one_machine() -> None:
     place = identify(openmpi(1, 2, 1, 2))
     assert numbers(place) == (1, 2, 1, 2, 0) and place.hosts == ("localhost",)
+    assert numbers(identify(openmpi(1, 8, 2, 8))) == (1, 8, 2, 8, 0), "as Open MPI 5 numbers them"
 
 
 @pytest.mark.parametrize("environment", [openmpi, hydra])

@@ -1,0 +1,142 @@
+"""Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
+
+    python -m benchmarks.comm [ranks …]      # 2 and 4 by default; writes benchmarks/results/comm.md
+
+Both backends serve the same processes in turn, so that what else the machine does falls on both; figures are medians
+of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
+arithmetic to hide behind. The fastest bucket size is what `parallel.bucket_mb` should be on this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import write_table
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
+BUCKETS_MB = (1, 5, 25, 100)
+ROUNDS = 11
+
+
+def main() -> None:
+    rows, best, load = [], [], os.getloadavg()[0]
+    for ranks in [int(word) for word in sys.argv[1:]] or [2, 4]:
+        result = run(ranks)
+        for name, pairs in result["raw"].items():
+            rows.append([f"{ranks} ranks, all-reduce of {name}", *figures(pairs, 1e3)])
+        for bucket, pairs in result["ddp"].items():
+            rows.append([f"{ranks} ranks, DDP step, buckets of {bucket} MiB", *figures(pairs, 1e3)])
+        for bucket, pairs in result["cpu"].items():
+            rows.append([f"{ranks} ranks, CPU time of that step, {bucket} MiB", *figures(pairs, 1e3)])
+        for index, backend in enumerate(("mpi", "gloo")):
+            medians = {b: statistics.median(pair[index] for pair in pairs) for b, pairs in result["ddp"].items()}
+            best.append(f"{backend} on {ranks} ranks: {min(medians, key=medians.__getitem__)} MiB")
+    note = (
+        f"Medians of {ROUNDS} interleaved pairs, {os.cpu_count()} cores, one thread per rank and its communication "
+        f"threads; load average {load:.1f} before the run. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
+    )
+    write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
+
+
+def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
+    """Medians of both backends, and of their ratio, with its quartiles."""
+    ratios = sorted(a / b for a, b in pairs)
+    quartiles = statistics.quantiles(ratios, n=4)
+    medians = [statistics.median(pair[i] for pair in pairs) * scale for i in (0, 1)]
+    return [*(f"{m:.3f}" for m in medians), f"{quartiles[1]:.2f}", f"{quartiles[0]:.2f}-{quartiles[2]:.2f}"]
+
+
+def run(ranks: int) -> dict[str, Any]:
+    """Start the ranks; rank 0's findings."""
+    from slurm.mpi_launch import mpirun_command
+
+    command, environment = mpirun_command(ranks)
+    done = subprocess.run(
+        [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", "--rank"],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def rank_main() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from pipeline import mpi
+    from pipeline.config import ModelConfig
+    from pipeline.model import Decoder
+    from slurm.environment import identify
+
+    torch.set_num_threads(1)
+    mpi.start(identify(os.environ), timedelta(minutes=5))
+    gloo = dist.new_group(backend="gloo")
+    groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
+
+    def pairs(times: int, calls: Mapping[str, Callable[[], object]]) -> list[tuple[float, ...]]:
+        """Seconds and CPU seconds per call, for each backend in turn; the first round warms up."""
+        measured = []
+        for _ in range(ROUNDS + 1):
+            row: list[float] = []
+            for call in calls.values():
+                dist.barrier(group=gloo)
+                wall, cpu = time.perf_counter(), time.process_time()
+                for _ in range(times):
+                    call()
+                row += [(time.perf_counter() - wall) / times, (time.process_time() - cpu) / times]
+            measured.append(tuple(row))
+        return measured[1:]
+
+    result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}}
+    for name, count in RAW.items():
+        reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
+        measured = pairs(2 if count > 1 << 20 else 20, reduce)
+        result["raw"][name] = [(row[0], row[2]) for row in measured]
+
+    tokens = torch.randint(0, 4096, (1, 65))
+
+    def step_of(group: Any, bucket: int) -> Callable[[], None]:
+        model = Decoder(ModelConfig(dim=256, layers=4, heads=8, kv_heads=4), 4096, 256)
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            logits = ddp(tokens[:, :-1])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    for bucket in BUCKETS_MB:
+        measured = pairs(4, {b: step_of(group, bucket) for b, group in groups.items()})
+        result["ddp"][bucket] = [(row[0], row[2]) for row in measured]
+        result["cpu"][bucket] = [(row[1], row[3]) for row in measured]
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+    mpi.leave()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--rank"]:
+        rank_main()
+    else:
+        main()

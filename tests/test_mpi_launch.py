@@ -1,0 +1,186 @@
+"""Starting MPI ranks: the supervisor on one machine and in a Slurm job, a killed rank's name, mpirun by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint_files import newest_step
+from pipeline.errors import Exit, UserError
+from pipeline.files import read_jsonl
+from pipeline.run import CODE_ROOT, Run
+from slurm import mpi_launch
+from slurm.launch import Left
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.mpi import mpirun, processes_with, wait_until_gone
+from tests.ranks import run_ranks
+from tests.tiny import make_run, stage_rank
+
+pytestmark = pytest.mark.timeout(240)
+cluster = cluster_fixture()
+
+
+def supervise(run: Run, stage: str = "train") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "slurm", stage, str(run.path)]
+    return subprocess.Popen(command, cwd=CODE_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def numbers(run: Run) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_jsonl(run.metrics)]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An undisturbed run over Gloo. With two ranks any sum has one order, so MPI must give the same bits."""
+    run = make_run(tmp_path_factory.mktemp("gloo"))
+    assert run_ranks(2, stage_rank, run.path, "train") == [0, 0]
+    return run
+
+
+def digest(run: Run) -> str:
+    command = [sys.executable, "-m", "pipeline", "verify", str(run.path)]
+    return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=60).stdout.splitlines()[-1]
+
+
+def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    done = mpirun(2, "pipeline", "train", str(run.path))
+    assert done.returncode == 0, done.stdout
+    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+
+
+def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    supervisor = supervise(run)
+    deadline = time.monotonic() + 60
+    while newest_step(run.checkpoints) < 7 or not (ranks := rank_processes(run)):
+        assert time.monotonic() < deadline and supervisor.poll() is None, "no checkpoint to kill after"
+        time.sleep(0.01)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert supervisor.wait(100) == Exit.DONE, supervisor.communicate()
+    failed = next(event for event in run.read_events("train") if event["event"] == "failed")
+    assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
+    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+    assert not wait_until_gone(str(run.path), 5)
+
+
+def rank_processes(run: Run) -> dict[int, int]:
+    """Processes of the ranks of a run's training, by rank."""
+    found = {}
+    for pid in processes_with(f"-m\0pipeline\0train\0{run.path}"):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        rank = re.search(r"OMPI_COMM_WORLD_RANK=(\d+)", environment)
+        if rank and command.startswith(sys.executable.encode()):
+            found[int(rank[1])] = pid
+    return found if len(found) == 2 else {}
+
+
+def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm: Run) -> None:
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "pipeline", "train", str(run.path)]
+    done = subprocess.run(
+        command, cwd=CODE_ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == Exit.USER_ERROR, done.stderr
+    assert "MPI says rank 0 of 1, but torchrun says 0 of 2" in done.stderr and "mpirun" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("messages", "left"),
+    [
+        (
+            "prterun noticed that process rank 1 with PID 271 on node n2 exited on\nsignal 9 (Killed).",
+            Left(1, -9, "n2"),
+        ),
+        ("mpirun noticed that process rank 3 with PID 0 on node vm exited on signal 11 (Segm).", Left(3, -11, "vm")),
+        ("to do so was:\n\n   Process name: [prterun-vm-27247@1,1]\n   Exit code:    3\n---", Left(1, 3)),
+        ("to do so was:\n\n  Process name: [[390,1],2]\n  Exit code:    21\n---", Left(2, 21)),
+        ("nothing of the kind", Left(0, 1)),
+    ],
+)
+def test_what_mpirun_says_about_a_dead_rank(messages: str, left: Left) -> None:
+    """Words of Open MPI 5 and 4."""
+    assert mpi_launch.MpirunRanks.first_bad(messages, 1) == left
+
+
+def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(
+        '#!/bin/sh\ncase "$*" in --mpi=list) echo "pmix pmi2 none";; *--mpi=$WORKS*) exit 0;; *) exit 1;; esac\n'
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for works, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("nothing", None)):
+        monkeypatch.setenv("WORKS", works)
+        assert mpi_launch.slurm_plugin() == plugin
+    for chosen, plugin in (("none", None), ("pmix_v4", "pmix_v4")):
+        monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
+        assert mpi_launch.slurm_plugin() == plugin
+
+
+def test_no_mpirun_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(UserError, match=re.escape("no mpirun on PATH")):
+        mpi_launch.mpirun_command(2)
+
+
+def test_the_template_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
+        data=calm.data,
+    )
+    template = CODE_ROOT / "slurm/templates/mpirun.sbatch"
+    command = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={tmp_path}/job.log",
+        str(template),
+        str(run.path),
+    ]
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + log
+    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+
+
+def test_the_supervisor_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
+        data=calm.data,
+    )
+    template = CODE_ROOT / "slurm/templates/train.sbatch"
+    command = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={tmp_path}/job.log",
+        str(template),
+        str(run.path),
+    ]
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + log + "".join(p.read_text() for p in (run.path / "jobs/train").glob("*.log"))
+    )
+    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
