@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from pipeline import sweep
 from pipeline.errors import UserError
 from pipeline.run import Run
 from slurm.status import IDLE_LOOKS, LOOK_S, Lookout, Row
@@ -35,6 +36,8 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
 
     Raises UserError, saying how the stage stands, where there is nothing to print.
     """
+    if stage not in sweep.own_stages(run):
+        raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
     path, lookout = log_file(run, stage, who), Lookout(run)
     if path is None:
         words = _nothing(run, stage, who, rows := lookout.look())

@@ -13,9 +13,8 @@ from contextlib import suppress
 from datetime import datetime
 
 from rich.console import Console
-from rich.table import Table
 
-from pipeline import stages
+from pipeline import stages, sweep
 from pipeline.checkpoint_files import saved_steps
 from pipeline.files import read_jsonl, write_atomic
 from pipeline.run import Run
@@ -25,7 +24,8 @@ from slurm.cluster import uses_slurm
 from slurm.follow import clock
 from slurm.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 from slurm.states import call
-from slurm.status import Lookout
+from slurm.status import Lookout, grid
+from slurm.sweeps import point_table
 
 _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
 
@@ -61,7 +61,7 @@ def attempts_of(run: Run) -> list[Attempt]:
     """The ledger of a run as it stands now."""
     events = run.read_events()
     jobs = [str(e["job_id"]) for e in events if e["event"] == "submitted"] if uses_slurm(run) else []
-    needs = {stage: stages.load(stage).NEEDS for stage in stages.STAGES}
+    needs = {stage: stages.load(stage).NEEDS for stage in sweep.own_stages(run)}
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
     return ledger(events, list(read_jsonl(run.metrics)), needs, time.time(), going, job_runs(jobs))
 
@@ -106,23 +106,30 @@ def print_report(run: Run, console: Console) -> None:
     title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
     metrics = list(read_jsonl(run.metrics))
     redone = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
-    lines = [f"training: {stages.load('train').progress(run)}; {redone} steps were lost and done again"]
+    points, lines = point_table(run), []
+    if not points:
+        lines = [
+            f"training: {stages.load('train').progress(run)}; {redone} steps were lost and done again",
+            outcome(run),
+        ]
     if training:
         ettr, progress = ratios(total(training))
-        lines.append(f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)")
-    lines.append(outcome(run))
-    accounts, causes = _accounts(attempts), _causes(training)
+        ratio = f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
+        lines.insert(1, ratio)
+    accounts = _accounts(attempts)
     console.print(title, highlight=False)
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(accounts[0]):
-        drawn.add_column(name, justify="left" if number in (0, 1, 3) else "right")
-    for row in accounts[1:]:
-        drawn.add_row(*row)
-    console.print(drawn)
+    console.print(grid(accounts, left=(0, 1, 3)))
+    if points:
+        console.print(grid(points))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
-    tables = [("The ledger", accounts), ("Attempts of training by cause", causes)]
+    known = [m for m in metrics if m["loss"] is not None]
+    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in known], [m["loss"] for m in known])
+    tables = [("The ledger", accounts)]
+    if training:
+        tables.append(("Attempts of training by cause", _causes(training)))
+    if points:
+        tables.append(("Points of the sweep, the best first", points))
     if results := _evaluations(run):
         tables.append(("Evaluation", results))
     page = run.path / "report.html"

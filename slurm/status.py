@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline import stages
+from pipeline import stages, sweep
 from pipeline.files import last_object
 from pipeline.run import Holder, Run
 from slurm.chain import resume_command
@@ -30,6 +30,7 @@ from slurm.cluster import Submitted, jobs_of, uses_slurm
 from slurm.follow import clock
 from slurm.recovery import ENDS
 from slurm.states import FORGOTTEN, JobState
+from slurm.sweeps import point_table
 
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
@@ -113,7 +114,7 @@ class Lookout:
         """The stages as they stand now."""
         self._ask_slurm()
         rows: dict[str, Row] = {}
-        for stage in stages.STAGES:
+        for stage in sweep.own_stages(self.run):
             row = self._row(stage)
             vain = [name for name in stages.load(stage).NEEDS if rows[name].state != "done" and not rows[name].going]
             if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
@@ -173,7 +174,7 @@ def _progress(run: Run, stage: str, running: bool) -> tuple[str, str, str]:
     if last is None:
         return f"0/{steps}", "", ""
     left = clock((steps - last["step"]) * last["step_time_s"]) if running else ""
-    return f"{last['step']}/{steps}", f"{last['loss']:.4f}", left
+    return f"{last['step']}/{steps}", "-" if last["loss"] is None else f"{last['loss']:.4f}", left
 
 
 def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
@@ -183,6 +184,16 @@ def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
     if running and last is not None and last["event"] == "started":
         spent += (datetime.now(UTC) - datetime.fromisoformat(last["time"])).total_seconds()
     return spent
+
+
+def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
+    """Cells, the first row being the header, as a table for the terminal; the columns `left` begin at the left."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(cells[0]):
+        drawn.add_column(name, justify="left" if number in left else "right")
+    for row in cells[1:]:
+        drawn.add_row(*map(Text, row))
+    return drawn
 
 
 def table(run: Run, rows: Sequence[Row]) -> Group:
@@ -200,14 +211,12 @@ def table(run: Run, rows: Sequence[Row]) -> Group:
         "time": [clock(row.seconds) for row in rows],
     }
     kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for name in kept:
-        drawn.add_column(name)
-    for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*map(Text, cells))
-    lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    drawn = grid([list(kept), *map(list, zip(*kept.values(), strict=True))], left=range(len(kept)))
+    lines: list[RenderableType] = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     if not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {resume_command(run)}"))
+    if points := point_table(run):
+        lines.append(grid(points))
     return Group(Text(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")), drawn, *lines)
 
 
