@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from pipeline import stages
 from pipeline.errors import UserError
@@ -74,11 +73,14 @@ def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Calla
         console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
 
 
-def print_points(run: Run, console: Console) -> None:
-    """A table of the points: their values, how far they are, and what they came to; the best one first."""
+def point_table(run: Run) -> list[list[str]]:
+    """The points, header first: their values, how far they are, and what they came to; the best one first.
+
+    Empty where the run is no sweep.
+    """
     sweep = run.config.sweep
     if sweep is None:
-        return
+        return []
     rows = []
     for point, values in zip(points(run), sweep.points(), strict=True):
         result, last = newest_result(point), last_object(point.metrics)
@@ -87,9 +89,5 @@ def print_points(run: Run, console: Console) -> None:
         bits = f"{result['bits_per_byte']:.4f}" if result else "-"
         order = result["bits_per_byte"] if result else float("inf")
         rows.append((order, [point.path.name, *(str(v) for v in values.values()), steps, loss, bits]))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("point", *sweep.points()[0], "steps", "loss", "bits per byte"):
-        table.add_column(column)
-    for _, cells in sorted(rows, key=lambda row: row[0]):
-        table.add_row(*cells)
-    console.print(table)
+    header = ["point", *sweep.points()[0], "steps", "loss", "bits per byte"]
+    return [header, *(cells for _, cells in sorted(rows, key=lambda row: row[0]))]
