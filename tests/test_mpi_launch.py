@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint_files import newest_step
 from pipeline.errors import Exit, UserError
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
@@ -61,7 +60,8 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
     supervisor = supervise(run)
     deadline = time.monotonic() + 60
-    while newest_step(run.checkpoints) < 7 or not (ranks := rank_processes(run)):
+    # the event, which the supervisor takes for progress, comes a moment after the checkpoint
+    while not any(e["event"] == "saved" for e in run.read_events("train")) or not (ranks := rank_processes(run)):
         assert time.monotonic() < deadline and supervisor.poll() is None, "no checkpoint to kill after"
         time.sleep(0.01)
     os.kill(ranks[1], signal.SIGKILL)
