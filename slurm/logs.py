@@ -13,7 +13,7 @@ from typing import IO
 
 from pipeline.errors import UserError
 from pipeline.run import Run
-from slurm.status import Lookout, Row
+from slurm.status import IDLE_LOOKS, LOOK_S, Lookout, Row
 
 SUPERVISOR = "supervisor"
 POLL_S = 0.3
@@ -36,14 +36,18 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
     Raises UserError, saying how the stage stands, where there is nothing to print.
     """
     path, lookout = log_file(run, stage, who), Lookout(run)
-    if path is None and not (follow and _goes_on(lookout.look(), stage)):
-        raise UserError(_nothing(run, stage, who, lookout.look()))
     if path is None:
-        print(_nothing(run, stage, who, lookout.look()), file=sys.stderr)
-    shown, file = None, None
+        words = _nothing(run, stage, who, rows := lookout.look())
+        if not (follow and _goes_on(rows, stage)):
+            raise UserError(words)
+        print(words, file=sys.stderr)
+    shown, file, quiet, look_at = None, None, 0, 0.0
     try:
         while True:
-            going = follow and _goes_on(lookout.look(), stage)  # asked first: what came before the end is printed
+            if follow and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
+            going = follow and quiet < IDLE_LOOKS
             if path is not None and path != shown:
                 if file is not None:
                     _print_rest(file)

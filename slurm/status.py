@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,8 +34,9 @@ from slurm.states import FORGOTTEN, JobState
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
-IDLE_LOOKS = 3
-"""After so many looks at which nothing ran or waited in the queue, the watch ends: between two stages nothing does."""
+IDLE_LOOKS = 2
+"""After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
+and while a file system shows the outputs late, it may seem so for a moment."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,14 @@ class Lookout:
     def look(self) -> list[Row]:
         """The stages as they stand now."""
         self._ask_slurm()
-        return [self._row(stage) for stage in stages.STAGES]
+        rows: dict[str, Row] = {}
+        for stage in stages.STAGES:
+            row = self._row(stage)
+            vain = [name for name in stages.load(stage).NEEDS if rows[name].state != "done" and not rows[name].going]
+            if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
+                row = replace(row, state="never", going=False, why=f"job {row.job} waits for {', '.join(vain)}")
+            rows[stage] = row
+        return list(rows.values())
 
     def _ask_slurm(self) -> None:
         now, size = time.monotonic(), self.run.events.stat().st_size
