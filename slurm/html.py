@@ -78,7 +78,9 @@ def timeline(attempts: Sequence[Attempt]) -> str:
             if attempt.task is None:
                 drawn.append(f'<path d="M{x:.2f} {y - 3}v{_BAR + 6}" stroke="#212529"/>')
                 if attempt.cause != "done" and x > _LEFT + 60:
-                    drawn.append(f'<text x="{x - 3:.2f}" y="{y + _BAR + 10}" text-anchor="end">{attempt.cause}</text>')
+                    drawn.append(
+                        f'<text x="{x - 3:.2f}" y="{y + _BAR + 10}" text-anchor="end">{escape(attempt.cause)}</text>'
+                    )
     height = 8 + len(lanes) * _LANE + 14
     drawn.append(f'<text x="{_LEFT}" y="{height - 2}">0</text>')
     drawn.append(f'<text x="{_WIDTH}" y="{height - 2}" text-anchor="end">{clock(end - begin)}</text>')

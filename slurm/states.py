@@ -104,7 +104,7 @@ def _collect(tasks: dict[str, list[JobState]], listed: str | None) -> None:
         values = line.split("|")
         if len(values) == 4:
             job, state, reason, nodes = values
-            found = tasks.get(job.split("_")[0])
+            found = tasks.get(job, tasks.get(job.split("_")[0]))
             if found is not None:
                 found.append(JobState(job, state.split(" ")[0].rstrip("+"), reason, nodes))
 
