@@ -13,7 +13,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,17 +139,19 @@ def _go(run: Any, executor: Executor, *, again: bool) -> None:
 
 
 @app.command()
-def status(run: RunPath) -> None:
+def status(
+    run: RunPath, live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False
+) -> None:
     """Show the stages of a run and how they stand."""
     from pipeline.run import Run
-    from slurm.report import print_status
+    from slurm.status import print_status, watch
 
-    print_status(Run.open(run), console)
+    (watch if live else print_status)(Run.open(run), console)
 
 
 @app.command()
 def report(run: RunPath) -> None:
-    """Show what a run came to: attempts, time, losses, evaluation."""
+    """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
     from pipeline.run import Run
     from slurm.report import print_report
 
@@ -161,27 +162,16 @@ def report(run: RunPath) -> None:
 def logs(
     run: RunPath,
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="prepare, shard, train or evaluate")],
-    rank: Annotated[int, typer.Option(help="whose log")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing as it grows")] = False,
+    rank: Annotated[str, typer.Option(help="whose log: a rank's number (shard: a task's), or supervisor")] = "0",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the stage has ended")] = False,
 ) -> None:
-    """Print the log of one rank of a stage."""
+    """Print the log of one rank of a stage, or of its supervisor."""
     from pipeline.run import Run
     from pipeline.stages import load
+    from slurm.logs import show
 
     load(stage)
-    opened = Run.open(run)
-    path = opened.jobs / stage / f"rank-{rank}.log"
-    if not path.exists():
-        there = sorted(p.name for p in path.parent.glob("rank-*.log"))
-        raise UserError(f"there is no {path}; " + (f"there are: {', '.join(there)}" if there else f"{stage} never ran"))
-    with open(path, errors="replace") as file:
-        while True:
-            sys.stdout.write(file.read())
-            sys.stdout.flush()
-            if not follow or opened.holder(stage) is None:
-                sys.stdout.write(file.read())
-                return
-            time.sleep(0.3)
+    show(Run.open(run), stage, rank, follow)
 
 
 @app.command()

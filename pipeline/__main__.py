@@ -18,10 +18,11 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline import stages
-from pipeline.errors import UserError
-from pipeline.failure import explain, report_error
+from pipeline.errors import Exit, UserError
+from pipeline.failure import explain, leave_peers, report_error
 from pipeline.run import Run, with_absolute_paths
 from pipeline.signals import StopFlag
 from slurm.environment import Place, identify
@@ -34,7 +35,8 @@ def main(arguments: list[str]) -> int:
     flag = StopFlag().install()
     gc.disable()  # the collector, walking a growing heap again and again, is a fifth of the time that imports take
     faulthandler.enable()
-    place, run, stage = None, None, "?"
+    place, run, stage, watched = None, None, "?", "SLUICE_SUPERVISED" in os.environ
+    began, by_hand = time.monotonic(), False
     try:
         stage, target, options, overrides = parse(arguments)
         if stage == "verify":
@@ -44,15 +46,40 @@ def main(arguments: list[str]) -> int:
         place = identify(os.environ)
         run = find_run(target, overrides, place)
         work = stages.load(stage)
-        supervised = "SLUICE_SUPERVISED" in os.environ
-        if not supervised and place.rank == 0 and run.lock(stage) is None:
-            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
-        return work.main(run, place, options, flag)
+        if not watched and place.rank == 0:
+            if run.lock(stage) is None:
+                raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+            note(run, stage, place, "started", ranks=place.world_size, host=os.uname().nodename, pid=os.getpid())
+        by_hand = not watched
+        code = work.main(run, place, options, flag)
+        if by_hand and place.rank == 0:
+            event = "done" if code == Exit.DONE else "stopped"
+            note(run, stage, place, event, exit_code=int(code), seconds=round(time.monotonic() - began, 3))
+        return code
     except BaseException as error:
         code, message = explain(error)
         report_error(run, stage, place, code, message, getattr(error, "host", None))
-        print(message, file=sys.stderr, flush=True)
+        if (
+            run is not None
+            and place is not None
+            and by_hand
+            and not (code == Exit.PEER_LOST and (place.rank > 0 or run.read_events(stage)[-1]["event"] == "failed"))
+        ):  # the culprit writes; rank 0 where the culprit could not
+            facts = {"cause": code.name.lower(), "rank": place.rank, "host": os.uname().nodename, "message": message}
+            note(run, stage, place, "failed", exit_code=int(code), seconds=round(time.monotonic() - began, 3), **facts)
+        if watched or place is None or place.world_size == 1:
+            print(message, file=sys.stderr, flush=True)
+        else:
+            leave_peers(place, code, message)
         return code
+
+
+def note(run: Run, stage: str, place: Place, event: str, **facts: Any) -> None:
+    """Write what a supervisor would write, where none watches: ranks that were started by hand."""
+    run.event(
+        event, stage, job_id=place.submitted_as or str(os.getpid()), attempt=run.attempts(stage) + (event == "started"),
+        task=None, slurm_job=place.job_id, restarts=place.restart_count, **facts,
+    )  # fmt: skip
 
 
 def parse(arguments: list[str]) -> tuple[str, str, dict[str, str], list[str]]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import traceback
 
 from pipeline.errors import Exit, UserError, storage_error
 from pipeline.files import write_json
 from pipeline.run import Run
-from slurm.environment import Place
+from pipeline.stages import number
+from slurm.environment import Place, step_id
+
+PEERS_LEAVE_S = 5
+"""How long ranks that were started by hand may take to leave after one of them failed."""
 
 
 def explain(error: BaseException) -> tuple[Exit, str]:
@@ -38,12 +44,28 @@ def report_error(
     try:
         entry = {
             "time": time.time(),
-            "rank": place.rank,
+            "rank": number(stage, place),
             "code": int(code),
             "cause": code.name.lower(),
             "message": message,
         }
         entry["host"] = host or os.uname().nodename
-        write_json(run.stage_folder(stage) / f"error-rank-{place.rank}.json", entry)
+        write_json(run.stage_folder(stage) / f"error-rank-{entry['rank']}.json", entry)
     except OSError:
         pass
+
+
+def leave_peers(place: Place, code: Exit, message: str) -> None:
+    """Say what failed, where no supervisor sorts it: the culprit at once, ranks that only lost it later, in one line.
+
+    torchrun and mpirun end the other ranks by themselves. srun does not by default, and with NCCL they may hang for
+    half an hour: so their step is killed once they had time to leave.
+    """
+    if code == Exit.PEER_LOST:
+        time.sleep(1)
+        message = f"lost another rank ({message.splitlines()[-1]})"
+    elif (step := step_id(os.environ)) is not None and place.launcher == "srun":
+        wait_and_kill = ["sh", "-c", f'sleep {PEERS_LEAVE_S}; exec scancel --signal=KILL "$0"', step]
+        null = subprocess.DEVNULL
+        subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    print(f"rank {place.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)

@@ -242,6 +242,8 @@ class Trainer:
 
     def _loop(self, tokens: Iterator[torch.Tensor], batches: Batches) -> Exit:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
+        if self.world.first:
+            self.run.event("ready", "train", step=self.start_step)
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")

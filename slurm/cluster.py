@@ -30,10 +30,10 @@ class Submitted:
     state: JobState
 
 
-def jobs_of(run: Run) -> list[Submitted]:
-    """The jobs that events.jsonl knows, with their states in one query; oldest first."""
+def jobs_of(run: Run, forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
+    """The jobs that events.jsonl knows, with their states in one query (`forgotten`: see there); oldest first."""
     events = [e for e in run.read_events() if e["event"] == "submitted" and e.get("executor") == "slurm"]
-    states = query(e["job_id"] for e in events)
+    states = query((e["job_id"] for e in events), forgotten)
     return [Submitted(e["stage"], e["job_id"], states[e["job_id"]]) for e in events]
 
 

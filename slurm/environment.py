@@ -351,6 +351,12 @@ def _step(env: Mapping[str, str]) -> int | None:
     return None if step >= _FIRST_SPECIAL_STEP else step
 
 
+def step_id(env: Mapping[str, str]) -> str | None:
+    """The step this process is a task of, as scancel takes it: `1234.0`; None outside of steps."""
+    step = _step(env)
+    return None if step is None else f"{_int(env, 'SLURM_JOB_ID', least=1)}.{step}"
+
+
 def _array(env: Mapping[str, str]) -> tuple[int, int] | None:
     """Number of this task of an array and of all its tasks; tasks are numbered without gaps, as submit.py does."""
     if not env.get("SLURM_ARRAY_TASK_ID") or not env.get("SLURM_ARRAY_TASK_COUNT"):

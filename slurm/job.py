@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pipeline.config_types import parse_time
 from slurm.states import call
+from slurm.states import fields as shown_fields
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,8 @@ def job_facts(job_id: str) -> JobFacts | None:
 
 
 def parse_facts(text: str) -> JobFacts:
-    """Read the output of `scontrol show job`.
-
-    The first of each key counts: what a person chose (comment, command, paths) stands behind all that is read here.
-    """
-    fields: dict[str, str] = {}
-    for word in text.split():
-        key, separator, value = word.partition("=")
-        if separator:
-            fields.setdefault(key, value)
+    """Read the output of `scontrol show job`."""
+    fields = shown_fields(text)
     left = None
     with suppress(ValueError):  # UNLIMITED
         left = float(parse_time(fields.get("TimeLimit", "")) - parse_time(fields.get("RunTime", "")))

@@ -136,11 +136,18 @@ class SrunRanks:
 
     launcher = "srun"
 
-    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int]) -> None:
-        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock)."""
+    def __init__(
+        self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], task: int | None = None
+    ) -> None:
+        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock).
+
+        `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
+        """
         self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
         self._nodes = -(-size // per_node)
-        self.messages = run.stage_folder(stage) / f"{self.launcher}.log"
+        self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
+        part = "" if task is None else f"-{task}"
+        self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
         self._step: subprocess.Popen[bytes] | None = None
 
@@ -149,7 +156,7 @@ class SrunRanks:
         folder = self._run.stage_folder(self._stage)
         command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
-        return [*command, f"--output={folder}/rank-%t.log", f"--chdir={self._run.code}"]
+        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
 
     def environment(self) -> dict[str, str]:
         """The variables that the launcher hands to the ranks."""

@@ -1,75 +1,34 @@
-"""`status` and `report`: how a run stands and what it came to, read from its directory alone."""
+"""`report`: what a run came to. The ledger of its hours, attempt by attempt, its loss and its evaluation.
+
+Shown in the terminal, and written to `report.html` in the run directory. Read from that directory alone, so that it
+works without Slurm; where there is accounting, `sacct` says when each job really began and ended.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeline import stages
 from pipeline.checkpoint_files import saved_steps
+from pipeline.files import read_jsonl, write_atomic
 from pipeline.run import Run
 from pipeline.stages.evaluate import read_result
-from slurm.chain import last_ending, resume_command
-from slurm.cluster import jobs_of, uses_slurm
+from slurm import html
+from slurm.cluster import uses_slurm
 from slurm.follow import clock
+from slurm.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
+from slurm.states import call
+from slurm.status import Lookout
 from slurm.sweeps import print_points
 
-
-def state(run: Run, stage: str, events: list[dict[str, Any]]) -> str:
-    """One word for a stage: done, running, stopped, failed, cancelled or waiting."""
-    if run.holder(stage) is not None:
-        return "running"
-    if stages.load(stage).missing(run) is None:
-        return "done"
-    end = last_ending(events)
-    if end is None:
-        # started and neither ended nor held: its supervisor was killed with everything else
-        return "died" if any(e["event"] == "started" for e in events) else "waiting"
-    return "incomplete" if end["event"] == "done" else str(end["event"])
-
-
-def in_slurm(run: Run) -> dict[str, tuple[str, str]]:
-    """For each stage with jobs that Slurm still knows as pending, running or dead: a word, and the job with reason."""
-    words: dict[str, tuple[str, str]] = {}
-    for job in jobs_of(run) if uses_slurm(run) else ():
-        if job.state.dead:
-            words[job.stage] = ("never", f"job {job.job_id} waits for what cannot happen any more ({job.state.reason})")
-        elif job.state.active:
-            where = job.state.nodes or job.state.reason
-            words[job.stage] = (job.state.state.lower(), f"job {job.job_id} {where}".rstrip())
-    return words
-
-
-def print_status(run: Run, console: Console) -> None:
-    """A table of the stages, and why one is not done."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("stage", "state", "progress", "attempts", "time"):
-        table.add_column(column)
-    reasons = []
-    jobs = in_slurm(run)
-    for stage in stages.STAGES:
-        events = run.read_events(stage)
-        word = state(run, stage, events)
-        progress = stages.load(stage).progress(run)
-        if stage in jobs and word != "done":
-            word, job = jobs[stage]
-            progress = f"{progress}  {job}"
-        seconds = sum(e.get("seconds", 0.0) for e in events if e["event"] in ("done", "failed", "stopped", "cancelled"))
-        attempts = sum(e["event"] == "started" for e in events)
-        table.add_row(stage, word, progress, str(attempts), clock(seconds))
-        end = last_ending(events)
-        if word == "failed" and end is not None:
-            reasons.append(f"{stage} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}")
-    console.print(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else ""), highlight=False)
-    console.print(table)
-    for reason in reasons:
-        console.print(reason, highlight=False, markup=False, soft_wrap=True, style="red")
-    stuck = any(word == "never" for word, _ in jobs.values())
-    idle = (stuck or not jobs) and not any(run.holder(stage) for stage in stages.STAGES)
-    if idle and any(stages.load(stage).missing(run) for stage in stages.STAGES):
-        console.print(f"to go on: {resume_command(run)}", highlight=False, soft_wrap=True)
+_NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
 
 
 def outcome(run: Run) -> str:
@@ -86,26 +45,97 @@ def outcome(run: Run) -> str:
     return "not evaluated yet"
 
 
+def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
+    """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
+    ids = ",".join(sorted(set(job_ids)))
+    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", "JobID,Start,End") if ids else None
+    found = []
+    for line in (listed or "").splitlines():
+        job, start, end = line.split("|")
+        with suppress(ValueError):  # Unknown: not begun
+            begun = datetime.fromisoformat(start).timestamp()  # local time, as sacct writes it
+            found.append(JobRun(job, begun, None if end == "Unknown" else datetime.fromisoformat(end).timestamp()))
+    return found
+
+
+def attempts_of(run: Run) -> list[Attempt]:
+    """The ledger of a run as it stands now."""
+    events = run.read_events()
+    jobs = [str(e["job_id"]) for e in events if e["event"] == "submitted"] if uses_slurm(run) else []
+    needs = {stage: stages.load(stage).NEEDS for stage in stages.STAGES}
+    going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
+    return ledger(events, list(read_jsonl(run.metrics)), needs, time.time(), going, job_runs(jobs))
+
+
+def _accounts(attempts: Sequence[Attempt]) -> list[list[str]]:
+    """The ledger as a table, header first: attempts one by one, the tasks of an array together, sums by stage."""
+    parts = [part for part in PARTS if any(a.parts[part] >= 0.5 for a in attempts)] or ["compute"]
+    rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
+
+    def add(stage: str, number: str, ranks: str, end: str, members: Sequence[Attempt]) -> None:
+        sums = total(members)
+        spent = [clock(sums[part]) if sums[part] >= 0.5 else "·" for part in parts]
+        rows.append([stage, number, ranks, end, *spent, clock(sum(sums.values()))])
+
+    for stage in dict.fromkeys(a.stage for a in attempts):
+        own = [a for a in attempts if a.stage == stage]
+        array, single = [a for a in own if a.task is not None], [a for a in own if a.task is None]
+        if array:
+            ends = ", ".join(sorted({a.cause for a in array}))
+            add(stage, f"array of {len({a.task for a in array})}", str(len(array)), ends, array)
+        for a in single:
+            add(stage, str(a.number), str(a.ranks), a.cause, [a])
+        if len(single) > 1:
+            add(stage, "all", "", "", single)
+    return rows
+
+
+def _causes(attempts: Sequence[Attempt]) -> list[list[str]]:
+    """How attempts ended, and what that cost, as a table."""
+    rows = [["cause", "attempts", "lost", "ending", "in all"]]
+    for cause in sorted({a.cause for a in attempts}):
+        own = [a for a in attempts if a.cause == cause]
+        sums = total(own)
+        rows.append([cause, str(len(own)), clock(sums["lost"]), clock(sums["ending"]), clock(sum(sums.values()))])
+    return rows
+
+
 def print_report(run: Run, console: Console) -> None:
-    """Attempts with their ends, then every evaluation."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("stage", "attempt", "ranks", "started", "time", "end"):
-        table.add_column(column)
-    for stage in stages.STAGES:
-        events = run.read_events(stage)
-        for number, started in enumerate((e for e in events if e["event"] == "started"), 1):
-            end = last_ending([e for e in events if e.get("attempt") == started["attempt"]])
-            word = "no word of its end" if end is None else end["event"]
-            if end is not None and end.get("cause"):
-                word += f" ({end['cause']})"
-            time = clock(end["seconds"]) if end else "-"
-            table.add_row(stage, str(number), str(started["ranks"]), started["time"][:19], time, word)
-    console.print(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else ""), highlight=False)
-    console.print(table)
+    """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
+    attempts = attempts_of(run)
+    training = [a for a in attempts if a.stage == "train"]
+    title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
+    metrics = list(read_jsonl(run.metrics))
+    redone = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
+    lines = [f"training: {stages.load('train').progress(run)}; {redone} steps were lost and done again"]
+    if training:
+        ettr, progress = ratios(total(training))
+        lines.append(f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)")
+    lines.append(outcome(run))
+    accounts, causes = _accounts(attempts), _causes(training)
+    console.print(title, highlight=False)
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(accounts[0]):
+        drawn.add_column(name, justify="left" if number in (0, 1, 3) else "right")
+    for row in accounts[1:]:
+        drawn.add_row(*row)
+    console.print(drawn)
     if run.config.sweep is not None:
         print_points(run, console)
         return
-    lost = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
-    steps = stages.load("train").progress(run)
-    console.print(f"training: {steps}; {lost} steps were lost and done again", highlight=False)
-    console.print(outcome(run), highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
+    tables = [("The ledger", accounts), ("Attempts of training by cause", causes)]
+    if results := _evaluations(run):
+        tables.append(("Evaluation", results))
+    page = run.path / "report.html"
+    write_atomic(page, html.page(title, lines, tables, pictures))
+    console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
+
+
+def _evaluations(run: Run) -> list[list[str]]:
+    keys = ("loss", "perplexity", "bits_per_byte")
+    found = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
+    rows = [[str(result["step"]), *(f"{result[key]:.4f}" for key in keys)] for result in found]
+    return [["step", *keys], *rows] if rows else []

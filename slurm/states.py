@@ -1,7 +1,12 @@
-"""What Slurm says of jobs: one batched `squeue` per look, then `sacct`, then `scontrol`, for what it forgot.
+"""What Slurm says of jobs: one batched `squeue` per look, then `sacct`, then `scontrol`, for what it does not tell.
 
-`squeue -t all` knows a job until MinJobAge after its end, `scontrol` as long; `sacct` knows all, where there is
-accounting, and lags a second or so. A job that nobody knows any more is UNKNOWN: the run directory has to tell.
+`squeue -t all` knows a job until MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a
+second or so; `scontrol` is asked job by job, for those of another user and where `sacct` does not answer. A job that
+nobody knows any more is UNKNOWN: the run directory has to tell.
+
+squeue is asked for this user's jobs only (`--me`): of all its filters that one (and a single job id) is
+applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
+does not know are passed over, but for an only one, which makes it fail.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TIMEOUT_S = 30
+FORGOTTEN = "UNKNOWN"
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT"}
 _DEAD_REASON = "DependencyNeverSatisfied"
 
@@ -53,27 +59,51 @@ def call(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def query(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """The state of each job; an array counts as one: its least finished task, a failed one before a good one."""
-    wanted = sorted(set(job_ids))
-    if not wanted:
-        return {}
-    tasks: dict[str, list[JobState]] = {job: [] for job in wanted}
-    listed = call("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N")
-    if listed is not None:
-        _collect(tasks, listed)
+def query(job_ids: Iterable[str], forgotten: dict[str, JobState] | None = None) -> dict[str, JobState]:
+    """The state of each job; an array counts as one: its least finished task, a failed one before a good one.
+
+    `forgotten` is for those who ask again and again: what squeue had forgotten once is kept there and not asked for
+    again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
+    """
+    kept = {} if forgotten is None else forgotten
+    tasks: dict[str, list[JobState]] = {job: [] for job in sorted(set(job_ids)) if job not in kept}
+    if tasks:
+        _collect(tasks, call("squeue", "-h", "-r", "--me", "-t", "all", "-j", ",".join(tasks), "-o", "%i|%T|%r|%N"))
     if missing := [job for job, found in tasks.items() if not found]:
-        listed = call("sacct", "-n", "-P", "-X", "-j", ",".join(missing), "-o", "JobID,State,Reason,NodeList")
-        if listed is not None:
-            _collect(tasks, listed)
-    return {job: _merge(job, found) for job, found in tasks.items()}
+        _collect(tasks, call("sacct", "-n", "-P", "-X", "-j", ",".join(missing), "-o", "JobID,State,Reason,NodeList"))
+    for job in missing:
+        if not tasks[job] and (shown := call("scontrol", "-o", "show", "job", job)) is not None:
+            tasks[job] = [_shown(job, line) for line in shown.splitlines() if line.strip()]
+    states = {job: _merge(job, found) for job, found in tasks.items()}
+    kept.update((job, states[job]) for job in missing if not states[job].active and states[job].state != FORGOTTEN)
+    return {**kept, **states}
 
 
-def _collect(tasks: dict[str, list[JobState]], listed: str) -> None:
-    for line in listed.splitlines():
-        fields = line.split("|")
-        if len(fields) == 4:
-            job, state, reason, nodes = fields
+def fields(shown: str) -> dict[str, str]:
+    """`Key=value` words of one job in `scontrol show job`.
+
+    The first of each key counts: what a person chose (comment, command, paths) stands behind all that is read here.
+    """
+    found: dict[str, str] = {}
+    for word in shown.split():
+        key, separator, value = word.partition("=")
+        if separator:
+            found.setdefault(key, value)
+    return found
+
+
+def _shown(job: str, line: str) -> JobState:
+    found = fields(line)
+    empty = ("None", "(null)")
+    reason, nodes = (found.get(key, "") for key in ("Reason", "NodeList"))
+    return JobState(job, found.get("JobState", FORGOTTEN), reason, "" if nodes in empty else nodes)
+
+
+def _collect(tasks: dict[str, list[JobState]], listed: str | None) -> None:
+    for line in (listed or "").splitlines():
+        values = line.split("|")
+        if len(values) == 4:
+            job, state, reason, nodes = values
             found = tasks.get(job, tasks.get(job.split("_")[0]))
             if found is not None:
                 found.append(JobState(job, state.split(" ")[0].rstrip("+"), reason, nodes))
@@ -81,6 +111,6 @@ def _collect(tasks: dict[str, list[JobState]], listed: str) -> None:
 
 def _merge(job: str, found: list[JobState]) -> JobState:
     if not found:
-        return JobState(job, "UNKNOWN")
-    found = sorted(found, key=lambda s: (not s.active, s.state in ("COMPLETED", "UNKNOWN"), s.state != "RUNNING"))
+        return JobState(job, FORGOTTEN)
+    found = sorted(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
     return JobState(job, found[0].state, found[0].reason, found[0].nodes)

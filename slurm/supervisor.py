@@ -121,7 +121,7 @@ class Supervisor:
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
             pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
         )  # fmt: skip
-        for report in run.stage_folder(stage).glob("error-rank-*.json"):
+        for report in run.stage_folder(stage).glob(_reports(self.task)):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
@@ -134,7 +134,7 @@ class Supervisor:
             except UserError as error:  # no mpirun
                 return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
         elif self.on_slurm:
-            ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock])
+            ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock], task=self.task)
         else:
             ranks = LocalRanks(run, stage, size, keep_open=[lock])
         try:
@@ -252,7 +252,7 @@ class Supervisor:
         if asked is not None and any(left.code == -signal.SIGTERM for left in first):
             return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
         if first:
-            failure = find_failure(run, stage, first)
+            failure = find_failure(run, stage, first, self.task)
             if failure.code == Exit.HANG:
                 failure = self._who_hangs(failure, ranks.size, since)
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
@@ -293,14 +293,19 @@ def _request(run: Run) -> str | None:
     return "stop file" if run.stop_file.exists() else None
 
 
-def find_failure(run: Run, stage: str, first: list[Left]) -> Failure:
+def _reports(task: int | None) -> str:
+    """The names of the error reports of this job's ranks: a task of an array has one, and others beside it."""
+    return "error-rank-*.json" if task is None else f"error-rank-{task}.json"
+
+
+def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
     """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
 
     A rank that a signal killed writes no report; its peers report a lost connection (or abort over it): they
     are blamed last. Among reports the earliest counts.
     """
     reports = []
-    for path in run.stage_folder(stage).glob("error-rank-*.json"):
+    for path in run.stage_folder(stage).glob(_reports(task)):
         try:
             reports.append(json.loads(path.read_bytes()))
         except (OSError, ValueError):
@@ -314,7 +319,7 @@ def find_failure(run: Run, stage: str, first: list[Left]) -> Failure:
         return Failure(Exit(report["code"]), report["rank"], report["host"], message)
     culprit = (culprits or killed or first)[0]
     host = culprit.host or os.uname().nodename
-    log = run.stage_folder(stage) / f"rank-{culprit.rank}.log"
+    log = run.stage_folder(stage) / f"rank-{culprit.rank if task is None else task}.log"
     hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
     code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
     return Failure(code, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

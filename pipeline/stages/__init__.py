@@ -51,3 +51,11 @@ def load(name: str) -> Stage:
 def ranks(run: Run, stage: str) -> int:
     """How many processes the config wants for a stage."""
     return int(getattr(run.config.stages, stage).ranks)
+
+
+def number(stage: str, place: Place) -> int:
+    """The number that the log and the error report of a process bear: its rank, or its task in the array of shard.
+
+    Each task of that array is rank 0 of its own job.
+    """
+    return place.array[0] if stage == "shard" and place.array else place.rank

@@ -43,6 +43,8 @@ class Options:
     slurmd_timeout: int = 15
     """SlurmdTimeout in seconds: a node that is silent for so long is down, and its jobs are requeued.
     Slurm is late: 3 takes about 10 s after a crash and 27 s after a cut."""
+    min_job_age: int = 600
+    """For how many seconds scontrol and squeue know an ended job (MinJobAge). Slurm looks every ten seconds or more."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ BatchStartTimeout=10
 KillWait=5
 OverTimeLimit=0
 # scontrol and squeue know an ended job for so long.
-MinJobAge=600
+MinJobAge={options.min_job_age}
 MaxArraySize=1001
 {topology}
 {accounting}

@@ -1,0 +1,90 @@
+"""`logs`: what a rank, or the supervisor, of a stage has written; readable from the login node while it runs.
+
+`jobs/STAGE/rank-N.log` grows over all attempts of the stage (in the array of shard N is the task). The supervisor's
+own words are in the log of its job, `JOB_0_log.out`: one file per job, appended to when the job is requeued.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from pipeline.errors import UserError
+from pipeline.run import Run
+from slurm.status import IDLE_LOOKS, LOOK_S, Lookout, Row
+
+SUPERVISOR = "supervisor"
+POLL_S = 0.3
+
+
+def log_file(run: Run, stage: str, who: str) -> Path | None:
+    """The newest log of a rank (its number), or of the supervisor; None where there is none yet.
+
+    Raises UserError where `who` is neither.
+    """
+    if who != SUPERVISOR and not who.isdigit():
+        raise UserError(f"--rank {who}: give a rank's number, or {SUPERVISOR}")
+    names = "*_log.out" if who == SUPERVISOR else f"rank-{int(who)}.log"
+    return max((run.jobs / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def show(run: Run, stage: str, who: str, follow: bool) -> None:
+    """Print a log; with `follow` go on as it grows, over requeues and successors, until the stage has ended.
+
+    Raises UserError, saying how the stage stands, where there is nothing to print.
+    """
+    path, lookout = log_file(run, stage, who), Lookout(run)
+    if path is None:
+        words = _nothing(run, stage, who, rows := lookout.look())
+        if not (follow and _goes_on(rows, stage)):
+            raise UserError(words)
+        print(words, file=sys.stderr)
+    shown, file, quiet, look_at = None, None, 0, 0.0
+    try:
+        while True:
+            if follow and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
+            going = follow and quiet < IDLE_LOOKS
+            if path is not None and path != shown:
+                if file is not None:
+                    _print_rest(file)
+                    file.close()
+                    print(f"--- {path}")
+                shown, file = path, open(path, errors="replace")  # noqa: SIM115
+            if file is not None:
+                _print_rest(file)
+            if not going:
+                return
+            time.sleep(POLL_S)
+            path = log_file(run, stage, who)
+    except KeyboardInterrupt:
+        return
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _print_rest(file: IO[str]) -> None:
+    while text := file.read(1 << 20):
+        sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _goes_on(rows: list[Row], stage: str) -> bool:
+    """Whether the stage runs, or may still begin."""
+    row = next(row for row in rows if row.stage == stage)
+    return row.going or (row.state == "waiting" and any(other.going for other in rows))
+
+
+def _nothing(run: Run, stage: str, who: str, rows: list[Row]) -> str:
+    """Why there is no such log."""
+    row = next(row for row in rows if row.stage == stage)
+    if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
+        return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
+    if row.going and row.job:
+        return f"{stage} has not begun: job {row.job} is {row.state}" + (f" ({row.reason})" if row.reason else "")
+    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and row.attempts else ""
+    return f"{stage} has no log of {who if who == SUPERVISOR else f'rank {who}'}: it is {row.state}{where}"

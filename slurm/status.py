@@ -1,0 +1,233 @@
+"""`status`: how each stage of a run stands, once or as a live table.
+
+What a stage has come to is judged by its outputs together with what Slurm says of its job (`judge`): a job that is
+COMPLETED while an output is missing has failed, and so has one that ended before its supervisor began. Where Slurm
+says nothing (no accounting, no controller), the run directory tells: events, locks, outputs.
+
+A table that is watched reads the run directory every two seconds, which costs nothing; Slurm is asked when the
+directory shows something new, else after 2 s, growing to 30 s while nothing changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pipeline import stages
+from pipeline.files import last_object
+from pipeline.run import Holder, Run
+from pipeline.sweep import own_stages
+from slurm.chain import resume_command
+from slurm.cluster import Submitted, jobs_of, uses_slurm
+from slurm.follow import clock
+from slurm.recovery import ENDS
+from slurm.states import FORGOTTEN, JobState
+
+LOOK_S = 2.0
+PAUSE_S = (2.0, 30.0)
+"""The shortest and the longest time between two questions to Slurm."""
+IDLE_LOOKS = 2
+"""After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
+and while a file system shows the outputs late, it may seem so for a moment."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in the table."""
+
+    stage: str
+    state: str
+    """done, running, pending …: a word of Slurm's while its job is active, else how it ended; never: waits in vain."""
+    why: str = ""
+    """What is wrong, in words; empty where nothing is."""
+    job: str = ""
+    nodes: str = ""
+    reason: str = ""
+    """Slurm's reason for a pending job."""
+    step: str = ""
+    loss: str = ""
+    eta: str = ""
+    attempts: int = 0
+    seconds: float = 0.0
+    """How long it has run, over all attempts."""
+    going: bool = False
+    """Whether it runs, or waits in the queue for something that can happen."""
+
+
+def judge(
+    missing: str | None, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
+) -> tuple[str, str, bool]:
+    """State, what is wrong, and whether it goes on, from a stage's outputs, lock, events and newest Slurm job.
+
+    `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
+    """
+    end = next((e for e in reversed(events) if e["event"] in ENDS), None)
+    if missing is None and (not held or (end is not None and end["event"] == "done")):
+        return "done", "", False
+    if job is not None and job.dead:
+        return "never", f"job {job.job_id} waits for what cannot happen any more ({job.reason})", False
+    if job is not None and job.active:
+        return job.state.lower(), "", True
+    if held:
+        return "running", "", True
+    slurm = "" if job is None or job.state == FORGOTTEN else job.state
+    if slurm == "COMPLETED" or (end is not None and end["event"] == "done"):
+        who = f"job {job.job_id} is COMPLETED" if job is not None and slurm else "its supervisor said done"
+        return "incomplete", f"{who}, but {missing}", False
+    if end is not None:
+        return str(end["event"]), _words(end) if end["event"] == "failed" else "", False
+    began = any(e["event"] == "started" for e in events)
+    if job is not None and slurm:
+        word = "cancelled" if slurm == "CANCELLED" else "died" if began else "failed"
+        how = "its supervisor left no word" if began else "it ended before its supervisor began"
+        return word, "" if word == "cancelled" else f"job {job.job_id} is {slurm}: {how}", False
+    if began:
+        return "died", "it ended without a word", False
+    return ("unknown", f"Slurm does not know job {job.job_id}", False) if job is not None else ("waiting", "", False)
+
+
+def _words(end: Mapping[str, Any]) -> str:
+    return f"({end.get('cause')}): {str(end.get('message', '')).rstrip()}"
+
+
+class Lookout:
+    """Looks at a run again and again, and asks Slurm as seldom as will do."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._forgotten: dict[str, JobState] = {}
+        self._jobs: list[Submitted] = []
+        self._done: dict[str, Row] = {}
+        self._seen: object = None
+        self._pause, self._ask_at, self._size = PAUSE_S[0], 0.0, -1
+
+    def look(self) -> list[Row]:
+        """The stages as they stand now."""
+        self._ask_slurm()
+        rows: dict[str, Row] = {}
+        for stage in own_stages(self.run):
+            row = self._row(stage)
+            vain = [name for name in stages.load(stage).NEEDS if rows[name].state != "done" and not rows[name].going]
+            if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
+                row = replace(row, state="never", going=False, why=f"job {row.job} waits for {', '.join(vain)}")
+            rows[stage] = row
+        return list(rows.values())
+
+    def _ask_slurm(self) -> None:
+        now, size = time.monotonic(), self.run.events.stat().st_size
+        if now < self._ask_at and size == self._size:
+            return
+        self._jobs = jobs_of(self.run, self._forgotten) if uses_slurm(self.run) else []
+        seen = (size, self._jobs)
+        self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
+        self._seen, self._size, self._ask_at = seen, size, now + self._pause
+
+    def _row(self, stage: str) -> Row:
+        if stage in self._done:
+            return self._done[stage]
+        run, work = self.run, stages.load(stage)
+        events, holder = run.read_events(stage), run.holder(stage)
+        job = _shown([job for job in self._jobs if job.stage == stage])
+        since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
+        missing = work.missing(run)
+        state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
+        step, loss, eta = _progress(run, stage, state == "running")
+        row = Row(
+            stage, state, why, job.job_id if job else "", _nodes(job, holder, going),
+            job.state.reason if job and going and job.state.state == "PENDING" else "", step, loss, eta,
+            max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
+            _running_time(events, state == "running"), going,
+        )  # fmt: skip
+        if state == "done":
+            self._done[stage] = row
+        return row
+
+
+def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
+    """Which of a stage's jobs to show: one that runs, the first that may, one that waits in vain, the last."""
+    active = [job for job in jobs if job.state.active]
+    running = [job for job in active if job.state.state != "PENDING"]
+    dead = [job for job in jobs if job.state.dead]
+    return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
+
+
+def _nodes(job: Submitted | None, holder: Holder | None, going: bool) -> str:
+    if job is not None and going and job.state.nodes:
+        return job.state.nodes
+    return holder.host if holder is not None else ""
+
+
+def _progress(run: Run, stage: str, running: bool) -> tuple[str, str, str]:
+    """Step, loss and time left, as far as the stage has such things."""
+    if stage != "train":
+        return stages.load(stage).progress(run), "", ""
+    steps, last = run.config.train.steps, last_object(run.metrics)
+    if last is None:
+        return f"0/{steps}", "", ""
+    left = clock((steps - last["step"]) * last["step_time_s"]) if running else ""
+    return f"{last['step']}/{steps}", f"{last['loss']:.4f}", left
+
+
+def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
+    """Seconds of all attempts; of the one that runs, since it began."""
+    spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
+    last = next((e for e in reversed(events) if e["event"] in ("started", *ENDS)), None)
+    if running and last is not None and last["event"] == "started":
+        spent += (datetime.now(UTC) - datetime.fromisoformat(last["time"])).total_seconds()
+    return spent
+
+
+def table(run: Run, rows: Sequence[Row]) -> Group:
+    """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
+    columns = {
+        "stage": [row.stage for row in rows],
+        "state": [row.state for row in rows],
+        "job": [row.job for row in rows],
+        "reason": [row.reason for row in rows],
+        "nodes": [row.nodes for row in rows],
+        "step": [row.step for row in rows],
+        "loss": [row.loss for row in rows],
+        "ETA": [row.eta for row in rows],
+        "attempts": [str(row.attempts) for row in rows],
+        "time": [clock(row.seconds) for row in rows],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for name in kept:
+        drawn.add_column(name)
+    for cells in zip(*kept.values(), strict=True):
+        drawn.add_row(*map(Text, cells))
+    lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    if not any(row.going for row in rows) and any(row.state != "done" for row in rows):
+        lines.append(Text(f"to go on: {resume_command(run)}"))
+    return Group(Text(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")), drawn, *lines)
+
+
+def print_status(run: Run, console: Console) -> None:
+    """How the run stands now."""
+    console.print(table(run, Lookout(run).look()), highlight=False, soft_wrap=True)
+
+
+def watch(run: Run, console: Console) -> None:
+    """A live table, until the run is done or nothing of it runs or waits any more; Ctrl-C only stops watching."""
+    lookout, idle = Lookout(run), 0
+    with Live(console=console, auto_refresh=False) as live:
+        while idle < IDLE_LOOKS:
+            rows = lookout.look()
+            live.update(table(run, rows), refresh=True)
+            if all(row.state == "done" for row in rows):
+                return
+            idle = 0 if any(row.going for row in rows) else idle + 1
+            try:
+                time.sleep(LOOK_S)
+            except KeyboardInterrupt:
+                return

@@ -1,0 +1,105 @@
+"""The verdict on a stage, and how often Slurm is asked; without a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.run import Run
+from slurm import states, status
+from slurm.cluster import Submitted
+from slurm.states import JobState
+from tests.tiny import make_run
+
+STARTED = {"event": "started"}
+DONE = {"event": "done"}
+FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "held", "events", "job", "state", "why", "going"),
+    [
+        (None, False, [STARTED, DONE], "COMPLETED", "done", "", False),
+        (None, False, [], None, "done", "", False),
+        (None, True, [STARTED], None, "running", "", True),
+        ("x is missing", False, [STARTED, DONE], "COMPLETED", "incomplete", "COMPLETED, but x", False),
+        ("x is missing", False, [STARTED, DONE], None, "incomplete", "said done, but x", False),
+        ("x", False, [STARTED, FAILED], "FAILED", "failed", "(hang): rank 3", False),
+        ("x", False, [STARTED, FAILED], "PENDING", "pending", "", True),
+        ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor left no word", False),
+        ("x", False, [], "FAILED", "failed", "before its supervisor began", False),
+        ("x", False, [], "CANCELLED", "cancelled", "", False),
+        ("x", False, [], states.FORGOTTEN, "unknown", "does not know job 9", False),
+        ("x", False, [STARTED], states.FORGOTTEN, "died", "without a word", False),
+        ("x", True, [STARTED], states.FORGOTTEN, "running", "", True),
+        ("x", False, [], None, "waiting", "", False),
+    ],
+)
+def test_the_verdict(
+    missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
+) -> None:
+    found = status.judge(missing, held, events, JobState("9", job) if job else None)
+    assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
+
+
+def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    jobs = [
+        Submitted("train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
+        Submitted("evaluate", "4", JobState("4", "PENDING", "Dependency")),
+    ]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    rows = {row.stage: row for row in status.Lookout(run).look()}
+    assert rows["train"].state == rows["evaluate"].state == "never"
+    assert rows["evaluate"].why == "job 4 waits for train"
+    console = Console(width=150, record=True)
+    status.print_status(run, console)
+    assert "to go on: python submit.py resume" in console.export_text()
+
+
+def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = make_run(tmp_path), 1000.0
+    asked: list[float] = []
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+
+    def jobs_of(run: Run, forgotten: dict[str, JobState]) -> list[Submitted]:
+        asked.append(now)
+        return []
+
+    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    lookout = status.Lookout(run)
+    for _ in range(100):
+        lookout.look()
+        now += status.LOOK_S
+    pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
+    assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
+    run.event("requeued", "train")
+    lookout.look()
+    assert asked[-1] == now, "the run directory shows something new"
+    now += status.LOOK_S
+    lookout.look()
+    assert asked[-1] == now
+
+
+def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def call(*command: str) -> str | None:
+        calls.append(command)
+        return {"squeue": "2_0|RUNNING|None|n1\n2_1|PENDING|Resources|\n", "sacct": "1|COMPLETED|None|n1\n"}.get(
+            command[0]
+        )
+
+    monkeypatch.setattr(states, "call", call)
+    kept: dict[str, JobState] = {}
+    for _ in range(2):
+        found = states.query(["1", "2"], kept)
+        assert (found["1"].state, found["2"].state) == ("COMPLETED", "RUNNING")
+    assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
+    assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
