@@ -12,7 +12,6 @@ frequencies of tokens, and nothing of their order, could reach at best.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ from data_prep.manifest import Manifest, ShardEntry
 from pipeline import checkpoint_files as files
 from pipeline import groups
 from pipeline.checkpoint import load, verified
+from pipeline.engine import DTYPES
 from pipeline.errors import CheckpointError
 from pipeline.files import write_json
 from pipeline.inputs import verify_shards
@@ -46,6 +46,7 @@ class Evaluator:
         config = run.config
         with torch.device("meta"):
             model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length)
+        model.compute_dtype = DTYPES.get(config.train.precision)
         self.model = model.to_empty(device=world.device).eval()
         init_weights(self.model, config.run.seed, config.model.initializer_range)
         self.windows = [
@@ -125,15 +126,8 @@ class Evaluator:
             inputs_BT[row, 1:count] = tokens[start : start + count - 1]
             if start > 0:
                 inputs_BT[row, 0] = tokens[start - 1]
-        device, precision = self.world.device, self.run.config.train.precision
-        autocast = (
-            contextlib.nullcontext()
-            if precision == "fp32"
-            else torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
-        )
-        with autocast:
-            logits_BTV = self.model(torch.from_numpy(inputs_BT).to(device))
-            return loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(device)).item()
+        logits_BTV = self.model(torch.from_numpy(inputs_BT).to(self.world.device))
+        return loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(self.world.device)).item()
 
     def _length(self, entry: ShardEntry, start: int) -> int:
         """Tokens of the window at `start`: the last one of a file is shorter."""
