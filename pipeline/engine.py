@@ -95,6 +95,7 @@ class Engine:
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             data_parallel.shard(part, over, free_after_forward=layout.zero == 3, offload=config.parallel.offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
+        part.model.rotary.to(self.world.device)  # tables stay where they are used
         init_weights(part, config.run.seed, config.model.initializer_range)
         return part
 

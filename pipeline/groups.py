@@ -78,7 +78,10 @@ def join(place: Place, config: Config) -> World:
             timeout=TIMEOUT,
             master_listen_fd=place.listen_fd,
         )
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    kinds = backend
+    if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
+        kinds = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     return World(place.rank, place.world_size, device, backend)
 
 
