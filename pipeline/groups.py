@@ -78,7 +78,7 @@ def join(place: Place, config: Config) -> World:
             timeout=TIMEOUT,
             master_listen_fd=place.listen_fd,
         )
-    kinds = backend
+    kinds: str = backend
     if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
         kinds = "cpu:gloo,cuda:nccl"
     dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import Config
+from pipeline.config_file import load_config
 from pipeline.layout import layout_of
 from pipeline.plan import Action, actions, memory, plan, timeline
 from slurm.environment import Place
@@ -21,6 +22,8 @@ from tests.test_parallel import FEW, LAYOUTS, TIED
 
 def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
     """How many values of weights, and of the optimizer's moments, this rank holds under each config."""
+    import torch.distributed as dist
+
     from pipeline import groups
 
     world = groups.join(place, configs[0])
@@ -31,6 +34,7 @@ def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
         weights = sum(n for name, n in local.items() if name.startswith("model."))
         moments = sum(n for name, n in local.items() if "exp_avg" in name)
         results.append((weights, moments))
+    dist.barrier()  # rank 0 holds the store in which the others may still make groups
     return results
 
 
@@ -96,3 +100,10 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
         main()
     assert stopped.value.code == 2
     assert "parallel.tensor (3) = 3 does not divide the number of training ranks, 2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
+def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
+    config = load_config(Path(__file__).resolve().parent.parent / f"configs/{name}.yaml")
+    found = memory(config, layout_of(config), 0, config.data.tokenizer.vocab_size, [])
+    assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)
