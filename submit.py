@@ -228,6 +228,17 @@ def doctor(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")], overrides: Overrides = None
+) -> None:
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
+    command = [sys.executable, "-m", "pipeline", "plan", str(config), *(overrides or [])]
+    folder = str(Path(__file__).resolve().parent)
+    paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
     from pipeline.config_file import schema_text

@@ -4,6 +4,7 @@
     python -m pipeline train configs/quickstart.yaml train.steps=50     makes or finds the run first
     python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
     python -m pipeline verify RUN [--step N]            hash a checkpoint's files, print its digest
+    python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
 
 A rank computes, saves and leaves with a code (pipeline/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -27,7 +28,7 @@ from pipeline.run import Run, with_absolute_paths
 from pipeline.signals import StopFlag
 from slurm.environment import Place, identify
 
-USAGE = "usage: python -m pipeline prepare|shard|train|evaluate|verify RUN|CONFIG [--step N] [key=value …]"
+USAGE = "usage: python -m pipeline prepare|shard|train|evaluate|verify|plan RUN|CONFIG [--step N] [key=value …]"
 
 
 def main(arguments: list[str]) -> int:
@@ -43,6 +44,13 @@ def main(arguments: list[str]) -> int:
             from pipeline.verify import verify
 
             return verify(Run.open(target), options.get("step"))
+        if stage == "plan":
+            from pipeline.config_file import load_config
+            from pipeline.plan import plan
+
+            config = Run.open(target).config if Path(target).is_dir() else load_config(Path(target), overrides)
+            print("\n".join(plan(config)))
+            return 0
         place = identify(os.environ)
         run = find_run(target, overrides, place)
         work = stages.load(stage)

@@ -28,6 +28,7 @@ from pipeline.config_types import (
     Section,
     TimeLimit,
 )
+from pipeline.layout import layout_of
 
 
 class Sharing(StrEnum):
@@ -174,26 +175,24 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 0
     """What data parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
-    """Pipeline schedule."""
+    """Pipeline schedule; without a pipeline it means nothing."""
     virtual_stages: PositiveInt = 1
-    """Pipeline stages per rank."""
+    """Pipeline stages per rank; without a pipeline it means nothing."""
+    sequence: bool = True
+    """Whether tensor parallel ranks split the sequence where they do not split the weights (norms, residual stream)."""
+    loss_parallel: bool = True
+    """Whether tensor parallel ranks compute the loss on their own part of the vocabulary, never gathering logits."""
+    reduce: Literal["auto", "step", "micro_batch"] = "auto"
+    """When data parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
+    shard of the gradients in memory); `auto`: per micro-batch for zero 2 and 3 without a pipeline, else per step."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; they visit the GPU when they are needed."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, all but matrix products and attention, or all."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Communication: `auto` is NCCL where there are GPUs, else Gloo. `mpi` needs mpi4py and an MPI (docs/mpi.md)."""
     bucket_mb: PositiveInt = 25
     """Size of the buckets in which DDP reduces gradients, in MiB."""
-
-    @model_validator(mode="after")
-    def _only_what_is_there(self) -> ParallelConfig:
-        for key in ("tensor", "pipeline", "virtual_stages"):
-            if getattr(self, key) != 1:
-                raise ValueError(f"{key}: {getattr(self, key)} is not available yet; only 1 is")
-        if self.zero != 0:
-            raise ValueError(f"zero: {self.zero} is not available yet; only 0 is")
-        if self.schedule != "1f1b":
-            raise ValueError(f"schedule: {self.schedule} goes with pipeline > 1, which is not available yet")
-        if isinstance(self.data, DataParallel) and self.data.shard != 1:
-            raise ValueError(f"data.shard: {self.data.shard} is not available yet; only 1 is")
-        return self
 
 
 class TrainConfig(Section):
@@ -355,31 +354,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Config:
-        world = self.stages.train.ranks
-        check_batch(self, world)
-        data = self.parallel.data
-        if isinstance(data, DataParallel) and data.replicate != world:
-            raise ValueError(
-                f"parallel.data.replicate ({data.replicate}) is not the number of training ranks: "
-                f"stages.train has {self.stages.train.nodes} nodes × {self.stages.train.tasks_per_node} tasks = {world}"
-            )
+        layout_of(self)
         if self.optimizer.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) is more than train.steps ({self.train.steps})"
             )
         return self
-
-
-def check_batch(config: Config, data_parallel: int) -> int:
-    """Micro-batches per rank and step when `data_parallel` ranks share the global batch.
-
-    Raises ValueError, with the sizes that fit, where it does not divide.
-    """
-    batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % (data_parallel * micro):
-        fits = [n for n in range(1, batch + 1) if batch % (n * micro) == 0]
-        raise ValueError(
-            f"train.global_batch ({batch}) is no multiple of train.micro_batch ({micro}) × {data_parallel} data "
-            f"parallel ranks; with these batches the ranks may be {', '.join(map(str, fits))}"
-        )
-    return batch // (data_parallel * micro)

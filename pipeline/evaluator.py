@@ -4,6 +4,7 @@ The held-out tokens are cut into windows of `sequence_length`, the windows into 
 Batch b belongs to rank b mod ranks, so a batch holds the same windows on any layout and its loss is the same
 bits; the sums are gathered and added in batch order, in double precision. Each token is predicted once: the
 first of a file from the end-of-text token, the first of any other window from the last token before it.
+Where training splits the model, one rank may not hold it, and evaluation splits it too: by ZeRO 3, on all ranks.
 
 Bits per byte (loss in bits, per byte of UTF-8 text) does not depend on the tokenizer. Beside it stands the
 unigram figure: the entropy of the held-out tokens' own frequencies, in bits per byte: what a model that knew the
@@ -12,17 +13,19 @@ frequencies of tokens, and nothing of their order, could reach at best.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from data_prep.manifest import Manifest, ShardEntry
 from pipeline import checkpoint_files as files
 from pipeline import groups
 from pipeline.checkpoint import load, verified
+from pipeline.data_parallel import shard
+from pipeline.engine import DTYPES
 from pipeline.errors import CheckpointError
 from pipeline.files import write_json
 from pipeline.inputs import verify_shards
@@ -46,6 +49,11 @@ class Evaluator:
         config = run.config
         with torch.device("meta"):
             model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length)
+        model.compute_dtype = DTYPES.get(config.train.precision)
+        parallel = config.parallel
+        self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
+        if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
+            shard(model, init_device_mesh(world.device.type, (world.size,)), free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
         init_weights(self.model, config.run.seed, config.model.initializer_range)
         self.windows = [
@@ -67,7 +75,7 @@ class Evaluator:
                 files.set_aside(self.run.checkpoints, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
-        load({f"model.{n}": p.detach() for n, p in self.model.named_parameters()}, checkpoint, self.group)
+        load({f"model.{n}": p.detach() for n, p in self.model.named_weights()}, checkpoint, self.group)
         sums = self._batch_sums(step)
         if sums is None:
             return False
@@ -105,6 +113,8 @@ class Evaluator:
             if number < len(batches):
                 start = batches[number]
                 mine[number] = self._batch_loss(self.windows[start : start + size])
+            elif self.split:  # the others gather weights from this rank too
+                self._batch_loss(self.windows[:1])
             if self.agreement.stop():
                 return None
             if self.world.first and first // self.world.size % 10 == 0:
@@ -125,15 +135,8 @@ class Evaluator:
             inputs_BT[row, 1:count] = tokens[start : start + count - 1]
             if start > 0:
                 inputs_BT[row, 0] = tokens[start - 1]
-        device, precision = self.world.device, self.run.config.train.precision
-        autocast = (
-            contextlib.nullcontext()
-            if precision == "fp32"
-            else torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
-        )
-        with autocast:
-            logits_BTV = self.model(torch.from_numpy(inputs_BT).to(device))
-            return loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(device)).item()
+        logits_BTV = self.model(torch.from_numpy(inputs_BT).to(self.world.device))
+        return loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(self.world.device)).item()
 
     def _length(self, entry: ShardEntry, start: int) -> int:
         """Tokens of the window at `start`: the last one of a file is shorter."""

@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.layout import Layout
 from slurm.environment import Place
 
 T = TypeVar("T")
@@ -76,7 +78,10 @@ def join(place: Place, config: Config) -> World:
             timeout=TIMEOUT,
             master_listen_fd=place.listen_fd,
         )
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    kinds: str = backend
+    if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
+        kinds = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     return World(place.rank, place.world_size, device, backend)
 
 
@@ -140,16 +145,33 @@ def make_deterministic(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def layout(place: Place, config: Config, world: World) -> dict[str, object]:
+def make_mesh(layout: Layout, world: World) -> DeviceMesh:
+    """The ranks as a mesh (pp, dp_replicate, dp_shard, tp); every rank must call it. Groups are made per dimension."""
+    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+
+
+def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
     """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
-    return {
-        "data_parallel": world.size,
-        "tensor": config.parallel.tensor,
-        "pipeline": config.parallel.pipeline,
-        "zero": config.parallel.zero,
-        "ranks_per_node": place.local_world_size,
+    parallel = config.parallel
+    words: dict[str, object] = {
+        "data_parallel": layout.data,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "zero": layout.zero,
+        "ranks_per_node": layout.ranks_per_node,
         "micro_batch": config.train.micro_batch,
-        "bucket_mb": config.parallel.bucket_mb,
+    }
+    if layout.zero:
+        words |= {"shard": layout.shard, "reduce": "micro_batch" if layout.reduce_each_micro_batch else "step"}
+    if layout.tensor > 1:
+        words |= {"sequence": layout.sequence, "loss_parallel": parallel.loss_parallel}
+    if layout.pipeline > 1:
+        words |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+    return words | {
+        "offload": parallel.offload,
+        "activation_checkpointing": parallel.activation_checkpointing,
+        "bucket_mb": parallel.bucket_mb,
         "threads": config.train.threads,
         "precision": config.train.precision,
         "compile": config.train.compile,

@@ -7,6 +7,10 @@ between the two unchanged and anyone's tools can read a checkpoint.
 
 Shapes are in the names: B sequences, T tokens, D = `dim`, H heads, K width of a head, V = `vocab_size`.
 
+**A part of the model**: `Decoder(…, layers=range(4, 8))` has only these blocks, with the embedding only if it starts at
+the first block and norm and output layer only if it ends with the last: a pipeline stage. Parameters keep the names
+that they have in the whole model.
+
 **Initial weights** are a function of (seed, parameter name, position in the parameter) and of nothing else: each
 parameter is drawn on its own, on the CPU, whole, from a generator seeded by a hash of its name. Whoever builds a part
 of the model, in any order, on any device, even from `meta`, gets the same numbers.
@@ -16,12 +20,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
 
 from pipeline.config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the two parameters that may be tied."""
+_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 class Rotary(nn.Module):
@@ -114,53 +126,85 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.recompute = "none"
+        """What backward computes again: `none`, `selective` (all but matrix products and attention) or `full`."""
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Add attention's and the MLP's output to the residual stream."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._layer(x_BTD, rotary)
+        options: dict[str, Any] = {}
+        if self.recompute == "selective":
+            options["context_fn"] = lambda: checkpoint.create_selective_checkpoint_contexts(_keep_products)
+        result: Tensor = checkpoint.checkpoint(self._layer, x_BTD, rotary, use_reentrant=False, **options)
+        return result
+
+    def _layer(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
 
 
-class Backbone(nn.Module):
-    """Embedding, blocks and last norm: the `model.` of the parameter names."""
+def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    """Keep what is dear to compute; elementwise work is cheap to do again."""
+    keep = op in _KEPT or "scaled_dot_product" in str(op)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> None:
+
+class Backbone(nn.Module):
+    """Embedding, blocks and last norm: the `model.` of the parameter names. Of a part, what belongs to it."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(vocab_size, config.dim) if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps) if layers.stop == config.layers else None
         self.rotary = Rotary(config, sequence_length)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Token ids to normalised hidden states `x_BTD`."""
-        x_BTD = self.embed_tokens(tokens_BT)
-        for block in self.layers:
+    @property
+    def blocks(self) -> list[Block]:
+        """The decoder blocks in order."""
+        return [cast(Block, block) for block in self.layers.values()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids (of a later part: hidden states) to hidden states `x_BTD`, normalised by the last part."""
+        x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        for block in self.blocks:
             x_BTD = block(x_BTD, self.rotary)
-        return self.norm(x_BTD)
+        return x_BTD if self.norm is None else self.norm(x_BTD)
 
 
 class Decoder(nn.Module):
-    """The whole language model: int64 `tokens_BT` (T <= `sequence_length`) to `logits_BTV`.
+    """The language model: int64 `tokens_BT` (T <= `sequence_length`) to `logits_BTV`; or a part of it.
 
     Building it draws weights of torch's own kind; :func:`init_weights` sets those that a training starts from. Under
     `torch.device("meta")` it takes no memory: then call `to_empty(device=...)` and :func:`init_weights`.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = Backbone(config, vocab_size, sequence_length)
-        self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
+        layers = range(config.layers) if layers is None else layers
+        self.model = Backbone(config, vocab_size, sequence_length, layers)
+        self.lm_head = nn.Linear(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
+        self.compute_dtype: torch.dtype | None = None
+        """Type in which matrix products are computed, by autocast; None: that of the weights."""
         self.tie_weights()
 
     def tie_weights(self) -> None:
         """Let the output layer use the embedding's parameter, if the config says so (`to_empty` parts them)."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Token ids to `logits_BTV` of each next token."""
-        return self.lm_head(self.model(tokens_BT))
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter with its name in the whole model; a tied output layer's is the embedding's."""
+        for name, parameter in self.named_parameters():
+            yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`."""
+        with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+            x_BTD = self.model(x)
+            return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -174,17 +218,17 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int, std: float) -> None:
-    """Set all parameters and the rotary tables, in place, on whatever device they are.
+    """Set all parameters and the rotary tables, in place, on whatever device they are; of a DTensor, this rank's part.
 
     Norms are ones. All else is normal with mean 0 and deviation `std`; the projections that write to the residual
     stream have std / sqrt(2 * layers), since 2 * layers of them add up (Radford et al., "Language Models are
     Unsupervised Multitask Learners", 2019, section 2.3). Bits are those of torch's CPU generator, whose last digits
-    may differ between kinds of processors.
+    may differ between kinds of processors. Memory: one whole parameter at a time.
     """
     model.tie_weights()
     model.model.rotary.reset()
     residual_std = std / math.sqrt(2 * model.config.layers)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_weights():
         if parameter.ndim == 1:
             parameter.fill_(1.0)
             continue
@@ -192,7 +236,26 @@ def init_weights(model: Decoder, seed: int, std: float) -> None:
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        parameter.copy_(values.normal_(0.0, residual_std if scaled else std, generator=generator))
+        values.normal_(0.0, residual_std if scaled else std, generator=generator)
+        if isinstance(parameter, DTensor):
+            parameter.to_local().copy_(own_part(values, parameter))
+        else:
+            parameter.copy_(values)
+
+
+def own_part(values: Tensor, like: DTensor) -> Tensor:
+    """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication.
+
+    Tensor parallelism cuts first and sharded data parallelism cuts its pieces again, though its mesh dimension comes
+    first: so cuts are made from the innermost mesh dimension outwards.
+    """
+    where: Sequence[int] = like.device_mesh.get_coordinate() or ()
+    for at, size, placement in list(zip(where, like.device_mesh.shape, like.placements, strict=True))[::-1]:
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            pieces = values.chunk(size, dim)
+            values = pieces[at] if at < len(pieces) else values.narrow(dim, 0, 0)
+    return values
 
 
 def num_parameters(model: nn.Module) -> int:

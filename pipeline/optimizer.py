@@ -7,6 +7,7 @@ run that stops and goes on sees the same rates. The trainer calls :func:`set_lea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -70,3 +71,35 @@ def fill_state(optimizer: torch.optim.AdamW) -> None:
             moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             where = parameter.device if group["fused"] else "cpu"
             optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=where), **moments}
+
+
+class LossScaler:
+    """Scale of the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
+
+    A step whose gradient is not finite is skipped and halves the scale; `INTERVAL` good ones in a row double it. All
+    ranks see the same norm, so they agree without asking. The constants are those of torch.amp.GradScaler.
+    """
+
+    INTERVAL = 2000
+
+    def __init__(self) -> None:
+        self.scale = 2.0**16
+        self._good = 0
+
+    def see(self, norm: float) -> bool:
+        """Whether a gradient with this norm is finite; sets the next step's scale."""
+        finite = math.isfinite(norm)
+        self._good = self._good + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self._good == self.INTERVAL:
+            self.scale, self._good = self.scale * 2, 0
+        return finite
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good": self._good}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Take up what `state` returned."""
+        self.scale, self._good = float(state["scale"]), int(state["good"])

@@ -1,16 +1,14 @@
 """The training loop, from top to bottom: build, restore, step, save, stop.
 
 `Trainer.step` is one optimizer step and fits on a screen. What makes a run exact (contract 3) stands here in
-four places: the batch of a step is a function of `samples_consumed` alone (pipeline/order.py); everything
-random in a step is seeded by (seed, step, rank, micro-batch); DDP's gradient buckets are fixed before the first
-step (`fix_buckets`); and a checkpoint is taken at step boundaries only, by all ranks together.
+three places: the batch of a step is a function of `samples_consumed` alone (pipeline/order.py); a step's gradients are
+a function of weights, batch, step number and layout (pipeline/engine.py); and a checkpoint is taken at step boundaries
+only, by all ranks together.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import math
 import os
 import resource
@@ -19,22 +17,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from data_prep.manifest import Manifest
 from pipeline import groups
-from pipeline.checkpoint import Checkpointer, State
-from pipeline.config import Config, check_batch
+from pipeline.checkpoint import Checkpointer
+from pipeline.config import Config
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.engine import Engine
 from pipeline.errors import CheckpointError, Exit
 from pipeline.files import read_jsonl, sha256_json
 from pipeline.guard import WINDOW, Guard
 from pipeline.inputs import verify_shards
+from pipeline.layout import layout_of
 from pipeline.metrics import Metrics, lost_lines, rewind
-from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum
-from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
+from pipeline.model import flops_per_token
+from pipeline.optimizer import learning_rate, set_learning_rate
 from pipeline.order import ORDER_VERSION
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
@@ -42,14 +39,6 @@ from pipeline.stop import Agreement, Clock, SaveRequest
 from pipeline.stragglers import OwnTime, Stragglers
 from pipeline.watchdog import Watchdog
 from slurm.environment import Place, time_left
-
-# the model's only buffers are constant tables; torch 2.13 gave the option that says so another name
-_NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -63,12 +52,6 @@ def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
         "order_version": ORDER_VERSION,
     }
-
-
-def step_seed(seed: int, step: int, rank: int, micro: int) -> int:
-    """Seed of everything random in one micro-batch: a function of place and time, not of history."""
-    text = f"{seed}/{step}/{rank}/{micro}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 class Trainer:
@@ -86,7 +69,7 @@ class Trainer:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
         self.run, self.config, self.world, self.flag = run, config, world, flag
-        self.micro_batches = check_batch(config, world.size)
+        self.layout = layout_of(config, world.size, place.local_world_size, manifest.vocab_size)
         self.tokens_per_step = config.train.global_batch * config.data.sequence_length
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
@@ -96,13 +79,12 @@ class Trainer:
         self.watchdog = watchdog or Watchdog(run.jobs, world.rank, config.recovery, flag, lambda message: None)
         self.own = OwnTime(world.device)
         self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename)
-        layout = groups.layout(place, config, world)
         self.checkpointer = Checkpointer(
             run.checkpoints,
             groups.side_group(),
             keep=config.checkpoint.keep,
             background=config.checkpoint.mode == "async",
-            describe={"layout": layout, **identity(config, manifest)},
+            describe={"layout": groups.describe(self.layout, config, world), **identity(config, manifest)},
             on_saved=self._log_saved,
         )
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
@@ -110,32 +92,11 @@ class Trainer:
             [ShardSpan(run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train],
             config.data.sequence_length,
         )
-        with torch.device("meta"):
-            model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length)
-        self.model = model.to_empty(device=world.device)
-        init_weights(self.model, config.run.seed, config.model.initializer_range)
-        self.optimizer = make_optimizer(self.model, config.optimizer, world.device)
-        fill_state(self.optimizer)
-        fp16 = config.train.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16)
+        self.engine = Engine(config, self.layout, world, manifest.vocab_size, self.own)
         self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
         self.samples_consumed = 0
         self.start_step = self._restore()
         self.guard = self._make_guard()
-        if config.train.compile:
-            for layer in self.model.model.layers:
-                layer.compile()
-        self.forward: nn.Module = self.model
-        if world.size > 1:
-            self.forward = DistributedDataParallel(
-                self.model,
-                device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                bucket_cap_mb=config.parallel.bucket_mb,
-                gradient_as_bucket_view=True,
-                init_sync=False,  # weights are already equal: same seed, or same checkpoint
-                **_NO_BUFFER_SYNC,
-            )
-            self.fix_buckets()
         self.metrics = Metrics(run.metrics if world.first else None)
         self._checkpoint_s = 0.0
 
@@ -144,36 +105,20 @@ class Trainer:
     def step(self, step: int, tokens_BT1: torch.Tensor) -> dict[str, Any]:
         """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
 
-        tokens_BT1: int64 of shape (global_batch / data_parallel, sequence_length + 1).
+        tokens_BT1: int64 of shape (global_batch / data parallel size, sequence_length + 1).
         """
-        config = self.config
+        config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
-        set_learning_rate(self.optimizer, lr)
-        total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for micro, micro_BT1 in enumerate(tokens_BT1.split(config.train.micro_batch)):
-            torch.manual_seed(step_seed(config.run.seed, step, self.world.rank, micro))
-            with self._sync_only(micro == self.micro_batches - 1):
-                self._enter(step, "forward")
-                with self.own, self._autocast():
-                    loss = loss_sum(self.forward(micro_BT1[:, :-1]), micro_BT1[:, 1:])
-                self._enter(step, "backward")
-                # DDP averages over ranks: × world size makes the gradient that of the global batch's mean loss
-                self.scaler.scale(loss * (self.world.size / self.tokens_per_step)).backward()
-            total_loss += loss.detach()
-        self._enter(step, "reduce")
-        dist.all_reduce(total_loss)
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = self._clip()
+        set_learning_rate(engine.optimizer, lr)
+        mean_loss = engine.backward(tokens_BT1, step, lambda phase: self._enter(step, phase))
+        grad_norm = engine.clip(config.optimizer.clip_norm)
         self.agreement.start()
         # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
-        loss, norm = torch.stack([total_loss / self.tokens_per_step, grad_norm.double()]).tolist()
-        overflow = self.scaler.is_enabled() and not math.isfinite(norm)  # the scaler leaves such a step out by itself
+        loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
+        overflow = engine.scaler is not None and not math.isfinite(norm)  # the scaler leaves such a step out by itself
         bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
         self.checkpointer.wait_staged()
-        if bad is None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        engine.update(norm, good=bad is None)
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line["tokens"] = step * self.tokens_per_step
@@ -182,41 +127,6 @@ class Trainer:
     def _enter(self, step: int, phase: str) -> None:
         """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
         self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
-
-    def _sync_only(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are reduced with the last micro-batch of a step, not before."""
-        if last or not isinstance(self.forward, DistributedDataParallel):
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = self.forward.no_sync()
-        return context
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        dtype = _DTYPES.get(self.config.train.precision)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, dtype)
-
-    def _clip(self) -> torch.Tensor:
-        """Norm of the whole gradient before clipping; clips where the config says so."""
-        limit = self.config.optimizer.clip_norm
-        if limit is not None:
-            return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-
-    def fix_buckets(self) -> None:
-        """Make DDP rebuild its gradient buckets now, not after the first step.
-
-        DDP reduces the first backward after a start in other buckets than all later ones; with three ranks or
-        more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
-        the last bits. One backward whose gradients are thrown away settles the buckets.
-        """
-        length = self.config.data.sequence_length if self.config.train.compile else 1
-        rows = self.config.train.micro_batch if self.config.train.compile else 1
-        tokens_BT = torch.zeros((rows, length), dtype=torch.int64, device=self.world.device)
-        with self._autocast():
-            loss = loss_sum(self.forward(tokens_BT), tokens_BT)
-        loss.backward()
-        self.optimizer.zero_grad(set_to_none=True)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -234,8 +144,8 @@ class Trainer:
             seed=self.config.run.seed,
             samples_consumed=self.samples_consumed,
             left_out=self.guard.left_out,
-            num_replicas=self.world.size,
-            rank=self.world.rank,
+            num_replicas=self.layout.data,
+            rank=self.layout.coordinates(self.world.rank).data,
         )
         with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
@@ -316,22 +226,13 @@ class Trainer:
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
-        """Weights and optimizer state by layout-independent names."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-        for parameter, name in names.items():
-            for key, value in self.optimizer.state[parameter].items():
-                state[f"optimizer.{name}.{key}"] = value
-        return state
-
     def save(self, step: int) -> None:
         """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
         started = time.perf_counter()
         self._enter(step, "save")
         self.metrics.sync()
-        extra = {"scaler": self.scaler.state_dict()}
-        self.checkpointer.save(self.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
+        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}}
+        self.checkpointer.save(self.engine.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
         if self.world.first and self.agreement.save:
             self.save_request.honoured()
@@ -344,7 +245,7 @@ class Trainer:
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
-        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.state(), on_damaged)
+        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
             for key in ("config_hash", "data_hash", "order_version"):
@@ -354,8 +255,9 @@ class Trainer:
                         "changed by hand; going on would be another training. Undo that, or start a new run"
                     )
             self.samples_consumed = int(manifest["samples_consumed"])
-            if manifest["extra"]["scaler"] and self.scaler.is_enabled():
-                self.scaler.load_state_dict(manifest["extra"]["scaler"])
+            self.engine.loaded()
+            if manifest["extra"]["scaler"] and self.engine.scaler is not None:
+                self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
             lost = lost_lines(self.run.metrics, step)
             if lost:  # noted before it is cut, so that no crash in between loses it twice

@@ -12,8 +12,9 @@ import shlex
 
 from rich.console import Console
 
-from pipeline.config import Config, check_batch
+from pipeline.config import Config
 from pipeline.config_file import dump_config
+from pipeline.layout import layout_of
 from pipeline.run import Run, with_absolute_paths
 from pipeline.stages import STAGES, load
 from slurm.sbatch import script
@@ -55,7 +56,7 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         f"({config.model.num_kv_heads} kv), {train.precision}",
         f"training  {train.steps} steps of {train.global_batch} sequences "
         f"({train.global_batch * config.data.sequence_length:,} tokens): {ranks} ranks × "
-        f"{check_batch(config, ranks)} micro-batches of {train.micro_batch}",
+        f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]
     for stage in STAGES:

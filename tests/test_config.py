@@ -299,7 +299,7 @@ def test_rules_between_keys_say_where_the_keys_stand(tmp_path: Path) -> None:
     ]
     assert problems(tmp_path, text, "train.micro_batch=5", "stages.train.nodes=4") == [
         "run.yaml:4, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
-        "ranks; with these batches the ranks may be 1, 2"
+        "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
     ]
 
 

@@ -79,6 +79,17 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["bytes"] == load_manifest(trained.data).held_out_bytes
 
 
+def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
+    """Three ranks, so that some have no batch left while others still need their part of the weights."""
+    whole = evaluate(trained, 1)
+    before = trained.changes.read_bytes() if trained.changes.exists() else None
+    trained.change(["parallel.zero=3"])
+    try:
+        assert evaluate(trained, 3) == whole, "equal to the last bit"
+    finally:
+        trained.changes.unlink() if before is None else trained.changes.write_bytes(before)
+
+
 def test_which_checkpoints_are_evaluated(trained: Run) -> None:
     steps = sorted(saved_steps(trained.checkpoints))
     evaluate(trained, 2, "every")

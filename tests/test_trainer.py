@@ -122,7 +122,7 @@ def no_sync_rank(place: Place, path: Path) -> int:
         return work.get_future().then(lambda future: future.value()[0])
 
     count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    trainer.forward.register_comm_hook(None, count)  # type: ignore[operator]
+    trainer.engine.model.register_comm_hook(None, count)  # type: ignore[operator]
     trainer.fit()
     return reductions
 

@@ -1,0 +1,109 @@
+"""What each ZeRO level holds on a rank, measured: it must fall as 1/ranks where the level says so.
+
+    python -m benchmarks.memory [--ranks 4]
+
+A model of 27 M parameters on the given number of ranks, two micro-batches in a step. Bytes are those of the tensors
+that exist: weights and optimizer state between steps; gradients, and weights gathered whole, at the moment between the
+two micro-batches. (The peak of a process on the CPU says little: code that is loaded on first use outweighs all.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.table import write_table
+from pipeline.config import Config
+from pipeline.config_file import config_from_mapping
+from slurm.environment import Place
+from tests.ranks import run_ranks
+
+VOCAB = 8192
+LEVELS: list[tuple[str, dict[str, Any]]] = [
+    ("0 (DDP)", {}),
+    ("1", {"zero": 1}),
+    ("2, reduced per step", {"zero": 2, "reduce": "step"}),
+    ("2, reduced per micro-batch", {"zero": 2}),
+    ("3, reduced per step", {"zero": 3, "reduce": "step"}),
+    ("3, reduced per micro-batch", {"zero": 3}),
+]
+
+
+def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
+    return config_from_mapping(
+        {
+            "run": {"name": "memory"},
+            "data": {"sequence_length": 64, "tokenizer": {"vocab_size": VOCAB}},
+            "model": {"dim": 512, "layers": 6, "heads": 8},
+            "parallel": parallel,
+            "train": {"steps": 2, "global_batch": 2 * ranks, "micro_batch": 1},
+            "stages": {"train": {"tasks_per_node": ranks}},
+        },
+        "memory",
+    )
+
+
+def local_bytes(tensor: Any) -> int:
+    return 0 if tensor is None else int(getattr(tensor, "_local_tensor", tensor).nbytes)
+
+
+def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
+    """Bytes of weights, optimizer, gradients, gathered weights."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from pipeline import groups
+    from pipeline.engine import Engine
+    from pipeline.layout import layout_of
+
+    groups.make_deterministic(config)
+    world = groups.join(place, config)
+    layout = layout_of(config)
+    engine = Engine(config, layout, world, VOCAB)
+    state = engine.state()
+    between: list[tuple[int, int]] = []
+
+    states = {id(m._get_fsdp_state()): m for m in engine.model.modules() if isinstance(m, FSDPModule)}
+    groups_of = [module._get_fsdp_state()._fsdp_param_group for module in states.values()]
+    sharded = [parameter for group in groups_of if group is not None for parameter in group.fsdp_params]
+
+    def look(phase: str) -> None:
+        gradients = 0 if sharded else sum(local_bytes(p.grad) for p in engine.model.parameters())
+        gathered = 0
+        for parameter in sharded:
+            gradients += local_bytes(parameter.sharded_param.grad) + local_bytes(parameter.unsharded_accumulated_grad)
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                gradients += local_bytes(whole.grad)
+                gathered += whole.untyped_storage().nbytes()
+        between.append((gradients, gathered))
+
+    for step in (1, 2):
+        tokens = torch.zeros((2, config.data.sequence_length + 1), dtype=torch.int64)
+        engine.backward(tokens, step, look)
+        engine.update(engine.clip(1.0).item())
+    gradients, gathered = between[-3]  # forward, backward, *forward*, backward, reduce
+    weights = sum(local_bytes(t) for name, t in state.items() if name.startswith("model."))
+    optimizer = sum(local_bytes(t) for name, t in state.items() if "exp_avg" in name)
+    return weights, optimizer, gradients, gathered
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    ranks = parser.parse_args().ranks
+    rows = []
+    for name, parallel in LEVELS:
+        results = run_ranks(ranks, measure, config_of(ranks, parallel))
+        rows.append([name, *(f"{max(column) / 1e6:.1f}" for column in zip(*results, strict=True))])
+    write_table(
+        "memory",
+        f"Memory by ZeRO level on {ranks} ranks",
+        f"MB on the fullest of {ranks} ranks, 27 M parameters in fp32; `python -m benchmarks.memory`.",
+        ["level", "weights", "optimizer", "gradients, between micro-batches", "weights gathered, then"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The model on its ranks: what the trainer talks to, whatever the layout.
+
+An engine builds this rank's part of the model and composes the parallelisms around it, from the inside out: cut by
+tensor, recomputing, compiled, sharded by data, staged by pipeline. It offers what a step needs: `backward` (all
+micro-batches of a step, the loss on all ranks), `clip` (over the whole model) and `state` by names and DTensors that
+know nothing of the layout, so that any layout loads what any other saved.
+
+Initial weights are drawn by name (pipeline/model.py): every layout starts from the same ones. Random numbers of a step
+are seeded by (seed, step, place): a rerun on the same layout draws the same ones, and tensor parallel ranks that
+compute the same activations drop the same of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pipeline import data_parallel, tensor_parallel
+from pipeline.checkpoint import State
+from pipeline.config import Config
+from pipeline.groups import World, make_mesh
+from pipeline.layout import Layout
+from pipeline.model import EMBEDDING, HEAD, Decoder, init_weights, loss_sum
+from pipeline.optimizer import LossScaler, fill_state, make_optimizer
+from pipeline.pipeline_parallel import Pipeline, add_from_peer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def step_seed(seed: int, step: int, place: int, micro: int) -> int:
+    """Seed of everything random in one micro-batch: a function of place and time, not of history."""
+    text = f"{seed}/{step}/{place}/{micro}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+class Engine:
+    """This rank's stages, its optimizer, and a step's forward and backward."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        world: World,
+        vocab_size: int,
+        own: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """`own` is entered around forward passes: this rank's own work, before it waits for others."""
+        self.own: AbstractContextManager[None] = own or nullcontext()
+        self.config, self.layout, self.world = config, layout, world
+        parallel = config.parallel
+        whole = layout.pipeline == 1 and layout.tensor == 1
+        mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
+        self._split = mesh is not None
+        self._cut_logits = layout.tensor > 1 and parallel.loss_parallel
+        self._place = layout.random_place(world.rank)
+        self._loss_weight = layout.data / (config.train.global_batch * config.data.sequence_length)
+        numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
+        self.parts = [self._build(layout.stage_layers[number], mesh, vocab_size) for number in numbers]
+        self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
+        fill_state(self.optimizer)
+        self.scaler = LossScaler() if config.train.precision == "fp16" else None
+        self.model: nn.Module = self.parts[0]
+        """What forward calls where there is no pipeline."""
+        self._pipeline: Pipeline | None = None
+        if layout.pipeline > 1 and mesh is not None:
+            self._stage_group = mesh.get_group("pp")
+            self._pipeline = Pipeline(
+                self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
+            )
+        elif mesh is None and world.size > 1:
+            self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+            self._fix_buckets()
+
+    def _build(self, layers: range, mesh: DeviceMesh | None, vocab_size: int) -> Decoder:
+        """The part of the model with these blocks, with this rank's share of its weights."""
+        config, layout = self.config, self.layout
+        with torch.device("meta"):
+            part = Decoder(config.model, vocab_size, config.data.sequence_length, layers)
+        part.compute_dtype = DTYPES.get(config.train.precision)
+        if mesh is not None and layout.tensor > 1:
+            tensor_parallel.cut(part, mesh["tp"], sequence=layout.sequence, keep_logits_cut=self._cut_logits)
+        for block in part.model.blocks:
+            block.recompute = config.parallel.activation_checkpointing
+            if config.train.compile:
+                block.compile()
+        if mesh is not None and (layout.data > 1 or config.parallel.offload):
+            over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+            data_parallel.shard(part, over, free_after_forward=layout.zero == 3, offload=config.parallel.offload)
+        part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
+        part.model.rotary.to(self.world.device)  # tables stay where they are used
+        init_weights(part, config.run.seed, config.model.initializer_range)
+        return part
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def backward(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None] = lambda phase: None) -> Tensor:
+        """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
+
+        tokens_BT1: int64 of shape (global_batch / data parallel size, sequence_length + 1), the same on all ranks
+        of a pipeline and of a tensor parallel group. Returns the mean loss over the global batch's tokens, float64,
+        the same on all ranks. `enter` is called with the name of each phase that begins.
+        """
+        with tensor_parallel.loss_context(self._cut_logits):
+            run = self._run_pipeline if self._pipeline else self._accumulate
+            mean = run(tokens_BT1, step, enter)
+        enter("reduce")
+        dist.all_reduce(mean)
+        if self.layout.tensor > 1:
+            self._settle_gradients()
+        self._join_tied_gradients()
+        return mean / (self.layout.tensor * self.config.train.global_batch * self.config.data.sequence_length)
+
+    def _accumulate(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None]) -> Tensor:
+        """One micro-batch after another through the whole model; this rank's summed loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = tokens_BT1.split(self.config.train.micro_batch)
+        for micro, micro_BT1 in enumerate(micro_batches):
+            torch.manual_seed(step_seed(self.config.run.seed, step, self._place, micro))
+            with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
+                enter("forward")
+                with self.own:
+                    loss = loss_sum(self.model(micro_BT1[:, :-1]), micro_BT1[:, 1:])
+                enter("backward")
+                # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
+                (loss * self._weight()).backward()
+            total += _whole(loss.detach())
+        return total
+
+    def _run_pipeline(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None]) -> Tensor:
+        """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
+        assert self._pipeline is not None
+        torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
+        enter("pipeline")
+        losses = self._pipeline.run(tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for loss in losses:
+            total += _whole(loss.detach())
+        return total / self._weight()
+
+    def _weighted_loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return loss_sum(logits_BTV, targets_BT) * self._weight()
+
+    def _weight(self) -> float:
+        """Factor of a micro-batch's summed loss before backward."""
+        return self._loss_weight * (1.0 if self.scaler is None else self.scaler.scale)
+
+    def _settle_gradients(self) -> None:
+        """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""
+        for parameter in (p for part in self.parts for p in part.parameters()):
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Norm of the whole model's gradient, before it is clipped to `limit`; the same on all ranks.
+
+        With fp16 gradients are unscaled here; where any rank's overflowed, the norm is not finite, on all ranks.
+        """
+        parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
+        if self.scaler is not None:
+            for parameter in parameters:
+                parameter.grad.mul_(1 / self.scaler.scale)  # type: ignore[union-attr]
+        norm = self._norm(parameters)
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
+
+        Where ranks hold parts, each adds the squares of its own, divided by the number of ranks with the same values.
+        """
+        if not self._split:
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        copy, squares = self._tied_copy(), torch.zeros((), dtype=torch.float64, device=self.world.device)
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            gradient, copies = parameter.grad, 1
+            if isinstance(gradient, DTensor):
+                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+            if parameter is not copy and gradient is not None:
+                by_copies.setdefault(copies, []).append(_local(gradient))
+        for copies, gradients in by_copies.items():
+            squares += nn.utils.get_total_norm(gradients).to(squares).square() / copies
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    def update(self, norm: float, *, good: bool = True) -> None:
+        """One step of the optimizer, where it is `good` and its gradient has not overflowed; gradients are gone then.
+
+        `norm` is what `clip` returned.
+        """
+        if good and (self.scaler is None or self.scaler.see(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _fix_buckets(self) -> None:
+        """Make DDP rebuild its gradient buckets now, not after the first step.
+
+        DDP reduces the first backward after a start in other buckets than all later ones; with three ranks or
+        more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
+        the last bits. One backward whose gradients are thrown away settles the buckets.
+        """
+        length = self.config.data.sequence_length if self.config.train.compile else 1
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        tokens_BT = torch.zeros((rows, length), dtype=torch.int64, device=self.world.device)
+        loss_sum(self.model(tokens_BT), tokens_BT).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- tied embeddings on two stages -------------------------------------------------------------------
+
+    def _tied_copy(self) -> nn.Parameter | None:
+        """The output layer's copy of a tied embedding that lives in another stage; None where there is none here."""
+        if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.last:
+            return None
+        return self.parts[-1].get_parameter(HEAD)
+
+    def _join_tied_gradients(self) -> None:
+        """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""
+        if self._pipeline is None or not self.config.model.tie_word_embeddings:
+            return
+        first, copy = self._pipeline.first, self._tied_copy()
+        if first and copy is not None:  # a V shape: both ends are here
+            embedding = self.parts[0].get_parameter(EMBEDDING)
+            assert embedding.grad is not None and copy.grad is not None
+            embedding.grad.add_(copy.grad)
+            copy.grad.copy_(embedding.grad)
+        elif first or copy is not None:
+            weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
+            assert weight.grad is not None
+            add_from_peer(_local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
+        state: State = {}
+        for part in self.parts:
+            for name, parameter in part.named_weights():
+                if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
+                    state[f"model.{name}"] = parameter.detach()
+                    for key, value in self.optimizer.state[parameter].items():
+                        state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Call after `state()` was filled: a tied copy that it does not name follows its original."""
+        copy = self._tied_copy()
+        if copy is not None and self._pipeline is not None and self._pipeline.first:
+            embedding = self.parts[0].get_parameter(EMBEDDING)
+            copy.copy_(embedding)
+            for key, value in self.optimizer.state[embedding].items():
+                self.optimizer.state[copy][key].copy_(value)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A DTensor gathered, anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

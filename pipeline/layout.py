@@ -1,0 +1,295 @@
+"""Which rank does what: the layout of a training over pipeline stages, data parallel replicas and tensor shards.
+
+A layout splits `world` ranks into a mesh of four dimensions, from outermost to innermost:
+
+    pipeline  ×  replicate  ×  shard  ×  tensor
+
+`tensor` is innermost, since it talks most: neighbouring ranks, on one node. `replicate × shard` together are data
+parallel (each has its own part of every batch); ranks along `shard` also split parameters, gradients or optimizer
+state among them (ZeRO, Rajbhandari et al., arXiv 1910.02054), ranks along `replicate` keep whole copies of that.
+
+`layout_of` is a pure function of the config, the number of ranks and the ranks per node. It refuses what cannot
+work, with the numbers and the nearest layouts that can, before anything starts: the config's own validation calls
+it on the login node (so no torch here), the trainer calls it again with the ranks that are really there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+V_SCHEDULES = ("zbv", "dualpipe_v")
+"""Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""Schedules that compute gradients of inputs and of weights apart, to fill bubbles with the latter."""
+
+
+class LayoutError(UserError, ValueError):
+    """A layout that cannot work; the message has the numbers and what would fit."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in the mesh; `data` counts replicate × shard."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one training split its work. Made by `layout_of`, which checks it."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+    ranks_per_node: int
+    micro_batches: int
+    """Micro-batches of one step on each data parallel rank."""
+    virtual_stages: int
+    """Pipeline stages per rank; 1 without a pipeline."""
+    schedule: str
+    """Pipeline schedule; means nothing without a pipeline."""
+    zero: int
+    """0 to 3."""
+    reduce_each_micro_batch: bool
+    """Whether gradients are reduced after each micro-batch, and not once per step."""
+    sequence: bool
+    """Whether tensor parallel ranks split the sequence between attention and MLP; False without tensor parallelism."""
+    stage_layers: tuple[range, ...]
+    """The decoder blocks of each pipeline stage."""
+
+    @property
+    def data(self) -> int:
+        """Data parallel size."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages over all ranks."""
+        return self.pipeline * self.virtual_stages
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands."""
+        rest, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(pipeline, data, tensor)
+
+    def stages_of(self, pipeline: int) -> list[int]:
+        """The stages of one pipeline rank, in the order in which a sample passes them."""
+        if self.schedule in V_SCHEDULES and self.pipeline > 1:
+            return [pipeline, self.stages - 1 - pipeline]
+        return [pipeline + self.pipeline * turn for turn in range(self.virtual_stages)]
+
+    @property
+    def last_stage_on(self) -> int:
+        """The pipeline rank that holds the last stage, and with it the loss."""
+        return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_of(rank))
+
+    def random_place(self, rank: int) -> int:
+        """What seeds a rank's randomness: the same on ranks that compute the same activations."""
+        return rank if self.sequence else rank // self.tensor
+
+    def words(self) -> str:
+        """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
+        return _words(self.pipeline, self.data, self.tensor)
+
+
+def layout_of(
+    config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None
+) -> Layout:
+    """The layout of a training on `world` ranks; without it, on those that `stages.train` asks for.
+
+    `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.
+    Raises LayoutError, naming everything that does not fit, and the nearest layouts of as many ranks that do.
+    """
+    train = config.stages.train
+    world = world or train.ranks
+    per_node = ranks_per_node or train.tasks_per_node
+    if vocab_size is None and config.data.tokenizer.kind == "byte_bpe":
+        vocab_size = config.data.tokenizer.vocab_size
+    wanted = config.parallel
+    pipeline, tensor = wanted.pipeline, wanted.tensor
+    problems = list(_sizes(config, world))
+    data = max(1, world // (pipeline * tensor))
+    if not problems:
+        problems += _misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)
+    if problems:
+        nearest = _nearest(config, world, per_node, vocab_size)
+        raise LayoutError("; ".join(problems) + f"; {_offer(config, world, nearest)}")
+    if wanted.data != "auto":
+        replicate, shard = wanted.data.replicate, wanted.data.shard
+    else:
+        replicate, shard = (1, data) if wanted.zero else (data, 1)
+    virtual = wanted.virtual_stages if pipeline > 1 else 1
+    return Layout(
+        pipeline=pipeline,
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        ranks_per_node=per_node,
+        micro_batches=config.train.global_batch // (data * config.train.micro_batch),
+        virtual_stages=virtual,
+        schedule=wanted.schedule,
+        zero=wanted.zero,
+        reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
+        sequence=wanted.sequence and tensor > 1,
+        stage_layers=split_layers(config, pipeline * virtual, vocab_size or 0),
+    )
+
+
+def _sizes(config: Config, world: int) -> Iterator[str]:
+    """What is wrong with the sizes themselves: they must multiply to the number of ranks."""
+    wanted = config.parallel
+    sizes = f"parallel.pipeline ({wanted.pipeline}) × parallel.tensor ({wanted.tensor})"
+    product = wanted.pipeline * wanted.tensor
+    if wanted.data != "auto":
+        data = wanted.data
+        sizes += f" × parallel.data.replicate ({data.replicate}) × parallel.data.shard ({data.shard})"
+        product *= data.replicate * data.shard
+        if not wanted.zero and data.shard > 1:
+            yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
+        if wanted.zero and data.shard == 1 and data.replicate > 1:
+            yield f"parallel.zero {wanted.zero} has nothing to split: parallel.data.shard is 1"
+        if product != world:
+            yield f"{sizes} = {product} is not the number of training ranks, {world}{_ranks(config, world)}"
+    elif world % product:
+        yield f"{sizes} = {product} does not divide the number of training ranks, {world}{_ranks(config, world)}"
+    if wanted.reduce == "micro_batch" and wanted.zero < 2:
+        yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {wanted.zero} gradients stay whole"
+    if wanted.reduce == "micro_batch" and wanted.pipeline > 1:
+        yield f"parallel.reduce micro_batch does not go with a pipeline ({wanted.pipeline}): that reduces once per step"
+
+
+def _ranks(config: Config, world: int) -> str:
+    train = config.stages.train
+    return f" (stages.train has {train.nodes} nodes × {train.tasks_per_node} tasks)" if world == train.ranks else ""
+
+
+def _misfits(
+    config: Config, pipeline: int, data: int, tensor: int, many_nodes: bool, per_node: int, vocab_size: int | None
+) -> Iterator[str]:
+    """Everything that these three sizes do not divide or reach."""
+    model, train = config.model, config.train
+    batch, micro = train.global_batch, train.micro_batch
+    if batch % (data * micro):
+        fits = [n for n in range(1, batch + 1) if batch % (n * micro) == 0]
+        yield (
+            f"train.global_batch ({batch}) is no multiple of train.micro_batch ({micro}) × {data} data parallel "
+            f"ranks; with these batches there may be {', '.join(map(str, fits))}"
+        )
+        return
+    if tensor > 1:
+        divided = {
+            "model.heads": model.heads,
+            "model.kv_heads": model.num_kv_heads,
+            "model.intermediate_size": model.ffn_size,
+            "the vocabulary (data.tokenizer.vocab_size)": vocab_size or 0,
+            "data.sequence_length": config.data.sequence_length if config.parallel.sequence else 0,
+        }
+        for name, size in divided.items():
+            if size % tensor:
+                yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
+        if many_nodes and per_node % tensor:
+            yield (
+                f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "
+                "(stages.train.tasks_per_node): tensor parallel ranks must share a node"
+            )
+    if pipeline > 1:
+        yield from _pipeline_misfits(config, pipeline, batch // (data * micro))
+
+
+def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iterator[str]:
+    """What the schedule asks for. The rules are those of torch.distributed.pipelining."""
+    wanted, virtual = config.parallel, config.parallel.virtual_stages
+    schedule = f"parallel.schedule {wanted.schedule}"
+    have = f"there are {micro_batches} (train.global_batch / data parallel ranks / train.micro_batch)"
+    if pipeline * virtual > config.model.layers:
+        yield (
+            f"{pipeline} pipeline ranks × parallel.virtual_stages ({virtual}) = {pipeline * virtual} stages are more "
+            f"than model.layers ({config.model.layers}): each stage needs a layer"
+        )
+    if wanted.schedule in ("gpipe", "1f1b") and virtual != 1:
+        yield f"{schedule} has one stage per rank: parallel.virtual_stages must be 1, not {virtual}"
+    if wanted.schedule.startswith("interleaved"):
+        if virtual < 2:
+            yield f"{schedule} needs two or more stages per rank: parallel.virtual_stages must not be {virtual}"
+        rounds = max(1, micro_batches // pipeline)
+        if micro_batches % rounds:
+            yield (
+                f"{schedule} needs micro-batches that divide into {rounds} rounds (micro-batches // pipeline "
+                f"{pipeline}); {have}"
+            )
+    if wanted.schedule in V_SCHEDULES and virtual != 2:
+        yield f"{schedule} has two stages per rank: parallel.virtual_stages must be 2, not {virtual}"
+    if wanted.schedule == "1f1b" and micro_batches < pipeline:
+        yield f"{schedule} needs at least {pipeline} micro-batches, one per pipeline rank; {have}"
+    if wanted.schedule == "dualpipe_v" and micro_batches < 2 * pipeline:
+        yield f"{schedule} needs at least {2 * pipeline} micro-batches, two per pipeline rank; {have}"
+    if wanted.schedule in SPLIT_BACKWARD:
+        splits = f"{schedule} computes gradients of weights apart, which does not go with"
+        if config.train.compile:
+            yield f"{splits} train.compile"
+        if wanted.activation_checkpointing == "selective":
+            yield f"{splits} parallel.activation_checkpointing selective: take full or none"
+        if wanted.zero == 3:
+            yield f"{splits} parallel.zero 3 (torch would lose gradients): take 1 or 2"
+
+
+def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> list[str]:
+    """Up to three layouts of `world` ranks that fit, the most similar first."""
+    found = []
+    for pipeline in (n for n in range(1, world + 1) if world % n == 0):
+        for tensor in (n for n in range(1, world // pipeline + 1) if world // pipeline % n == 0):
+            data = world // pipeline // tensor
+            if not list(_misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)):
+                away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(
+                    math.log(tensor / config.parallel.tensor)
+                )
+                found.append((round(away, 6), pipeline, tensor, _words(pipeline, data, tensor)))
+    return [words for *_, words in sorted(found)[:3]]
+
+
+def _offer(config: Config, world: int, nearest: list[str]) -> str:
+    if nearest:
+        return f"layouts of {world} ranks that fit: {', or '.join(nearest)}"
+    return f"no layout of {world} ranks fits this model, batch and schedule"
+
+
+def _words(pipeline: int, data: int, tensor: int) -> str:
+    return f"pipeline {pipeline} × data {data} × tensor {tensor}"
+
+
+def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, ...]:
+    """Consecutive decoder blocks for each stage, so that the most expensive stage is as cheap as it can be.
+
+    Cost is the number of values that multiply for each token: a block's weights and its attention over half the
+    sequence; the output layer for the last stage; for the first, the embedding's width, as it is only looked up.
+    Every stage has at least one block; each further one goes to the cheapest stage, which is optimal for equal blocks.
+    """
+    model = config.model
+    heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
+    block = model.dim * (heads + 3 * model.ffn_size) + model.heads * model.head_size * config.data.sequence_length
+    sizes, costs = [1] * stages, [block] * stages
+    costs[0] += model.dim
+    costs[-1] += model.dim * vocab_size
+    for _ in range(model.layers - stages):
+        cheapest = costs.index(min(costs))
+        sizes[cheapest] += 1
+        costs[cheapest] += block
+    ends = list(accumulate(sizes))
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))

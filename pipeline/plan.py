@@ -1,0 +1,236 @@
+"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication.
+
+Parameters are counted exactly; memory of activations and traffic are estimates from shapes, good enough to compare
+layouts. Bytes of communication are what one rank sends in one step, with ring algorithms: an all-reduce of n bytes
+over r ranks sends 2·n·(r−1)/r, an all-gather or a reduce-scatter half of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.config import Config
+from pipeline.layout import Layout, layout_of
+
+COLUMNS = 100
+"""Width of the timeline's picture; a longer one is cut."""
+GB = 1e9
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One box of the timeline. `kind`: F forward, B backward, I its part for inputs, W its part for weights."""
+
+    kind: str
+    stage: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: int
+    """Parameter values of this rank's stages, after tensor parallelism; a count, no bytes."""
+    weights: int
+    """fp32 weights between steps."""
+    gathered: int
+    """Weights that ZeRO holds whole beside its shard during a step."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Most of a step, estimated."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+
+
+def actions(layout: Layout) -> list[list[Action]]:
+    """What each pipeline rank does in one step, in order. The schedules of several stages are torch's own."""
+    ranks, batches = range(layout.pipeline), layout.micro_batches
+    if layout.schedule in ("gpipe", "1f1b"):
+        orders = []
+        for rank in ranks:
+            ahead = batches if layout.schedule == "gpipe" else min(batches, layout.pipeline - rank)
+            order = [Action("F", rank, micro) for micro in range(ahead)]
+            for micro in range(batches):
+                order.append(Action("B", rank, micro))
+                order += [Action("F", rank, micro + ahead)] if micro + ahead < batches else []
+            orders.append(order)
+        return orders
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    from pipeline.pipeline_parallel import NAMES
+
+    found = get_schedule_ops(NAMES[layout.schedule], layout.pipeline, batches, layout.virtual_stages)
+    # an action prints as "2F0": stage, kind, micro-batch; overlapping ones as a pair of those
+    texts = (" ".join(map(str, order)) for order in found)
+    return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]
+
+
+def timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
+    """A row of text per pipeline rank, a column per time of one forward (a whole backward takes two).
+
+    Each rank begins an action as soon as it is free and the neighbouring stages have delivered.
+    """
+    ends: dict[tuple[bool, int, int], int] = {}  # (forward?, stage, micro-batch) -> when it is done
+    rows, at = ["" for _ in orders], [0 for _ in orders]
+    while any(at[rank] < len(order) for rank, order in enumerate(orders)):
+        before = sum(at)
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                kind, stage, micro = order[at[rank]]
+                needs = []
+                if kind == "F" and stage:
+                    needs = [(True, stage - 1, micro)]
+                elif kind in "BI":
+                    needs = [(True, stage, micro)] + ([(False, stage + 1, micro)] if stage + 1 < stages else [])
+                if any(need not in ends for need in needs):
+                    break
+                start = max([len(rows[rank]), *(ends[need] for need in needs)])
+                width = 2 if kind == "B" else 1
+                letter = str(micro % 10)
+                box = {"F": letter, "B": f"{letter}▒", "I": "▒", "W": "▓"}[kind]
+                rows[rank] = rows[rank].ljust(start, "·") + box
+                if kind != "W":
+                    ends[(kind == "F", stage, micro)] = start + width
+                at[rank] += 1
+        if sum(at) == before:
+            raise RuntimeError("the schedule waits for itself")
+    longest = max(map(len, rows))
+    return [row.ljust(longest, "·") for row in rows]
+
+
+def _stage_parameters(config: Config, layout: Layout, stage: int, vocab: int) -> int:
+    """Values that one tensor parallel rank holds of a stage."""
+    model, blocks = config.model, len(layout.stage_layers[stage])
+    heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
+    count = blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + 2 * model.dim)
+    table = vocab * model.dim // layout.tensor
+    first, last = stage == 0, stage == layout.stages - 1
+    tied = model.tie_word_embeddings and first and last
+    return count + (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
+
+
+def _block_activations(config: Config, layout: Layout) -> int:
+    """Bytes that one block keeps for the backward pass of one micro-batch, estimated from its tensors' shapes."""
+    model, width = config.model, 4 if config.train.precision == "fp32" else 2
+    tokens = config.train.micro_batch * config.data.sequence_length
+    heads = (model.heads + 2 * model.num_kv_heads) * model.head_size
+    stream = layout.tensor if layout.sequence else 1
+    kind = config.parallel.activation_checkpointing
+    whole, cut = {
+        "none": (5 * model.dim, 2 * heads + 2 * model.heads * model.head_size + 4 * model.ffn_size),
+        "selective": (3 * model.dim, heads + model.heads * model.head_size + 2 * model.ffn_size),
+        "full": (model.dim, 0),
+    }[kind]
+    return tokens * width * (whole // stream + cut // layout.tensor)
+
+
+def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action]) -> Memory:
+    """What a rank of this pipeline position holds."""
+    stages = layout.stages_of(pipeline)
+    parameters = sum(_stage_parameters(config, layout, stage, vocab) for stage in stages)
+    width = 4 if config.train.precision == "fp32" else 2
+    share = layout.shard if layout.zero else 1
+    gathered = 0
+    if layout.zero:
+        whole = parameters * width
+        if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
+            blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
+            table = vocab * config.model.dim // layout.tensor * width * 2
+            whole = min(whole, table + 2 * (whole - table) // max(1, blocks))
+        gathered = whole
+    held, peak, block = 0, 0, _block_activations(config, layout)
+    for action in order:
+        size = len(layout.stage_layers[action.stage]) * block
+        held += {"F": size, "B": -size, "I": 0, "W": -size}[action.kind]
+        peak = max(peak, held)
+    logits = 0
+    if layout.stages - 1 in stages:
+        cut = layout.tensor if config.parallel.loss_parallel else 1
+        logits = config.train.micro_batch * config.data.sequence_length * vocab // cut * (width + 4)
+    return Memory(
+        parameters=parameters,
+        weights=4 * parameters // share,
+        gathered=gathered,
+        gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
+        optimizer=8 * parameters // share,
+        activations=peak + logits,
+    )
+
+
+def traffic(config: Config, layout: Layout, parameters: int) -> Iterator[tuple[str, int, str]]:
+    """Group, bytes that one rank sends in a step, and what it sends. `parameters`: of the rank, as in `Memory`."""
+    width = 4 if config.train.precision == "fp32" else 2
+    micro, zero = layout.micro_batches, layout.zero
+    hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
+    if layout.data > 1 and not zero:
+        yield "data", _ring(2 * 4 * parameters, layout.data), "gradients, all-reduced once"
+    elif layout.data > 1:
+        gathers = 2 * micro if zero == 3 and layout.pipeline == 1 else 1
+        times = micro if layout.reduce_each_micro_batch else 1
+        words = f"weights gathered {gathers}×, gradients reduced {times}×"
+        size = _ring(width * parameters, layout.shard) * gathers + _ring(4 * parameters, layout.shard) * times
+        yield "shard", size, words
+        if layout.replicate > 1:
+            size = _ring(2 * 4 * parameters // layout.shard, layout.replicate)
+            yield "replicate", size, "shards of gradients, all-reduced once"
+    if layout.tensor > 1:
+        blocks = sum(map(len, layout.stage_layers)) // layout.pipeline
+        kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
+        size = _ring(hidden, layout.tensor) * 8 * blocks * micro
+        yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
+    if layout.pipeline > 1:
+        cut = layout.tensor if layout.sequence else 1
+        size = 2 * hidden // cut * micro * layout.virtual_stages
+        yield "pipeline", size, "hidden states to the next stage, their gradients back"
+
+
+def _ring(size: int, ranks: int) -> int:
+    return size * (ranks - 1) // ranks
+
+
+def plan(config: Config) -> Iterator[str]:
+    """The lines of the plan."""
+    layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
+    parallel = config.parallel
+    zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
+    yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    if config.data.tokenizer.kind == "file":
+        yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
+    yield ""
+    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
+    for rank in range(layout.world):
+        at = layout.coordinates(rank)
+        blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
+        words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
+    single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
+    orders = actions(layout) if layout.pipeline > 1 else single
+    yield ""
+    yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
+    heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
+    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>9}" for head in heads)
+    found = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    for rank, part in enumerate(found):
+        sizes = (part.weights, part.gathered, part.gradients, part.optimizer, part.activations, part.total)
+        yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
+    if parallel.offload:
+        yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
+    if layout.pipeline > 1:
+        rows = timeline(orders, layout.stages)
+        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+        yield ""
+        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
+        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
+        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
+    yield ""
+    yield "a rank sends in a step"
+    sent = list(traffic(config, layout, max(part.parameters for part in found)))
+    yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])

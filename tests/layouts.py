@@ -1,0 +1,98 @@
+"""Train a tiny model on random tokens under one layout after another, inside ranks that are forked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config_file import config_from_mapping
+from slurm.environment import Place
+
+VOCAB, STEPS, BATCHES = 64, 10, 13
+
+
+def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
+    """A config of `ranks` processes; `sections` are merged into it, one level deep."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "tiny", "seed": 5},
+        "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
+        "model": {"dim": 16, "layers": 4, "heads": 4, "intermediate_size": 32},
+        "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 2},
+        "optimizer": {"lr": 2e-3, "clip_norm": 0.5},
+        "stages": {"train": {"tasks_per_node": ranks}},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return config_from_mapping(base, "tiny")
+
+
+def batches(config: Config) -> Any:
+    """Global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1); the same in every call."""
+    import torch
+
+    shape = (BATCHES, config.train.global_batch, config.data.sequence_length + 1)
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple[Any, list[tuple[float, float]]]:
+    """The engine after `steps` steps, and each step's loss and gradient norm."""
+    from pipeline.engine import Engine
+    from pipeline.layout import layout_of
+
+    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+    engine = Engine(config, layout, world, VOCAB)
+    return engine, train_on(engine, place, 0, steps)
+
+
+def train_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of each config in turn."""
+    from pipeline import groups
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(place, configs[0])
+    return [train(place, config, world)[1] for config in configs]
+
+
+def move_rank(
+    place: Place, first: Config, others: list[Config], folder: Any, trained: int, steps: int
+) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
+
+    Each takes what the one before it had saved, before that trained on. Returns for each layout, `first` included, the
+    digest of its checkpoint and the losses and gradient norms of its next `steps` steps.
+    """
+    import torch.distributed as dist
+
+    from pipeline import checkpoint_files as files
+    from pipeline import groups
+    from pipeline.checkpoint import Checkpointer, digest
+
+    groups.make_deterministic(first)
+    world = groups.join(place, first)
+    results = []
+    for number, config in enumerate([first, *others]):
+        engine, _ = train(place, config, world, trained if number == 0 else 0)
+        saver = Checkpointer(
+            folder, dist.new_group(backend="gloo"), keep=9, background=False, describe={}, on_saved=lambda *_: None
+        )
+        if number:
+            for tensor in engine.state().values():
+                getattr(tensor, "_local_tensor", tensor).fill_(-1)
+            assert saver.restore(engine.state(), lambda *_: None) is not None
+            engine.loaded()
+        saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
+        results.append((digest(folder / files.step_name(number + 1)), train_on(engine, place, trained, steps)))
+        saver.close()
+    return results
+
+
+def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:
+    """Losses and gradient norms of `steps` more steps."""
+    part = engine.layout.coordinates(place.rank).data
+    results = []
+    for step, batch in list(enumerate(batches(engine.config), 1))[done : done + steps]:
+        loss = engine.backward(batch.chunk(engine.layout.data)[part], step)
+        norm = engine.clip(engine.config.optimizer.clip_norm)
+        engine.update(norm.item())
+        results.append((loss.item(), norm.item()))
+    return results
