@@ -48,7 +48,7 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
     first = Run.open(run).read_events("train")[0]["job_id"]
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
-    cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "--wrap", "sleep 3"], timeout=10)
+    cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"], timeout=10)
     wait_for("the successor", lambda: "took_over" in events(run, "train"), 90)
     assert "preempted" in events(run, "train") and "handed_over" in events(run, "train")
     wait_for("the evaluation", lambda: evaluated(run), 120)
