@@ -106,12 +106,8 @@ def print_report(run: Run, console: Console) -> None:
     title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
     metrics = list(read_jsonl(run.metrics))
     redone = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
-    points, lines = point_table(run), []
-    if not points:
-        lines = [
-            f"training: {stages.load('train').progress(run)}; {redone} steps were lost and done again",
-            outcome(run),
-        ]
+    points, steps = point_table(run), stages.load("train").progress(run)
+    lines = [] if points else [f"training: {steps}; {redone} steps were lost and done again", outcome(run)]
     if training:
         ettr, progress = ratios(total(training))
         ratio = f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
