@@ -37,11 +37,12 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# two files at a time: tests on the Slurm cluster mostly wait
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-long: check
-	$(BIN)/python -m pytest -m "long or not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long or not long"
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login

@@ -3,9 +3,14 @@ too long. See slurm/recovery.py for what is done with it."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, PositiveInt
 
 from pipeline.config_types import NonNegativeInt, PositiveFloat, Section
+
+Patience = Annotated[float, Field(gt=0.0, le=6000.0)]
+"""Seconds, less than what collectives may take (pipeline/groups.py)."""
 
 
 class RecoveryConfig(Section):
@@ -32,12 +37,12 @@ class RecoveryConfig(Section):
     fruitless: PositiveInt = 3
     """How many preemptions or node failures in a row may bring no new checkpoint. After any other cause a training
     without a new checkpoint stops at once: it would loop."""
-    hang_s: PositiveFloat | None = None
+    hang_s: Patience | None = None
     """Longest time without progress inside a step, in seconds; null: 20 times the longest of the last steps, at least
     300."""
-    start_s: PositiveFloat = 1800.0
+    start_s: Patience = 1800.0
     """Longest time from the start of the ranks to their first step, in seconds."""
-    save_s: PositiveFloat = 1800.0
+    save_s: Patience = 1800.0
     """Longest time of a checkpoint, in seconds."""
     grace_s: PositiveFloat | None = None
     """Seconds that the site leaves a preempted job (GraceTime; `submit.py doctor` shows it); null: unknown. A save

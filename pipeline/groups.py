@@ -24,7 +24,8 @@ from pipeline.layout import Layout
 from slurm.environment import Place
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(hours=2)
+"""A backstop, more than the watchdog allows a start or a save (`recovery.start_s`, `save_s`): it is to speak first."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,12 @@ def _join_mpi(place: Place) -> None:
     mpi.start(place, TIMEOUT)
 
 
-def side_group() -> dist.ProcessGroup:
+def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
     """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order.
 
     torch's own MPI has no store to make Gloo groups with: there it is one more MPI group.
     """
-    group = dist.new_group(backend="mpi" if dist.get_backend() == "mpi" else "gloo", timeout=TIMEOUT)
+    group = dist.new_group(backend="mpi" if dist.get_backend() == "mpi" else "gloo", timeout=timeout)
     if not isinstance(group, dist.ProcessGroup):  # torch types it as maybe absent; all ranks are members
         raise RuntimeError("this rank is not in the group of all ranks")
     return group

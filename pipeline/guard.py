@@ -2,7 +2,8 @@
 
 A bad step is left out by all ranks together: its samples count as consumed, weights and optimizer stay. All ranks see
 the same loss and norm, so they decide alike without asking each other. When too many steps in a row are bad,
-the training returns to its last checkpoint and leaves the samples of those steps out of its order.
+the training returns to its last checkpoint and leaves the samples of those steps out of its order. So no checkpoint is
+taken inside such a row: it would count samples as consumed that the order then jumps over.
 
 Every decision is a line of `decisions.jsonl`, written before it takes effect:
 
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.errors import NonFiniteError
-from pipeline.files import append_line
+from pipeline.files import append_line, fsync_file
 from pipeline.run import Run, now
 
 WINDOW = 100
@@ -31,12 +32,30 @@ LEAST = 20
 
 
 def position_of(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
-    """Position of the sample that comes after `consumed` ones, with the (position, count) ranges left out."""
+    """Position of the sample that comes after `consumed` ones; `left_out`: :func:`merged` (position, count) ranges."""
     position = consumed
-    for start, count in sorted(left_out):
+    for start, count in left_out:
         if position >= start:
             position += count
     return position
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same positions as sorted (position, count) ranges that do not overlap."""
+    result: list[tuple[int, int]] = []
+    for start, count in sorted(ranges):
+        if result and start <= sum(result[-1]):
+            first, before = result.pop()
+            start, count = first, max(before, start + count - first)
+        result.append((start, count))
+    return result
+
+
+def recent(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last lines of metrics.jsonl with all the losses that :class:`Guard` compares with."""
+    lines = list(metrics)
+    good = [number for number, line in enumerate(lines) if "skipped" not in line]
+    return lines[good[-WINDOW] :] if len(good) > WINDOW else lines
 
 
 class Guard:
@@ -55,14 +74,14 @@ class Guard:
         self.run, self.limits, self.writes = run, run.config.recovery, writes
         batch = run.config.train.global_batch
         self._skips: dict[int, str] = {}
-        self.left_out: list[tuple[int, int]] = []
-        """Ranges of positions that the order jumps over: (position, number of samples), sorted."""
+        ranges = []
         for line in decisions:
             if line["decision"] == "skip":
                 self._skips[int(line["position"])] = str(line["reason"])
             else:
-                self.left_out.append((int(line["position"]), int(line["samples"])))
-        self.left_out.sort()
+                ranges.append((int(line["position"]), int(line["samples"])))
+        self.left_out = merged(ranges)
+        """Ranges of positions that the order jumps over: (position, number of samples), sorted and apart."""
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._row: list[int] = []
         """Positions of the bad steps in a row, up to now."""
@@ -96,7 +115,7 @@ class Guard:
             first, count = self._row[0], position + batch - self._row[0]
             self._write("leave_out", first, step, reason, samples=count)
             raise NonFiniteError(
-                f"step {step}: {reason}, the {len(self._row)}th bad step in a row. The training returns to its last "
+                f"step {step}: {reason}, bad step number {len(self._row)} in a row. The training returns to its last "
                 f"checkpoint and leaves out samples {first} to {first + count - 1}. If it comes again: lower "
                 "optimizer.lr, raise optimizer.warmup_steps, or look at those samples"
             )
@@ -122,4 +141,5 @@ class Guard:
         if self.writes:
             line = {"time": now(), "decision": decision, "position": position, "step": step, "reason": reason, **more}
             append_line(self.run.decisions, json.dumps(line))
+            fsync_file(self.run.decisions)  # a checkpoint never knows more than this file
             self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)

@@ -8,6 +8,7 @@ notes it, and the job goes on without it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -22,8 +23,13 @@ from pipeline.run import Run
 from slurm.environment import Place
 
 TOGETHER = timedelta(seconds=120)
+"""How long rank 0 waits for the others."""
+PATIENCE = 3 * TOGETHER
+"""How long the others wait for rank 0, which may be waiting itself: the time-out of their group."""
 LEAST_FREE_BYTES, LEAST_FREE_INODES = 16 << 20, 100
 _SIZE = 256
+_LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+"""What a node answers that lost its connection to a parallel file system; others may be well."""
 
 
 def check_alone(run: Run, place: Place, device: torch.device) -> None:
@@ -38,9 +44,9 @@ def check_alone(run: Run, place: Place, device: torch.device) -> None:
                     "somebody else uses it, or a process of an earlier job hangs"
                 )
         ones = torch.ones((_SIZE, _SIZE), device=device)
-        found = float((ones @ ones).sum())
-        if found != float(_SIZE**3):
-            raise NodeError(f"{host}: {device} multiplies wrongly: {found} instead of {float(_SIZE**3)}")
+        least, most = (ones @ ones).aminmax()
+        if not least == most == _SIZE:
+            raise NodeError(f"{host}: {device} multiplies wrongly: {least:g} to {most:g} instead of {_SIZE}")
     except RuntimeError as error:  # what CUDA raises for a broken device
         raise NodeError(f"{host}: {device} does not work: {error}") from error
     if place.local_rank == 0:
@@ -55,8 +61,13 @@ def _check_files(run: Run, host: str, node: int) -> None:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
+            os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read it from the storage, not from memory
         if file.read_bytes() != content:
             raise NodeError(f"{host}: what is read from {run.path} is not what was written")
+    except OSError as error:
+        if error.errno in _LOST_MOUNT:
+            raise NodeError(f"{host}: {run.path} cannot be used there: {error}") from error
+        raise
     finally:
         with suppress(OSError):
             file.unlink()
@@ -69,19 +80,21 @@ def _check_files(run: Run, host: str, node: int) -> None:
 
 
 def check_together(place: Place, world: World, group: dist.ProcessGroup) -> None:
-    """All ranks, within a bound: `group` (Gloo) names those who do not come; then the training's own group.
+    """All ranks, within a bound: `group` (Gloo, with PATIENCE) names who does not come; then the training's own group.
 
-    Raises NodeError on rank 0, for the first host that did not come, and PeerLostError elsewhere.
+    Raises NodeError for the first host that did not come: on rank 0, or elsewhere where that is rank 0's; else
+    PeerLostError.
     """
     try:
         dist.monitored_barrier(group, timeout=TOGETHER, wait_all_ranks=True)
     except RuntimeError as error:
-        missing = [int(number) for number in re.findall(r"\d+", str(error).partition("anks")[2])]
-        if place.rank or not missing or missing[0] >= world.size:
+        missing = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
+        rank = int(missing[1]) if missing else 0
+        if rank == place.rank or not (missing or "Timed out" in str(error)):
             raise PeerLostError(f"not all ranks came within {TOGETHER}: {error}") from error
-        node = missing[0] // place.local_world_size
+        node = rank // place.local_world_size
         host = place.hosts[node] if node < len(place.hosts) else f"node {node}"
-        raise NodeError(f"{host}: rank {missing[0]} did not come within {TOGETHER}: {error}", host) from error
+        raise NodeError(f"{host}: rank {rank} did not come within {TOGETHER}: {error}", host) from error
     total = torch.ones(1 << 16, device=world.device)
     dist.all_reduce(total)
     if not bool((total == world.size).all()):

@@ -36,6 +36,11 @@ class Metrics:
             os.fsync(self._file.fileno())
 
 
+def loss_words(line: Mapping[str, Any]) -> str:
+    """A step's loss, for people; that of a bad step may be no number."""
+    return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
+
+
 def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines beyond `step`: work that a restore of `step` loses."""
     return [line for line in read_jsonl(path) if line["step"] > step]

@@ -75,7 +75,7 @@ class Stragglers:
 
     def judge(self, step: int, seconds: Sequence[float]) -> None:
         """Count the ranks that are slow, and name those that stay so."""
-        median = statistics.median(seconds)
+        median = statistics.median_low(seconds)  # of two ranks the faster one's
         for rank, own in enumerate(seconds):
             if median <= 0 or own <= RATIO * median:
                 self._slow.pop(rank, None)

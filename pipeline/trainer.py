@@ -26,7 +26,7 @@ from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.engine import Engine
 from pipeline.errors import CheckpointError, Exit
 from pipeline.files import read_jsonl, sha256_json
-from pipeline.guard import WINDOW, Guard
+from pipeline.guard import Guard, recent
 from pipeline.inputs import verify_shards
 from pipeline.layout import layout_of
 from pipeline.metrics import Metrics, lost_lines, rewind
@@ -160,14 +160,14 @@ class Trainer:
             line = self.step(step, next(tokens))
             self._enter(step, "agree")
             stopping = self.agreement.stop()
-            end = time.perf_counter()
+            end, saved_s = time.perf_counter(), self._checkpoint_s
             self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
-            self._look_back(step, end - previous_end, batches.data_wait_s, line)
+            self._look_back(step, end - previous_end - saved_s, batches.data_wait_s, line)
             previous_end = end
             if stopping and step < steps:
                 return self._leave(step)
-            due = step % every == 0 and not self.guard.in_a_row  # after a good step; a row may end in a return
-            if step == steps or due or self.agreement.save:
+            due = step % every == 0 or self.agreement.save
+            if step == steps or (due and not self.guard.in_a_row):  # a row of bad steps may end in a return
                 self.save(step)
         self.watchdog.enter(steps, "save")
         self.checkpointer.close()
@@ -191,18 +191,21 @@ class Trainer:
 
     def _leave(self, step: int) -> Exit:
         """The ranks agreed to stop after `step`: save, where there is time for it."""
-        too_late = self.agreement.too_late
+        why_not = None
+        if self.agreement.too_late:
+            why_not = f"too late to save: a save takes {self.clock.save_s:.1f} s"
+        elif self.guard.in_a_row:
+            why_not = "in a row of bad steps, which may end in a return"
         if self.world.first:
             reason = self.flag.reason or (OWN_CLOCK if self.clock.due() else "another rank's")
             self.run.event("stop_requested", "train", step=step, signal=reason)
-            if too_late:
-                self.run.event("save_skipped", "train", step=step, save_s=round(self.clock.save_s, 3))
-        if not too_late:
+            if why_not is not None:
+                self.run.event("save_skipped", "train", step=step, reason=why_not)
+        if why_not is None:
             self.save(step)
         self.watchdog.enter(step, "save")
         self.checkpointer.close()
-        left_out = f"too late to save: a save takes {self.clock.save_s:.1f} s; the last checkpoint counts"
-        self._print(f"stopped after step {step}, {left_out if too_late else 'saved'}")
+        self._print(f"stopped after step {step}, " + (f"{why_not}; the last checkpoint counts" if why_not else "saved"))
         return Exit.STOPPED
 
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
@@ -275,7 +278,7 @@ class Trainer:
         """The judge of bad numbers, from what rank 0 reads of the steps before."""
         known: tuple[list[Any], list[Any]] = ([], [])
         if self.world.first:
-            known = (list(read_jsonl(self.run.decisions)), list(read_jsonl(self.run.metrics))[-WINDOW:])
+            known = (list(read_jsonl(self.run.decisions)), recent(read_jsonl(self.run.metrics)))
         decisions, metrics = groups.from_rank0(self.agreement.group, known)
         return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
 

@@ -18,7 +18,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ from pipeline.signals import StopFlag
 
 LEAST_S, TIMES = 300.0, 20.0
 OTHERS_S = 3.0
-"""How long a rank that noticed waits before it leaves: the others then write their files, too."""
+"""How long, beyond the longest step, a rank that noticed waits before it leaves: the others then write their files, too
+(one that is stuck early in a step has been in its phase for longer than those that wait for it)."""
+REPORT_S = 30.0
+"""How long the report may take: the file system may be what hangs."""
 
 
 class Watchdog:
@@ -80,9 +83,13 @@ class Watchdog:
             step, number, phase, since = self._now
             seconds = time.monotonic() - since
             if seconds > self.limit_s(phase):
-                self._fire(step, number, phase, seconds)
+                report = threading.Thread(target=self._report, args=(step, number, phase, seconds), daemon=True)
+                report.start()
+                report.join(REPORT_S)
+                time.sleep(OTHERS_S + self._longest_s)
+                os._exit(Exit.HANG)
 
-    def _fire(self, step: int, number: int, phase: str, seconds: float) -> None:
+    def _report(self, step: int, number: int, phase: str, seconds: float) -> None:
         with tempfile.TemporaryFile() as stacks:
             faulthandler.dump_traceback(stacks.fileno(), all_threads=True)
             stacks.seek(0)
@@ -92,8 +99,6 @@ class Watchdog:
         facts["collectives"] = last_collectives()
         write_json(self.file, facts)
         self._leave(f"rank {self.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}")
-        time.sleep(OTHERS_S)
-        os._exit(Exit.HANG)
 
 
 def last_collectives(count: int = 3) -> list[dict[str, Any]]:
@@ -122,39 +127,26 @@ def last_collectives(count: int = 3) -> list[dict[str, Any]]:
         return []
 
 
-def read_hangs(folder: Path, since: float) -> list[dict[str, Any]]:
-    """The hang files that were written after `since` (seconds since 1970)."""
-    found = []
-    for path in folder.glob("hang-rank-*.json"):
-        try:
-            if path.stat().st_mtime >= since:
-                found.append(json.loads(path.read_bytes()))
-        except (OSError, ValueError):
-            continue
-    return found
+def blame(hangs: Iterable[Mapping[str, Any]], hosts: Sequence[str], heard: Container[int]) -> tuple[int, str, str]:
+    """Who did not arrive: rank, host and a sentence. `hosts`: one for each rank; `heard`: ranks that left other words.
 
-
-def blame(hangs: Iterable[Mapping[str, Any]], size: int, hosts: Sequence[str]) -> tuple[int, str, str]:
-    """Who did not arrive: rank, host and a sentence. `hosts`: one for each rank, as far as they are known.
-
-    A rank without a file comes first, then the one that is furthest behind. Raises ValueError without any file.
+    A rank without a sign of life comes first, then the one that is furthest behind. Raises ValueError without hangs.
     """
     by_rank = {int(hang["rank"]): hang for hang in hangs}
     if not by_rank:
         raise ValueError("no rank reported a hang")
     front = max(by_rank.values(), key=lambda hang: (hang["step"], hang["number"]))
     others = f"the others were in phase '{front['phase']}' of step {front['step']}"
-    silent = [rank for rank in range(size) if rank not in by_rank]
+    silent = [rank for rank in range(len(hosts)) if rank not in by_rank and rank not in heard]
     if silent:
-        rank = silent[0]
-        host = hosts[rank] if rank < len(hosts) else "an unknown host"
-        names = ", ".join(map(str, silent))
-        return rank, host, f"rank {names} on {host} gave no sign of life; {others}"
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in silent)
+        return silent[0], hosts[silent[0]], f"{names} gave no sign of life; {others}"
     last = min(by_rank.values(), key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
     where = f"rank {last['rank']} on {last['host']}"
     if (last["step"], last["number"]) == (front["step"], front["number"]):
-        return last["rank"], last["host"], f"all ranks were stuck in phase '{last['phase']}' of step {last['step']}"
-    words = f"{where} did not arrive: it was in phase '{last['phase']}' of step {last['step']}; {others}"
+        words = f"all ranks were stuck in phase '{last['phase']}' of step {last['step']}; {where}"
+    else:
+        words = f"{where} did not arrive: it was in phase '{last['phase']}' of step {last['step']}; {others}"
     if collectives := last["collectives"]:
         words += f"; its last collective was {collectives[-1]['operation']} number {collectives[-1]['number']}"
     return last["rank"], last["host"], f"{words}\n{last['stacks']}"

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from data_prep.manifest import shard_progress
 from pipeline.files import last_object
+from pipeline.metrics import loss_words
 from pipeline.run import Run
 
 POLL_S = 0.2
@@ -37,7 +38,7 @@ def position(run: Run, stage: str) -> tuple[float, float, str]:
         return (
             last["step"],
             steps,
-            f"step {last['step']}/{steps}  loss {last['loss']:.4f}  {last['tokens_per_s']:,.0f} tokens/s  "
+            f"step {last['step']}/{steps}  {loss_words(last)}  {last['tokens_per_s']:,.0f} tokens/s  "
             f"{clock(left)} left",
         )
     return 0, 0, "running"

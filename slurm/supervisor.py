@@ -14,17 +14,19 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeline import stages
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
-from pipeline.watchdog import blame, read_hangs
+from pipeline.watchdog import blame
 from slurm import job as slurm_job
 from slurm import mpi_launch, recovery, succession, topology
-from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, identify, in_allocation
+from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks
 
@@ -121,7 +123,7 @@ class Supervisor:
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
             pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
         )  # fmt: skip
-        for report in run.stage_folder(stage).glob(_reports(self.task)):
+        for report in _reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
@@ -225,7 +227,6 @@ class Supervisor:
         first: list[Left] = []
         deadline, stop_deadline, next_look = math.inf, math.inf, 0.0
         asked: str | None = None
-        since = time.time()
         while ranks.running:
             clock = time.monotonic()
             if asked is None and clock >= next_look:
@@ -254,7 +255,7 @@ class Supervisor:
         if first:
             failure = find_failure(run, stage, first, self.task)
             if failure.code == Exit.HANG:
-                failure = self._who_hangs(failure, ranks.size, since)
+                failure = self._who_hangs(failure, ranks.size)
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
@@ -262,14 +263,19 @@ class Supervisor:
             return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
         return Ended(Exit.DONE, asked)
 
-    def _who_hangs(self, failure: Failure, size: int, since: float) -> Failure:
+    def _who_hangs(self, failure: Failure, size: int) -> Failure:
         """Name the rank that did not arrive, from what all ranks wrote about themselves."""
-        hangs = read_hangs(self.run.stage_folder(self.stage), since)
+        hangs = _read(self.run, self.stage, "hang")
         if not hangs:
             return failure
-        nodes = allocated_hosts(os.environ) if self.on_slurm else [os.uname().nodename]
-        per_node = -(-size // max(1, len(nodes)))
-        rank, host, message = blame(hangs, size, [nodes[r // per_node] for r in range(size)])
+        hosts = [os.uname().nodename] * size
+        if self.on_slurm:
+            per_node = getattr(getattr(self.run.config.stages, self.stage), "tasks_per_node", size)
+            _, spread = granted_tasks(os.environ) or ([], "block")
+            nodes = allocated_hosts(os.environ)
+            hosts = [nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
+        heard = {report["rank"] for report in _read(self.run, self.stage, "error")}
+        rank, host, message = blame(hangs, hosts, heard)
         return Failure(Exit.HANG, rank, host, message)
 
     def _note_stop(self, asked: str) -> None:
@@ -293,9 +299,20 @@ def _request(run: Run) -> str | None:
     return "stop file" if run.stop_file.exists() else None
 
 
-def _reports(task: int | None) -> str:
-    """The names of the error reports of this job's ranks: a task of an array has one, and others beside it."""
-    return "error-rank-*.json" if task is None else f"error-rank-{task}.json"
+def _reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
+    """What ranks left of a kind: `error` (pipeline/failure.py), `hang` (pipeline/watchdog.py) or `*`.
+
+    A task of an array has one of its own, and others beside it.
+    """
+    return list(run.stage_folder(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
+
+
+def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
+    found = []
+    for path in _reports(run, stage, kind, task):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_bytes()))
+    return found
 
 
 def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
@@ -304,12 +321,7 @@ def find_failure(run: Run, stage: str, first: list[Left], task: int | None = Non
     A rank that a signal killed writes no report; its peers report a lost connection (or abort over it): they
     are blamed last. Among reports the earliest counts.
     """
-    reports = []
-    for path in run.stage_folder(stage).glob(_reports(task)):
-        try:
-            reports.append(json.loads(path.read_bytes()))
-        except (OSError, ValueError):
-            continue
+    reports = _read(run, stage, "error", task)
     killed = [left for left in first if left.code < 0]
     culprits = [left for left in killed if left.code != -signal.SIGABRT]
     blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))

@@ -144,7 +144,9 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     run = prepared(tmp_path, config)
     assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
-    high = cluster.run(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"], timeout=10)
+    high = cluster.run(
+        ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"], timeout=10
+    )
     assert high.returncode == 0, high.stderr
     wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
     wait_for("the evaluation", lambda: evaluated(run), 150)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from pipeline.checkpoint_files import newest_step
 from pipeline.errors import Exit
 from pipeline.files import last_object
+from pipeline.metrics import loss_words
 from pipeline.run import Run
 from pipeline.signals import StopFlag
 from slurm.environment import Place
@@ -25,7 +27,7 @@ def progress(run: Run) -> str:
     last = last_object(run.metrics)
     if last is None:
         return f"0/{run.config.train.steps} steps"
-    return f"{last['step']}/{run.config.train.steps} steps, loss {last['loss']:.4f}"
+    return f"{last['step']}/{run.config.train.steps} steps, {loss_words(last)}"
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
@@ -37,6 +39,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     from pipeline.watchdog import Watchdog
 
     def stuck(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
         report_error(run, "train", place, Exit.HANG, message)
 
     watchdog = Watchdog(run.stage_folder("train"), place.rank, run.config.recovery, flag, stuck)
@@ -45,8 +48,9 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
     if run.config.recovery.preflight:
+        group = groups.side_group(health.PATIENCE)  # now that all are here: a bad device may hold one up for ever
         health.check_alone(run, place, world.device)
-        health.check_together(place, world, groups.side_group())
+        health.check_together(place, world, group)
     trainer = Trainer(run, manifest, place, world, flag, watchdog)
     groups.end_of_startup()
     result = trainer.fit()
