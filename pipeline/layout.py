@@ -206,6 +206,8 @@ def _misfits(
         for name, size in divided.items():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
+        if train.compile:
+            yield f"parallel.tensor ({tensor}) does not go with train.compile: torch fails in its backward pass"
         if many_nodes and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "

@@ -36,6 +36,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
             "1f1b has one stage per rank: parallel.virtual_stages must be 1, not 2",
         ),
+        (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
         (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
         (2, {"parallel": {"pipeline": 2, "schedule": "zbv"}}, "zbv has two stages per rank: parallel.virtual_stages"),
         (

@@ -177,7 +177,6 @@ def test_matrix_of_all_three(zero: int, model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"tensor": 2},
         {"zero": 3},
         {"pipeline": 2},
         {"pipeline": 2, "schedule": "gpipe"},
