@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
+_MOST = 1024
+"""Sizes beyond this are not looked at when something that fits is sought."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute gradients of inputs and of weights apart, to fill bubbles with the latter."""
 
@@ -187,7 +189,7 @@ def _misfits(
     model, train = config.model, config.train
     batch, micro = train.global_batch, train.micro_batch
     if batch % (data * micro):
-        fits = [n for n in range(1, batch + 1) if batch % (n * micro) == 0]
+        fits = [n for n in range(1, min(batch // micro, _MOST) + 1) if batch % (n * micro) == 0]
         yield (
             f"train.global_batch ({batch}) is no multiple of train.micro_batch ({micro}) × {data} data parallel "
             f"ranks; with these batches there may be {', '.join(map(str, fits))}"
@@ -204,6 +206,8 @@ def _misfits(
         for name, size in divided.items():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
+        if train.compile:
+            yield f"parallel.tensor ({tensor}) does not go with train.compile: torch fails in its backward pass"
         if many_nodes and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "
@@ -253,8 +257,9 @@ def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iter
 def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> list[str]:
     """Up to three layouts of `world` ranks that fit, the most similar first."""
     found = []
-    for pipeline in (n for n in range(1, world + 1) if world % n == 0):
-        for tensor in (n for n in range(1, world // pipeline + 1) if world // pipeline % n == 0):
+    for pipeline in (n for n in range(1, min(world, config.model.layers, _MOST) + 1) if world % n == 0):
+        rest = world // pipeline
+        for tensor in (n for n in range(1, min(rest, config.model.heads, _MOST) + 1) if rest % n == 0):
             data = world // pipeline // tensor
             if not list(_misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)):
                 away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(
@@ -284,10 +289,13 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     model = config.model
     heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
     block = model.dim * (heads + 3 * model.ffn_size) + model.heads * model.head_size * config.data.sequence_length
-    sizes, costs = [1] * stages, [block] * stages
-    costs[0] += model.dim
-    costs[-1] += model.dim * vocab_size
-    for _ in range(model.layers - stages):
+    extra = [0] * stages
+    extra[0] += model.dim
+    extra[-1] += model.dim * vocab_size
+    # so many blocks every stage gets in any case; only the rest is handed out one by one
+    sizes = [max(1, model.layers // stages - max(extra) // block - 2)] * stages if stages > 1 else [model.layers]
+    costs = [size * block + more for size, more in zip(sizes, extra, strict=True)]
+    for _ in range(model.layers - sum(sizes)):
         cheapest = costs.index(min(costs))
         sizes[cheapest] += 1
         costs[cheapest] += block

@@ -36,6 +36,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
             "1f1b has one stage per rank: parallel.virtual_stages must be 1, not 2",
         ),
+        (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
         (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
         (2, {"parallel": {"pipeline": 2, "schedule": "zbv"}}, "zbv has two stages per rank: parallel.virtual_stages"),
         (
@@ -199,7 +200,16 @@ def test_coordinates_are_those_of_torch(sizes: list[int], data: st.DataObject) -
         dist.destroy_process_group()
 
 
-@settings(deadline=None, max_examples=60)
+def test_absurd_sizes_take_no_time() -> None:
+    huge = tiny_config(1, model={"layers": 2**62})
+    assert layout_of(huge).stage_layers == (range(2**62),)
+    first, second = split_layers(huge, 2, 64)
+    assert (first.start, first.stop, second.stop) == (0, second.start, 2**62)
+    with pytest.raises(LayoutError, match="no layout of"):
+        layout_of(tiny_config(1, train={"global_batch": 3 * 2**40, "micro_batch": 2}), 2**61, 2**61)
+
+
+@settings(deadline=None, max_examples=150)
 @given(st.integers(1, 5), st.integers(0, 7), st.integers(0, 3000))
 def test_layers_are_balanced_as_well_as_can_be(stages: int, more: int, vocab: int) -> None:
     layers = stages + more
