@@ -92,14 +92,23 @@ def refusal(events: Sequence[Mapping[str, Any]], cause: Exit, progress: bool, li
 
 
 def standing(run: Run, stage: str) -> str:
-    """Something that changes when a stage gets ahead; for `train` a step that was never saved before, or a decision.
+    """Something that changes when a stage gets ahead.
 
-    Not the newest checkpoint: one that was saved and damaged since was an advance all the same.
+    For `train` a step that was never saved before, one saved again in the place of a damaged one, or a decision. Not
+    the newest checkpoint: one that was saved and damaged since was an advance all the same.
     """
     if stage != "train":
         return stages.load(stage).progress(run)
-    saved = max((e["step"] for e in run.read_events("train") if e["event"] == "saved"), default=0)
-    return f"step {saved}, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
+    newest, repaired = 0, 0
+    damaged: set[int] = set()
+    for event in run.read_events("train"):
+        if event["event"] == "damaged":
+            damaged.add(event["step"])
+        elif event["event"] == "saved":
+            newest = max(newest, event["step"])
+            repaired += event["step"] in damaged
+            damaged.discard(event["step"])
+    return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 
 def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:

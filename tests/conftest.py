@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.cluster import Cluster
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    """To the report of a test that failed on a cluster, add what Slurm and the runs say: nobody can ask them later."""
+    outcome = yield
+    report = outcome.get_result()
+    arguments = getattr(item, "funcargs", {})
+    cluster = arguments.get("cluster")
+    if not report.failed or not isinstance(cluster, Cluster):
+        return
+    for command in (["squeue", "--states=all"], ["sinfo", "-N", "-o", "%N %T %E"]):
+        with suppress(Exception):
+            report.sections.append((" ".join(command), cluster.output(command)))
+    folder = arguments.get("tmp_path")
+    for file in [*Path(folder).glob("runs/*/events.jsonl")] if folder else []:
+        lines = file.read_text(errors="replace").splitlines()[-12:]
+        report.sections.append((str(file), "\n".join(line[:500] for line in lines)))
 
 
 @pytest.fixture

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
+from pipeline.files import append_line
+from pipeline.run import Run
 from slurm.job import JobFacts, parse_facts
-from slurm.recovery import budget_of, refusal, stop_cause
+from slurm.recovery import budget_of, refusal, standing, stop_cause
+from tests.tiny import write_config
 
 # what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
 SHOWN = """JobId=1 JobName=j.sh
@@ -97,3 +102,21 @@ def test_every_failure_has_a_budget() -> None:
     assert refusal([], Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
     assert refusal([], Exit.PREEMPTED, False, RecoveryConfig()) is None
     assert "loop" in (refusal([], Exit.TIME_LIMIT, False, RecoveryConfig()) or "")
+
+
+def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
+    seen = [standing(run, "train")]
+
+    def tell(event: str, step: int) -> bool:
+        """Whether the event is an advance."""
+        run.event(event, "train", step=step)
+        seen.append(standing(run, "train"))
+        return seen[-1] != seen[-2]
+
+    assert tell("saved", 4) and tell("saved", 8)
+    assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
+    assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
+    assert not tell("saved", 8)
+    append_line(run.decisions, "{}")
+    assert standing(run, "train") != seen[-1]

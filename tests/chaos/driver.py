@@ -94,8 +94,7 @@ class Story:
         for fault in faults:
             self._wait_for_progress(scene)
             time.sleep(self.random.uniform(0, 1.0))
-            while self.cluster.job_state(scene.job) != "RUNNING":  # something of the fault before came late
-                self._wait_for_progress(scene)
+            self._wait_for_progress(scene)  # something of the fault before may have come late
             before = len(self.run.read_events("train"))
             started = time.monotonic()
             expected = fault(scene)
@@ -125,10 +124,18 @@ class Story:
         return None
 
     def _wait_for_progress(self, scene: Scene) -> None:
-        """Until the attempt that runs has saved something, so that the next stop is not a fruitless one."""
+        """Until the attempt that runs has saved something, so that the next stop is not a fruitless one.
+
+        Raises RuntimeError where there is no attempt any more.
+        """
 
         def progressed() -> bool:
             events = self.run.read_events("train")
+            state = self.cluster.job_state(scene.job)
+            if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
+                raise RuntimeError(f"the training's job is {state} before its time: {events[-3:]}")
+            if state != "RUNNING":
+                return False
             starts = [i for i, e in enumerate(events) if e["event"] == "started"]
             since = events[starts[-1] :] if starts else []
             return any(e["event"] == "saved" for e in since) and not any(e["event"] in GOES_ON for e in since)
