@@ -269,20 +269,46 @@ class EvaluateConfig(Section):
     """Evaluate at most so many sequences; null: all held-out text."""
 
 
+class NodeRange(Section):
+    """A number of nodes that may differ from one start of a job to the next."""
+
+    min: PositiveInt
+    """The fewest that the job starts with."""
+    max: PositiveInt
+    """The most that it takes."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> NodeRange:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        return self
+
+
 class StageResources(Section):
     """What one stage asks for."""
 
-    nodes: PositiveInt = 1
-    """Nodes; on one machine without Slurm, nodes × tasks_per_node processes start there."""
+    nodes: PositiveInt | NodeRange = 1
+    """Nodes, or {min, max}: a job starts, and after a stop starts again, with as many of them as Slurm has and the
+    layout and the batch allow. On one machine without Slurm, nodes (the most) × tasks_per_node processes start."""
     tasks_per_node: PositiveInt = 1
     """Processes per node."""
     time: TimeLimit = "01:00:00"
     """Time limit, as Slurm writes it."""
 
     @property
+    def fewest_nodes(self) -> int:
+        """With fewer it does not start."""
+        return self.nodes.min if isinstance(self.nodes, NodeRange) else self.nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """It uses no more."""
+        return self.nodes.max if isinstance(self.nodes, NodeRange) else self.nodes
+
+    @property
     def ranks(self) -> int:
-        """Processes of the stage."""
-        return self.nodes * self.tasks_per_node
+        """Processes of the stage, on the most nodes."""
+        return self.most_nodes * self.tasks_per_node
 
 
 class ShardResources(Section):
@@ -354,7 +380,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Config:
-        layout_of(self)
+        train = self.stages.train
+        for nodes in {train.most_nodes, train.fewest_nodes}:
+            layout_of(self, nodes * train.tasks_per_node)
         if self.optimizer.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) is more than train.steps ({self.train.steps})"

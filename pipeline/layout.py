@@ -154,6 +154,21 @@ def layout_of(
     )
 
 
+def usable_nodes(config: Config, granted: int) -> int:
+    """How many of `granted` nodes a training uses: the most that `stages.train.nodes` allows and whose ranks fit.
+
+    The fewest it may have where none fits.
+    """
+    train = config.stages.train
+    for nodes in range(min(granted, train.most_nodes), train.fewest_nodes, -1):
+        try:
+            layout_of(config, nodes * train.tasks_per_node)
+        except LayoutError:
+            continue
+        return nodes
+    return train.fewest_nodes
+
+
 def _sizes(config: Config, world: int) -> Iterator[str]:
     """What is wrong with the sizes themselves: they must multiply to the number of ranks."""
     wanted = config.parallel
@@ -179,7 +194,9 @@ def _sizes(config: Config, world: int) -> Iterator[str]:
 
 def _ranks(config: Config, world: int) -> str:
     train = config.stages.train
-    return f" (stages.train has {train.nodes} nodes × {train.tasks_per_node} tasks)" if world == train.ranks else ""
+    nodes, rest = divmod(world, train.tasks_per_node)
+    planned = not rest and nodes in (train.fewest_nodes, train.most_nodes)
+    return f" (stages.train has {nodes} nodes × {train.tasks_per_node} tasks)" if planned else ""
 
 
 def _misfits(

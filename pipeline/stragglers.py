@@ -1,8 +1,9 @@
 """Which rank is slow by itself. Step times cannot tell: in a collective everybody waits for the slowest.
 
 Each rank measures its own part of a step, before any rank waits for another: waiting for data, and the forward passes.
-Every `log_every` steps the ranks gather the means of that time. A host whose rank took 1.3 times the median three
-times in a row is a straggler, and is written to events.jsonl (once, until it recovers).
+Every `log_every` steps the ranks gather that time. A rank that took 1.3 times the median of its peers (those that hold
+the same pipeline stages) three times in a row is a straggler: events.jsonl has it with its host, and again when it has
+recovered; `status` names those that have not.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ class OwnTime:
 class Stragglers:
     """On every rank: gathers; on rank 0: ranks the hosts and writes events."""
 
-    def __init__(self, run: Run, group: dist.ProcessGroup, host: str) -> None:
-        """`group`: a Gloo group of all ranks whose other users take turns with this one."""
-        self.run, self.group = run, group
+    def __init__(self, run: Run, group: dist.ProcessGroup, host: str, peers: Sequence[int]) -> None:
+        """`group`: a Gloo group of all ranks whose other users take turns with this one.
+
+        `peers`: for each rank something that those with the same work share.
+        """
+        self.run, self.group, self.peers = run, group, peers
         self.hosts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(self.hosts, host, group=group)
         self._slow: dict[int, int] = {}
@@ -75,13 +79,15 @@ class Stragglers:
 
     def judge(self, step: int, seconds: Sequence[float]) -> None:
         """Count the ranks that are slow, and name those that stay so."""
-        median = statistics.median_low(seconds)  # of two ranks the faster one's
         for rank, own in enumerate(seconds):
+            like = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
+            median, host = statistics.median_low(like), self.hosts[rank]  # of two ranks the faster one's
             if median <= 0 or own <= RATIO * median:
-                self._slow.pop(rank, None)
+                if self._slow.pop(rank, 0) >= IN_A_ROW:
+                    self.run.event("recovered", "train", step=step, rank=rank, host=host)
                 continue
             self._slow[rank] = self._slow.get(rank, 0) + 1
             if self._slow[rank] == IN_A_ROW:
-                ratio, host = round(own / median, 2), self.hosts[rank]
+                ratio = round(own / median, 2)
                 self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
                 print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)

@@ -78,7 +78,8 @@ class Trainer:
             self.agreement.wants_save = self.save_request
         self.watchdog = watchdog or Watchdog(run.jobs, world.rank, config.recovery, flag, lambda message: None)
         self.own = OwnTime(world.device)
-        self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename)
+        peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
+        self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename, peers)
         self.checkpointer = Checkpointer(
             run.checkpoints,
             groups.side_group(),
@@ -99,6 +100,8 @@ class Trainer:
         self.guard = self._make_guard()
         self.metrics = Metrics(run.metrics if world.first else None)
         self._checkpoint_s = 0.0
+        self.startup_s: Mapping[str, float] = {}
+        """What the start of rank 0 took, by part."""
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class Trainer:
     def _loop(self, tokens: Iterator[torch.Tensor], batches: Batches) -> Exit:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
         if self.world.first:
-            self.run.event("ready", "train", step=self.start_step)
+            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s)
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")

@@ -12,7 +12,7 @@ import shlex
 
 from rich.console import Console
 
-from pipeline.config import Config
+from pipeline.config import Config, StageResources
 from pipeline.config_file import dump_config
 from pipeline.layout import layout_of
 from pipeline.run import Run, with_absolute_paths
@@ -61,7 +61,10 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     ]
     for stage in STAGES:
         wanted = getattr(config.stages, stage)
-        nodes = f"{wanted.nodes} × {wanted.tasks_per_node} = " if getattr(wanted, "nodes", 1) > 1 else ""
+        nodes = ""
+        if isinstance(wanted, StageResources) and wanted.most_nodes > 1:
+            fewest = f"{wanted.fewest_nodes} to " if wanted.fewest_nodes < wanted.most_nodes else ""
+            nodes = f"{fewest}{wanted.most_nodes} × {wanted.tasks_per_node} = {fewest and 'at most '}"
         after = "".join(f", after {parent}" for parent in load(stage).NEEDS)
         lines.append(f"{stage:9} {nodes}{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}")
         lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")

@@ -35,7 +35,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     values: dict[str, Any] = {
         "job_name": f"{config.run.name}-{stage}",
         "time": math.ceil(parse_time(wanted.time) / 60),
-        "nodes": 1 if single else wanted.nodes,
+        "nodes": 1 if single else wanted.most_nodes,
         "ntasks_per_node": 1 if single else wanted.tasks_per_node,
         "cpus_per_task": site.cpus_per_task,
         "partition": site.partition,
@@ -52,6 +52,11 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     exports = site_variables(site)
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
     more["requeue" if site.requeue else "no-requeue"] = True
+    if not single and wanted.fewest_nodes < wanted.most_nodes:
+        # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
+        del values["ntasks_per_node"]
+        more["nodes"] = f"{wanted.fewest_nodes}-{wanted.most_nodes}"  # submitit counts with `nodes`, sbatch reads this
+        more["mincpus"] = wanted.tasks_per_node * (site.cpus_per_task or 1)
     more.update(distribution=site.distribution, switches=site.switches)
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"

@@ -61,6 +61,8 @@ class Row:
     """How long it has run, over all attempts."""
     going: bool = False
     """Whether it runs, or waits in the queue for something that can happen."""
+    slow: str = ""
+    """Ranks that keep the others waiting, in words."""
 
 
 def judge(
@@ -145,7 +147,7 @@ class Lookout:
             stage, state, why, job.job_id if job else "", _nodes(job, holder, going),
             job.state.reason if job and going and job.state.state == "PENDING" else "", step, loss, eta,
             max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
-            _running_time(events, state == "running"), going,
+            _running_time(events, state == "running"), going, slow_ranks(events) if state == "running" else "",
         )  # fmt: skip
         if state == "done":
             self._done[stage] = row
@@ -186,6 +188,20 @@ def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
     return spent
 
 
+def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
+    """The stragglers of the last attempt (pipeline/stragglers.py) that have not recovered, slowest first."""
+    slow: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event["event"] == "started":
+            slow.clear()
+        elif event["event"] == "straggler":
+            slow[event["rank"]] = event
+        elif event["event"] == "recovered":
+            slow.pop(event["rank"], None)
+    worst = sorted(slow.values(), key=lambda event: -float(event["ratio"]))
+    return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
+
+
 def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
     """Cells, the first row being the header, as a table for the terminal; the columns `left` begin at the left."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
@@ -213,6 +229,7 @@ def table(run: Run, rows: Sequence[Row]) -> Group:
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     drawn = grid([list(kept), *map(list, zip(*kept.values(), strict=True))], left=range(len(kept)))
     lines: list[RenderableType] = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {resume_command(run)}"))
     if points := point_table(run):

@@ -115,7 +115,8 @@ class Supervisor:
 
     def _attempt(self, lock: int, before: str) -> Ended:
         run, stage, place = self.run, self.stage, self.place
-        size = 1 if self.task is not None else stages.ranks(run, stage)
+        granted = len(allocated_hosts(os.environ)) or None
+        size = 1 if self.task is not None else stages.ranks(run, stage, granted)
         if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task
             size = min(size, allocated_tasks(os.environ) or size)
         attempt = sum(e["event"] == "started" for e in run.read_events(stage)) + 1
@@ -125,7 +126,7 @@ class Supervisor:
         )  # fmt: skip
         for report in _reports(run, stage, "*", self.task):
             report.unlink()
-        if self.on_slurm and (reason := topology.mismatch(run, stage)) is not None:
+        if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         ranks: LocalRanks | SrunRanks

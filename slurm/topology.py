@@ -87,20 +87,18 @@ def problem(
 
 def planned_mismatch(config: Config) -> str | None:
     """What is wrong with the placement that the training's job would ask for; None where nothing is."""
-    wanted = config.stages.train
-    tasks = [wanted.tasks_per_node] * wanted.nodes
-    return problem(
-        "train", wanted.nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution
-    )
+    wanted, nodes = config.stages.train, config.stages.train.most_nodes
+    tasks = [wanted.tasks_per_node] * nodes
+    return problem("train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution)
 
 
-def mismatch(run: Run, stage: str) -> str | None:
-    """Why this allocation does not fit the ranks of `stage`; None where it does, or Slurm does not say."""
+def mismatch(run: Run, stage: str, size: int) -> str | None:
+    """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
     granted = granted_tasks(os.environ)
     if stage not in ("train", "evaluate") or granted is None:
         return None
     wanted, tensor = getattr(run.config.stages, stage), run.config.parallel.tensor if stage == "train" else 1
-    return problem(stage, wanted.nodes, wanted.tasks_per_node, tensor, *granted)
+    return problem(stage, size // wanted.tasks_per_node, wanted.tasks_per_node, tensor, *granted)
 
 
 def record(run: Run, stage: str, job: str, attempt: int) -> None:

@@ -245,12 +245,12 @@ def test_a_torn_placement_is_refused_before_submission(tmp_path: Path) -> None:
 def test_a_mismatch_in_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.create(config(tmp_path, "stages.train.nodes=2"))
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
-    assert "--nodes=2 --ntasks-per-node=2" in str(topology.mismatch(run, "train"))
-    assert topology.mismatch(run, "shard") is None
+    assert "--nodes=2 --ntasks-per-node=2" in str(topology.mismatch(run, "train", 4))
+    assert topology.mismatch(run, "shard", 2) is None
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
-    assert topology.mismatch(run, "train") is None
+    assert topology.mismatch(run, "train", 4) is None
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
-    assert topology.mismatch(run, "train") is None
+    assert topology.mismatch(run, "train", 4) is None
 
 
 # -- doctor --------------------------------------------------------------------------------------------------

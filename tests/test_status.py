@@ -103,3 +103,12 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
         assert (found["1"].state, found["2"].state) == ("COMPLETED", "RUNNING")
     assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
     assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
+
+
+def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
+    slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
+    worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}
+    assert status.slow_ranks([STARTED, slow]) == "rank 2 on n3 takes 1.6 × the time of its peers"
+    assert status.slow_ranks([STARTED, slow, worse]).startswith("rank 0 on n1 takes 2.5")
+    assert status.slow_ranks([STARTED, slow, {"event": "recovered", "rank": 2}]) == ""
+    assert status.slow_ranks([STARTED, slow, STARTED]) == ""

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 from pipeline.errors import Exit, UserError
+from pipeline.layout import usable_nodes
 from pipeline.run import Run
 from pipeline.signals import StopFlag
 from slurm.environment import Place
@@ -48,9 +49,17 @@ def load(name: str) -> Stage:
     return cast(Stage, importlib.import_module(f"pipeline.stages.{name}"))
 
 
-def ranks(run: Run, stage: str) -> int:
-    """How many processes the config wants for a stage."""
-    return int(getattr(run.config.stages, stage).ranks)
+def ranks(run: Run, stage: str, granted: int | None = None) -> int:
+    """How many processes to start for a stage, on `granted` nodes where somebody counted them."""
+    wanted = getattr(run.config.stages, stage)
+    if granted is None or stage not in ("train", "evaluate"):
+        return int(wanted.ranks)
+    nodes = (
+        usable_nodes(run.config, granted)
+        if stage == "train"
+        else max(wanted.fewest_nodes, min(granted, wanted.most_nodes))
+    )
+    return int(nodes * wanted.tasks_per_node)
 
 
 def number(stage: str, place: Place) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 
 from pipeline.checkpoint_files import newest_step
@@ -32,11 +33,21 @@ def progress(run: Run) -> str:
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
+    startup_s: dict[str, float] = {}
+    since = flag.since
+
+    def mark(part: str) -> None:
+        """Note how long a part of the start took."""
+        nonlocal since
+        startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
+
     from data_prep.manifest import load_manifest
     from pipeline import groups, health
     from pipeline.failure import report_error
     from pipeline.trainer import Trainer
     from pipeline.watchdog import Watchdog
+
+    mark("imports")
 
     def stuck(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
@@ -47,12 +58,16 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     manifest = load_manifest(run.data)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
+    mark("rendezvous")
     if run.config.recovery.preflight:
         group = groups.side_group(health.PATIENCE)  # now that all are here: a bad device may hold one up for ever
         health.check_alone(run, place, world.device)
         health.check_together(place, world, group)
+        mark("preflight")
     trainer = Trainer(run, manifest, place, world, flag, watchdog)
     groups.end_of_startup()
+    mark("build_and_load")
+    trainer.startup_s = startup_s
     result = trainer.fit()
     watchdog.close()
     groups.leave()

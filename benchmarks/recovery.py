@@ -1,0 +1,165 @@
+"""What survival costs: the votes of each step, and the way from a requeue back to the first new step.
+
+    python -m benchmarks.recovery [--steps 400] [--requeues 6]      (the second part: root, Debian's Slurm)
+
+Votes: two ranks take steps of about 50 ms (matrix products, then an all-reduce of gradients), every other one with the
+agreement of pipeline/stop.py around its last 2 ms, as the trainer does. Ratios of medians over blocks of steps, and the
+CPU time of the votes alone. Target: below 0.5 % of a step.
+
+Requeue: a tiny training on the test cluster (4 nodes × 1 rank) is preempted again and again; the parts are read from
+events.jsonl, where every user finds them too (`ready` has `startup_s`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import write_table
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from slurm.environment import Place
+from tests.chaos import faults
+from tests.chaos.driver import Story, small_disk
+from tests.cluster import Cluster, Options
+from tests.cluster.cluster import missing
+from tests.ranks import run_ranks
+
+STEP_S = 0.050
+BLOCK = 40
+
+
+def vote(where: Place, steps: int) -> tuple[list[float], list[float], float, float]:
+    """In a rank: seconds of each step without votes and with them; CPU and wall seconds of one vote."""
+    import torch
+    import torch.distributed as dist
+
+    from pipeline import groups
+    from pipeline.signals import StopFlag
+    from pipeline.stop import Agreement
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", where.master_port, where.world_size, where.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=where.rank, world_size=where.world_size)
+    agreement = Agreement(StopFlag(), groups.side_group())
+    a_MM, gradients_P = torch.randn(256, 256), torch.zeros(100_000)
+
+    def compute(seconds: float) -> None:
+        for _ in range(max(1, round(seconds / product_s))):
+            a_MM @ a_MM
+
+    product_s, started = 1.0, time.perf_counter()
+    for _ in range(400):
+        a_MM @ a_MM
+    product_s = (time.perf_counter() - started) / 400
+    found: tuple[list[float], list[float]] = ([], [])
+    for step in range(steps + BLOCK):
+        voting = step % 2 == 1
+        started = time.perf_counter()
+        compute(STEP_S - 0.002)
+        dist.all_reduce(gradients_P)
+        if voting:
+            agreement.start()
+        compute(0.002)
+        if voting:
+            agreement.stop()
+        if step >= BLOCK:
+            found[voting].append(time.perf_counter() - started)
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(2000):
+        agreement.start()
+        agreement.stop()
+    return *found, (time.process_time() - cpu) / 2000, (time.perf_counter() - wall) / 2000
+
+
+def agreement_table(steps: int) -> None:
+    """Measure the votes and write the table."""
+    without, voting, cpu, wall = run_ranks(2, vote, steps, timeout=600)[0]
+    size = BLOCK // 2
+    blocks = [
+        statistics.median(voting[i : i + size]) / statistics.median(without[i : i + size]) - 1
+        for i in range(0, len(voting) - size + 1, size)
+    ]
+    step_ms = statistics.median(without) * 1000
+    rows = [
+        ["a step with votes against one without", f"{statistics.median(blocks):+.2%}",
+         f"{min(blocks):+.2%} to {max(blocks):+.2%}", "< 0.5 %"],
+        ["CPU of a vote, by the step", f"{cpu * 1e5 / step_ms:.2f}%", f"{cpu * 1e6:.0f} µs", ""],
+        ["a vote that nothing hides, by the step", f"{wall * 1e5 / step_ms:.2f}%", f"{wall * 1e6:.0f} µs", ""],
+    ]  # fmt: skip
+    note = f"2 ranks, {steps} steps of {step_ms:.1f} ms, every other one with votes; blocks of {BLOCK} steps."
+    write_table("agreement", "What agreeing on a stop costs", note, ["figure", "median", "spread", "target"], rows)
+
+
+def moments(run: Run) -> list[dict[str, float]]:
+    """For each start after a requeue: seconds of its parts, in order."""
+
+    def at(event: dict[str, Any]) -> float:
+        return datetime.datetime.fromisoformat(event["time"]).timestamp()
+
+    events = [e for e in run.read_events("train") if e["event"] in ("requeued", "started", "restored", "ready")]
+    lines = {line["step"]: line for line in read_jsonl(run.metrics)}
+    found = []
+    for requeued, started, restored, ready in zip(events, events[1:], events[2:], events[3:], strict=False):
+        if [e["event"] for e in (requeued, started, restored, ready)] != ["requeued", "started", "restored", "ready"]:
+            continue
+        parts = dict(ready["startup_s"])
+        load = restored["seconds"]
+        known = sum(parts.values())
+        found.append({
+            "Slurm: requeue delay and waiting": at(started) - at(requeued),
+            "srun, Python's start": at(ready) - at(started) - known,
+            "imports": parts["imports"],
+            "rendezvous": parts["rendezvous"],
+            "check of nodes": parts.get("preflight", 0.0),
+            "model, data, groups": parts["build_and_load"] - load,
+            "loading the checkpoint": load,
+            "first step": lines[ready["step"] + 1]["step_time_s"],
+        })  # fmt: skip
+    return found
+
+
+def restart_table(requeues: int) -> None:
+    """Preempt a training `requeues` times and write where the time went."""
+    if reason := missing(Options()):
+        sys.exit(reason)
+    directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
+    options = Options(grace=1, user_signal=False, slurmd_timeout=5)
+    with small_disk() as folder, Cluster(directory).up(options) as cluster:
+        story = Story(cluster, folder, 1, requeues)
+        story.go([faults.preempt] * requeues)
+        found = moments(story.run)
+    names = list(found[0])
+    medians = {name: statistics.median(f[name] for f in found) for name in names}
+    needed = sum(medians[name] for name in ("imports", "rendezvous", "loading the checkpoint"))
+    ours = sum(medians[name] for name in names[1:])
+    total = sum(medians.values())
+    rows = [
+        [name, f"{medians[name]:.3f}", f"{min(f[name] for f in found):.3f}-{max(f[name] for f in found):.3f}"]
+        for name in names
+    ]
+    rows += [
+        ["requeue → first new step", f"{total:.3f}", f"{total / needed:.2f} × (imports + rendezvous + load)"],
+        ["of it without Slurm", f"{ours:.3f}", f"{ours / needed:.2f} × (imports + rendezvous + load)"],
+    ]
+    note = f"{len(found)} preemptions of a tiny training, 4 nodes × 1 rank of the test cluster on one machine."
+    write_table("restart", "From a requeue to the first new step", note, ["part", "seconds (median)", "spread"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requeues", type=int, default=6)
+    arguments = parser.parse_args()
+    agreement_table(arguments.steps)
+    restart_table(arguments.requeues)
+
+
+if __name__ == "__main__":
+    main()
