@@ -237,6 +237,21 @@ class Run:
         os.pwrite(fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
         return fd
 
+    def unwritable(self) -> str | None:
+        """Why nothing can be written into the run directory now; None where something can."""
+        probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(1 << 16))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return f"{self.path} cannot be written: {error.strerror}"
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return None
+
     def holder(self, stage: str) -> Holder | None:
         """Who runs the stage, None where nobody does."""
         try:

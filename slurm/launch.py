@@ -189,14 +189,15 @@ class SrunRanks:
 
     @staticmethod
     def first_bad(messages: str, code: int) -> Left:
-        """The task that ended badly first, by srun's messages; `code` is srun's own."""
+        """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's."""
+        found = []
         for line in messages.splitlines():
             if match := _SRUN_TASK.match(line):
                 host, task, words = match.groups()
                 killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
                 exited = re.search(r"exit code (\d+)", words)
-                return Left(int(task), killed or (int(exited[1]) if exited else code), host)
-        return Left(0, code)
+                found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
+        return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), Left(0, code)))
 
     @property
     def running(self) -> bool:

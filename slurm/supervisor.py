@@ -257,6 +257,9 @@ class Supervisor:
             failure = find_failure(run, stage, first, self.task)
             if failure.code == Exit.HANG:
                 failure = self._who_hangs(failure, ranks.size)
+            if failure.code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:
+                # ranks cannot report a full disk in files on it
+                failure = Failure(Exit.STORAGE, failure.rank, failure.host, f"{reason}\n{failure.message}")
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pipeline.errors import Exit
 from pipeline.files import append_line
 from pipeline.run import Run
 from slurm.job import JobFacts, parse_facts
+from slurm.launch import Left, SrunRanks
 from slurm.recovery import budget_of, refusal, standing, stop_cause
 from tests.tiny import write_config
 
@@ -120,3 +123,24 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("saved", 8)
     append_line(run.decisions, "{}")
     assert standing(run, "train") != seen[-1]
+
+
+def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
+    lost, full, killed = (
+        f"srun: error: n{n}: task {n}: {words}\n"
+        for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
+    )
+    assert SrunRanks.first_bad(lost + full + killed, 76) == Left(0, 21, "n0")
+    assert SrunRanks.first_bad(lost + killed, 76) == Left(2, -9, "n2")
+    assert SrunRanks.first_bad(lost, 76) == Left(1, 76, "n1")
+    assert SrunRanks.first_bad("nothing", 1) == Left(0, 1)
+
+
+def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
+    run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
+    assert run.unwritable() is None
+    with open(small_disk / "filler", "wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    assert "No space left" in (run.unwritable() or "")
+    assert not list(run.path.glob(".probe*"))
