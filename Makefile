@@ -39,10 +39,10 @@ format: $(VENV)/.tests
 
 # two files at a time: tests on the Slurm cluster mostly wait
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-long: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long or not long"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "long or not long"
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login
