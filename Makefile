@@ -37,7 +37,7 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# two files at a time: tests on the Slurm cluster mostly wait
+# three files at a time on two cores: tests on the Slurm cluster mostly wait
 test: check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
