@@ -13,7 +13,6 @@ import pytest
 
 from tests.cluster import Cluster
 
-
 LONGEST_FIRST = ("test_chaos", "test_slurm", "test_sweep", "test_slurm_views", "test_succession", "test_mpi_launch")
 """Files that mostly wait for Slurm: begun first, they end while others compute."""
 

@@ -32,11 +32,15 @@ SHORT = (
 
 
 def live_through(
-    keep: Path, chosen: Sequence[Callable[[Scene], str | None]], seed: int, netns: bool = False
+    keep: Path,
+    chosen: Sequence[Callable[[Scene], str | None]],
+    seed: int,
+    netns: bool = False,
+    compare_on_cluster: bool = False,
 ) -> list[Told]:
     """A training through these faults on a cluster of its own; fails with everything that is wrong afterwards.
 
-    A copy of the run stays in `keep`.
+    A copy of the run stays in `keep`. The undisturbed run is made on this machine, or on the cluster too.
     """
     options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
     require(options)
@@ -45,7 +49,7 @@ def live_through(
         story = Story(cluster, folder, seed, len(chosen))
         try:
             told = story.go(chosen)
-            wrong = story.check(told, undisturbed(folder / "calm", story))
+            wrong = story.check(told, undisturbed(folder / "calm", story, cluster if compare_on_cluster else None))
         finally:
             shutil.copytree(story.run.path, keep / "run", symlinks=True)
     assert not wrong, "\n".join(wrong)
@@ -63,6 +67,12 @@ def test_one_of_each_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(1, 14))
 def test_drawn_faults(tmp_path: Path, seed: int) -> None:
     live_through(tmp_path, draw(seed, 8), seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_preempted_three_times_on_four_nodes(tmp_path: Path) -> None:
+    live_through(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)
 
 
 @pytest.mark.long

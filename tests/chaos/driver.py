@@ -176,17 +176,19 @@ def digest(run: Run) -> str:
     return submit(None, run.path.parent, "verify", str(run.path)).splitlines()[-1]
 
 
-def undisturbed(folder: Path, like: Story) -> str:
-    """The digest of a run of the same layout on this machine, undisturbed, with the same recorded decisions."""
+def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> str:
+    """The digest of an undisturbed run of the same layout and recorded decisions; without `cluster`, on this machine."""
     run = Run.create(load_config(like.config, [*OVERRIDES, f"run.root={folder}"]))
     run.data.rmdir()
     run.data.symlink_to(like.run.data)
     if like.run.decisions.exists():
         shutil.copy(like.run.decisions, run.decisions)
-    config = [str(like.config), *OVERRIDES, f"run.root={folder}", "--executor", "local"]
-    with contextlib.suppress(FileNotFoundError):
-        (like.folder / "chaos/inject.json").unlink()
-    submit(None, like.folder, *config)
+    (like.folder / "chaos/inject.json").unlink(missing_ok=True)
+    where = [] if cluster else ["--executor", "local"]
+    submit(cluster, like.folder, str(like.config), *OVERRIDES, f"run.root={folder}", *where)
+    deadline = time.monotonic() + 120
+    while newest_step(run.checkpoints) < like.steps and time.monotonic() < deadline:
+        time.sleep(0.2)
     return digest(run)
 
 
