@@ -1,6 +1,6 @@
 """Chaos: a small training on the real test cluster, to which everything happens that happens on a shared one.
 
-    python -m tests.chaos --seed 7 --faults 8        one sequence, with what was drawn and how each fault was told
+    python -m tests.chaos --seeds 7 --faults 8       one sequence, with what was drawn and how each fault was told
 
 `driver.py` runs a training and draws faults from a seed, `faults.py` holds one function per kind of fault, and
 `inject/` is a folder for PYTHONPATH whose `sitecustomize.py` brings faults into the ranks that nobody can cause

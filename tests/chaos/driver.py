@@ -177,7 +177,7 @@ def digest(run: Run) -> str:
 
 
 def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> str:
-    """The digest of an undisturbed run of the same layout and recorded decisions; without `cluster`, on this machine."""
+    """The digest of an undisturbed run of the same layout and recorded decisions; no `cluster`: on this machine."""
     run = Run.create(load_config(like.config, [*OVERRIDES, f"run.root={folder}"]))
     run.data.rmdir()
     run.data.symlink_to(like.run.data)
