@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import Config
-from pipeline.errors import UserError
+from pipeline.errors import NodeError, UserError
 from pipeline.layout import Layout
 from slurm.environment import Place
 
@@ -46,7 +46,7 @@ class World:
 def join(place: Place, config: Config) -> World:
     """Join the process group that `place` describes.
 
-    Raises UserError where the backend cannot run here.
+    Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken.
     """
     backend = config.parallel.backend
     if backend == "auto":
@@ -71,14 +71,21 @@ def join(place: Place, config: Config) -> World:
         store: dist.Store = dist.HashStore()
     else:
         owner = place.rank == 0
-        store = dist.TCPStore(
-            place.master_host,
-            place.master_port,
-            place.world_size,
-            is_master=owner,
-            timeout=TIMEOUT,
-            master_listen_fd=place.listen_fd,
-        )
+        try:
+            store = dist.TCPStore(
+                place.master_host,
+                place.master_port,
+                place.world_size,
+                is_master=owner,
+                timeout=TIMEOUT,
+                master_listen_fd=place.listen_fd,
+            )
+        except dist.DistNetworkError as error:
+            if not owner or "EADDRINUSE" not in str(error):
+                raise
+            raise NodeError(
+                f"port {place.master_port} is taken by another program; the next start takes another port"
+            ) from error
     kinds: str = backend
     if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
         kinds = "cpu:gloo,cuda:nccl"

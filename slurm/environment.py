@@ -17,9 +17,9 @@ because an inner launcher runs inside an outer one and inherits its variables:
 
 A variable that is set to nothing counts as not set. Values that contradict each other raise UserError.
 
-The rendezvous port, where nobody sets one, is 20000 + (hash(job, step) + restart count) mod 10000: the same on every
-rank without talking, another one after each restart (the old port may still linger), and below 32768, where
-Linux begins to hand out ephemeral ports.
+The rendezvous port, where nobody sets one, is 20000 + (hash(cluster, job, step) + restart count) mod 10000: the same on
+every rank without talking, another one after each restart (the old port may still linger), and below 32768, where Linux
+begins to hand out ephemeral ports.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def _place(
             port = _int(env, name, least=1, most=65_535)
             break
     else:
-        digest = hashlib.sha256(f"{job} {step}".encode(errors="surrogatepass")).digest()
+        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {step}"
+        digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
     known_as = env.get("SLUICE_JOB_ID") or job
     return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, known_as, _array(env))

@@ -56,26 +56,26 @@ def live_through(
     return told
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_one_of_each_kind(tmp_path: Path) -> None:
     told = live_through(tmp_path, SHORT, seed=11)
     assert {t.fault for t in told} == {f.__name__ for f in (*faults.QUICK, *faults.SLOW)}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(1, 14))
 def test_drawn_faults(tmp_path: Path, seed: int) -> None:
     live_through(tmp_path, draw(seed, 8), seed)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_preempted_three_times_on_four_nodes(tmp_path: Path) -> None:
     live_through(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_network_that_is_cut(tmp_path: Path) -> None:
     live_through(tmp_path, [faults.cut_a_network, faults.kill_a_rank], seed=3, netns=True)

@@ -34,7 +34,7 @@ def preempt(cluster: Cluster, nodes: int) -> None:
     cluster.output(command, timeout=10)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     (tmp_path / "calm").mkdir()
     write_config(tmp_path / "calm", steps=40)

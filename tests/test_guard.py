@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,11 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
         elif what == "device":
             torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]
             health.check_alone(run, place, torch.device("cpu"))
+        elif what == "port":
+            with socket.socket() as other:
+                other.bind(("0.0.0.0", 0))
+                other.listen()
+                groups.join(replace(place, world_size=2, master_port=other.getsockname()[1]), run.config)
         else:
             world = groups.join(place, run.config)
             from datetime import timedelta
@@ -213,6 +220,7 @@ def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path)
     host = os.uname().nodename
     assert f"BAD_NODE: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
     assert "multiplies wrongly" in run_ranks(1, broken_node_rank, run.path, "device")[0]
+    assert "is taken by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
     words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
     assert words[0].startswith("BAD_NODE") and "rank 2 did not come" in words[0], words
     assert words[2] == "slept"

@@ -23,7 +23,7 @@ from tests.mpi import mpirun, processes_with, wait_until_gone
 from tests.ranks import run_ranks
 from tests.tiny import make_run, stage_rank
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture()
 
 

@@ -29,7 +29,7 @@ from tests.tiny import write_config
 cluster = cluster_fixture(grace=5, switches=True)
 other = cluster_fixture(accounting=True, user_signal=False, grace=0, preempt="CANCEL")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 def submit(cluster: Cluster, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,7 @@ from tests.tiny import write_config
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1")
 
 

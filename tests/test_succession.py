@@ -15,7 +15,7 @@ from tests.tiny import write_config
 
 cluster = cluster_fixture(grace=5, preempt="CANCEL")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 WITHOUT_REQUEUE = ("site.requeue=false", "stages.train.nodes=2", "stages.train.tasks_per_node=1")
 

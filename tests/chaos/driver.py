@@ -20,7 +20,7 @@ from pipeline.checkpoint_files import newest_step
 from pipeline.config_file import load_config
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
-from slurm.recovery import GOES_ON
+from slurm.recovery import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
 from tests.tiny import write_config
@@ -138,7 +138,8 @@ class Story:
                 return False
             starts = [i for i, e in enumerate(events) if e["event"] == "started"]
             since = events[starts[-1] :] if starts else []
-            return any(e["event"] == "saved" for e in since) and not any(e["event"] in GOES_ON for e in since)
+            names = {e["event"] for e in since}
+            return "saved" in names and names.isdisjoint((*GOES_ON, *ENDS, "resumed"))
 
         scene.wait("progress", progressed)
 

@@ -59,7 +59,7 @@ class Scene:
         temporary.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
         temporary.rename(self.folder / "inject.json")
 
-    def wait(self, what: str, happened: Callable[[], object], timeout: float = 150) -> None:
+    def wait(self, what: str, happened: Callable[[], object], timeout: float = 300) -> None:
         """Wait for something. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while not happened():

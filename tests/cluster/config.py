@@ -117,7 +117,7 @@ AccountingStorageTRES=gres/gpu
         if options.accounting
         else ""
     )
-    return f"""ClusterName=sluice
+    return f"""ClusterName=sluice{ports["slurmctld"]}
 SlurmctldHost={CONTROL}({site.host})
 SlurmctldPort={ports["slurmctld"]}
 SlurmUser=root

@@ -1,0 +1,68 @@
+"""Three dimensions on four nodes: preempted, requeued, stopped, and resumed under another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config_file import load_config
+from pipeline.files import read_jsonl
+from pipeline.run import Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.test_slurm import digest, events, submit, wait_for
+from tests.tiny import write_config
+
+cluster = cluster_fixture(grace=5)
+
+STEPS = 30
+LAYOUT = (
+    "stages.train.nodes=4", "stages.train.tasks_per_node=2", "parallel.pipeline=2", "parallel.tensor=2",
+    "stages.evaluate.tasks_per_node=1", "model.dropout=0.0", "optimizer.lr=0.001",
+)  # fmt: skip
+ALONE = (*LAYOUT, "stages.train.nodes=1", "stages.train.tasks_per_node=1", "parallel.pipeline=1", "parallel.tensor=1")
+
+
+@pytest.mark.timeout(900)
+def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster: Cluster) -> None:
+    (tmp_path / "calm").mkdir()
+    write_config(tmp_path / "calm", steps=STEPS)
+    calm = Run(tmp_path / "calm/runs/tiny")
+    done = submit(None, tmp_path / "calm", "tiny.yaml", *ALONE, "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    config = write_config(tmp_path, steps=STEPS)
+    config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
+    run = Run.create(load_config(config, LAYOUT))
+    run.data.rmdir()
+    run.data.symlink_to(calm.data)
+    trainer = run.code / "pipeline/trainer.py"
+    anchor = "        lr = learning_rate("
+    trainer.write_text(trainer.read_text().replace(anchor, f"        time.sleep(0.5)\n{anchor}", 1))
+
+    def reached(step: int) -> bool:
+        return len(list(read_jsonl(run.metrics))) >= step
+
+    assert submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
+    wait_for("step 5", lambda: reached(5))
+    high = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"]
+    cluster.output(high, timeout=10)
+    wait_for("the requeue", lambda: events(run.path, "train").count("started") == 2)
+    wait_for("step 14", lambda: reached(14))
+    run.stop_file.touch()
+    wait_for("the stop", lambda: "stopped" in events(run.path, "train"))
+    before = digest(cluster, tmp_path, "runs/tiny")
+    resumed = submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    step = next(e["step"] for e in reversed(run.read_events("train")) if e["event"] == "saved")
+    wait_for("the restore", lambda: events(run.path, "train").count("restored") == 2)
+    again = submit(cluster, tmp_path, "verify", "runs/tiny", "--step", str(step))
+    assert again.stdout.splitlines()[-1] == before
+    wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
+    told = Run.open(run.path).read_events("train")
+    assert [e["ranks"] for e in told if e["event"] == "started"] == [8, 8, 8]
+    lines, undisturbed = list(read_jsonl(run.metrics)), list(read_jsonl(calm.metrics))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in undisturbed], rel=1e-4)
