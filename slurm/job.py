@@ -34,6 +34,8 @@ class JobFacts:
     """Whether it was submitted with sbatch: nothing else can be requeued."""
     nodes: str
     """Its nodes, as a Slurm host list."""
+    start: str = ""
+    """When it started, as Slurm writes it."""
     exit_code: int = 0
     """What its batch script left with, once it has."""
 
@@ -58,18 +60,22 @@ def parse_facts(text: str) -> JobFacts:
         left_s=left,
         batch=fields.get("BatchFlag") == "1",
         nodes=fields.get("NodeList", ""),
+        start=fields.get("StartTime", ""),
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 
 
-def dead_nodes(nodes: str) -> list[str]:
-    """Those of `nodes` (a host list) that the controller holds for down or that do not answer it (sinfo(1), `*`)."""
-    listed = call("sinfo", "-h", "-N", "-n", nodes, "-o", "%N|%T") if nodes else None
+def dead_nodes(nodes: str, since: str = "") -> list[str]:
+    """Those of `nodes` (a host list) that the controller holds for down or that do not answer it.
+
+    With `since` (a time as Slurm writes it) also those whose slurmd started later: they were away, and are back.
+    """
     found = set()
-    for line in (listed or "").splitlines():
-        name, _, state = line.strip().partition("|")
-        if state.startswith("down") or state.endswith("*"):
-            found.add(name)
+    for line in ((call("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or "").splitlines():
+        shown = shown_fields(line)
+        state, up = shown.get("State", ""), shown.get("SlurmdStartTime", "")
+        if "DOWN" in state or "*" in state or "NOT_RESPONDING" in state or (since and up[:1].isdigit() and up > since):
+            found.add(shown["NodeName"])
     return sorted(found)
 
 

@@ -123,18 +123,20 @@ def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:
 
 
 def cause_in_slurm(
-    code: Exit, facts: JobFacts | None, place: Place, nodes: str, signal_s: float
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, signal_s: float
 ) -> tuple[Exit, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
-    `nodes`: those of the allocation (Slurm forgets them once it has put the job back into the queue). Ranks that lost
-    each other, or were killed, may be victims: of a dead node, or of Slurm ending the job.
+    `nodes`, `since`: the allocation's nodes and start (Slurm forgets both once the job is back in the queue; by then a
+    node that failed may be up again). Ranks that lost each other, or were killed, may be victims: of a dead node, or of
+    Slurm ending the job.
     """
     if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
         return code, None
-    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or facts.restarts > place.restart_count
-    if lost and (dead := dead_nodes(nodes)):
-        return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or does not answer"
+    by_slurm = facts.restarts > place.restart_count
+    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm
+    if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
+        return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
     cause = stop_cause(facts, place.restart_count, signal_s)
     if cause == Exit.STOPPED:
         return code, None

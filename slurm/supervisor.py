@@ -72,6 +72,7 @@ class Supervisor:
         """In the array of shard, whose tasks are one rank each of the same run: which one this is."""
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts is not None and facts.batch
+        self.since = facts.start if facts is not None else ""
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         if facts is not None and facts.left_s is not None:  # not the hour of its end: clocks of nodes may differ
@@ -158,7 +159,7 @@ class Supervisor:
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         nodes = ",".join(allocated_hosts(os.environ))
-        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.run.config.site.signal_s)
+        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site.signal_s)
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""

@@ -16,7 +16,8 @@ from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line
 from pipeline.run import Run
-from slurm.job import JobFacts, parse_facts
+from slurm import job
+from slurm.job import JobFacts, dead_nodes, parse_facts
 from slurm.launch import Left, SrunRanks
 from slurm.recovery import budget_of, refusal, standing, stop_cause
 from tests.tiny import write_config
@@ -144,3 +145,20 @@ def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> 
             os.write(file.fileno(), bytes(4096))
     assert "No space left" in (run.unwritable() or "")
     assert not list(run.path.glob(".probe*"))
+
+
+def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=None SlurmdStartTime={up}"
+        for name, state, up in [
+            ("n1", "MIXED", "2026-11-20T09:00:00"),
+            ("n2", "DOWN*", "2026-11-20T09:00:00"),
+            ("n3", "IDLE", "2026-11-21T10:00:05"),
+            ("n4", "ALLOCATED*", "None"),
+            ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
+        ]
+    ]
+    monkeypatch.setattr(job, "call", lambda *words: "\n".join(lines))
+    assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
+    assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
+    assert dead_nodes("") == []
