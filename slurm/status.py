@@ -30,7 +30,7 @@ from slurm.cluster import Submitted, jobs_of, uses_slurm
 from slurm.follow import clock
 from slurm.recovery import ENDS
 from slurm.states import FORGOTTEN, JobState
-from slurm.sweeps import point_table
+from slurm.sweeps import point_table, under_way
 
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
@@ -109,6 +109,8 @@ class Lookout:
         self._forgotten: dict[str, JobState] = {}
         self._jobs: list[Submitted] = []
         self._done: dict[str, Row] = {}
+        self.points_going = False
+        """Whether any point of a sweep goes on, when Slurm was last asked."""
         self._seen: object = None
         self._pause, self._ask_at, self._size = PAUSE_S[0], 0.0, -1
 
@@ -129,7 +131,8 @@ class Lookout:
         if now < self._ask_at and size == self._size:
             return
         self._jobs = jobs_of(self.run, self._forgotten) if uses_slurm(self.run) else []
-        seen = (size, self._jobs)
+        self.points_going = self.run.config.sweep is not None and under_way(self.run)
+        seen = (size, self._jobs, self.points_going)
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
         self._seen, self._size, self._ask_at = seen, size, now + self._pause
 
@@ -212,7 +215,7 @@ def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
     return drawn
 
 
-def table(run: Run, rows: Sequence[Row]) -> Group:
+def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
     columns = {
         "stage": [row.stage for row in rows],
@@ -230,7 +233,7 @@ def table(run: Run, rows: Sequence[Row]) -> Group:
     drawn = grid([list(kept), *map(list, zip(*kept.values(), strict=True))], left=range(len(kept)))
     lines: list[RenderableType] = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
-    if not any(row.going for row in rows) and any(row.state != "done" for row in rows):
+    if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {resume_command(run)}"))
     if points := point_table(run):
         lines.append(grid(points))
@@ -239,7 +242,8 @@ def table(run: Run, rows: Sequence[Row]) -> Group:
 
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
-    console.print(table(run, Lookout(run).look()), highlight=False, soft_wrap=True)
+    lookout = Lookout(run)
+    console.print(table(run, lookout.look(), lookout.points_going), highlight=False, soft_wrap=True)
 
 
 def watch(run: Run, console: Console) -> None:
@@ -248,10 +252,10 @@ def watch(run: Run, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while idle < IDLE_LOOKS:
             rows = lookout.look()
-            live.update(table(run, rows), refresh=True)
-            if all(row.state == "done" for row in rows):
+            live.update(table(run, rows, lookout.points_going), refresh=True)
+            if all(row.state == "done" for row in rows) and run.config.sweep is None:
                 return
-            idle = 0 if any(row.going for row in rows) else idle + 1
+            idle = 0 if lookout.points_going or any(row.going for row in rows) else idle + 1
             try:
                 time.sleep(LOOK_S)
             except KeyboardInterrupt:

@@ -73,6 +73,15 @@ def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Calla
         console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
 
 
+def under_way(run: Run) -> bool:
+    """Whether any point of a sweep runs, or waits in the queue for something that can happen."""
+    every = [(point, stage) for point in points(run) for stage in ("train", "evaluate")]
+    if any(point.holder(stage) for point, stage in every):
+        return True
+    states = query(job for point, stage in every if (job := job_of(point, stage)))
+    return any(state.active and not state.dead for state in states.values())
+
+
 def point_table(run: Run) -> list[list[str]]:
     """The points, header first: their values, how far they are, and what they came to; the best one first.
 

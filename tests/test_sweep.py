@@ -18,6 +18,7 @@ from pipeline.config_sweep import Range, SweepConfig
 from pipeline.files import read_jsonl
 from pipeline.run import Run
 from pipeline.sweep import points
+from slurm.sweeps import under_way
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import digest, events, slow_down, submit, wait_for
@@ -99,6 +100,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
     wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(["sbatch", "--parsable", *wanted])
+    assert under_way(run), "its own stages are done, and its points go on"
     wait_for("all evaluations", lambda: all(any(p.evaluation.glob("step-*.json")) for p in found), 150)
     requeued = [p for p in found if "requeued" in events(p.path, "train")]
     assert len(requeued) == 1, "one point was preempted; the others went on"
@@ -109,6 +111,9 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
+    wait_for("the end of the watching", lambda: not under_way(run))
+    watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
+    assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
     again = submit(cluster, tmp_path, "resume", "runs/tiny")
     assert "4 points: 4 done" in again.stdout, again.stdout + again.stderr
     (tmp_path / "alone").mkdir()
