@@ -21,8 +21,11 @@ from tests.ranks import run_ranks
 from tests.test_exact import digest, interrupted, lines, new_run
 from tests.tiny import make_run, stage_rank
 
+pytestmark = pytest.mark.timeout(1000)
+
 V = {"pipeline": 2, "virtual_stages": 2}
 FEW = {"micro_batch": 4}
+LIMIT_S = 900
 TIED = {"tie_word_embeddings": True}
 _single: dict[str, list[tuple[float, float]]] = {}
 
@@ -39,7 +42,7 @@ def one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
 def check(ranks: int, *cases: dict[str, Any]) -> None:
     """Train each case on `ranks` ranks, all in one group of processes."""
     reference = [one_process(case) for case in cases]
-    results = run_ranks(ranks, train_rank, [tiny_config(ranks, **case) for case in cases], timeout=280)
+    results = run_ranks(ranks, train_rank, [tiny_config(ranks, **case) for case in cases], timeout=LIMIT_S)
     for number, (case, expected) in enumerate(zip(cases, reference, strict=True)):
         for rank in results:
             assert rank[number] == results[0][number], f"ranks differ: {case}"
@@ -126,35 +129,32 @@ def test_matrix_of_tensor_parallel(ranks: int, sequence: bool, loss_parallel: bo
     check(ranks, *({"parallel": parallel, "model": model, "train": FEW} for model in ({}, TIED)))
 
 
+SCHEDULES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+    ("interleaved_zero_bubble", 2),
+    ("interleaved_zero_bubble", 4),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 2), (4, 4)])
-def test_matrix_of_schedules(ranks: int, pipeline: int, checkpointing: str) -> None:
-    cases: list[dict[str, Any]] = []
-    for schedule, virtual in [
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved_1f1b", 2),
-        ("interleaved_1f1b", 4),
-        ("interleaved_zero_bubble", 2),
-        ("interleaved_zero_bubble", 4),
-        ("zbv", 2),
-        ("dualpipe_v", 2),
-    ]:
-        splits = schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-        if splits and checkpointing == "selective":
-            continue
-        parallel: dict[str, Any] = {
-            "pipeline": pipeline,
-            "schedule": schedule,
-            "virtual_stages": virtual,
-            "activation_checkpointing": checkpointing,
-        }
-        for zero in (0, 1, 2, 3) if ranks > pipeline else (0,):
-            if not (splits and zero == 3):
-                cases.append({"parallel": parallel | {"zero": zero}, "model": {"layers": 16}})
-        cases.append({"parallel": parallel, "model": {"layers": 16, **TIED}})
-    check(ranks, *({**case, "train": {"micro_batch": 1}} for case in cases))
+def test_matrix_of_schedules(ranks: int, pipeline: int, schedule: str, virtual: int) -> None:
+    """Each schedule × ZeRO level × checkpointing that is not refused (tests/test_layout.py), untied and tied."""
+    splits = schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+    levels = [zero for zero in (0, 1, 2, 3) if not (splits and zero == 3)] if ranks > pipeline else [0]
+    kinds = [kind for kind in ("none", "selective", "full") if not (splits and kind == "selective")]
+    cases = []
+    for zero, kind, model in product(levels, kinds, ({}, TIED)):
+        parallel = {"pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual, "zero": zero}
+        more = {"layers": max(4, pipeline * virtual), **model}
+        cases.append({"parallel": parallel | {"activation_checkpointing": kind}, "model": more})
+    check(ranks, *({**case, "train": {"micro_batch": 1 if pipeline == 4 else 2}} for case in cases))
 
 
 @pytest.mark.long
@@ -185,7 +185,7 @@ def test_matrix_of_all_three(zero: int, model: dict[str, Any]) -> None:
 )
 def test_compiled_blocks(parallel: dict[str, Any]) -> None:
     compiled = tiny_config(2, parallel=parallel, train={"compile": True, "micro_batch": 4})
-    results = run_ranks(2, train_rank, [compiled], timeout=280)
+    results = run_ranks(2, train_rank, [compiled], timeout=LIMIT_S)
     for ours, theirs in zip(results[0][0], one_process({"train": FEW}), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -225,7 +225,7 @@ def test_checkpoints_move_from_layout_to_layout(tmp_path: Path, model: dict[str,
     Two steps more: the first shows the weights, the second the optimizer's state.
     """
     first, *others = [moving(parallel, model) for parallel in LAYOUTS]
-    check_moves(run_ranks(4, move_rank, first, [*others, first], tmp_path, 3, 2, timeout=280), 2)
+    check_moves(run_ranks(4, move_rank, first, [*others, first], tmp_path, 3, 2, timeout=LIMIT_S), 2)
 
 
 @pytest.mark.long
@@ -235,7 +235,7 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path, saved: int) -> No
     for loaded, config in enumerate(configs):
         folder = tmp_path / str(loaded)
         folder.mkdir()
-        check_moves(run_ranks(4, move_rank, configs[saved], [config], folder, 3, 10, timeout=280), 10)
+        check_moves(run_ranks(4, move_rank, configs[saved], [config], folder, 3, 10, timeout=LIMIT_S), 10)
 
 
 # -- stops and moves of whole runs ---------------------------------------------------------------------------
