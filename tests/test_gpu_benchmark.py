@@ -1,0 +1,38 @@
+"""The GPU benchmark's own path, on the CPU with small models: real steps, and figures that fit together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu import OPTIONS, ROOT, peak_of
+from pipeline.config_file import load_config
+from pipeline.model import flops_per_token
+
+SMALL = (
+    "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",
+    "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.compile=false", "train.threads=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full", "train.micro_batch=1")])
+def test_one_measurement(options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--steps", "3", "--one", "configs/lm-8b.yaml", *SMALL, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL, "train.global_batch=64"])
+    per_token = flops_per_token(config.model, 300, 32)
+    assert found["tflops"] == pytest.approx(found["tokens_per_s"] * per_token / 1e12)
+    assert found["losses"][1] < found["losses"][0], "it trains"
+
+
+def test_every_option_is_a_config_and_devices_are_known() -> None:
+    for name in ("configs/lm-1b.yaml", "configs/lm-8b.yaml"):
+        for _, overrides in OPTIONS:
+            load_config(ROOT / name, [*overrides, "train.global_batch=512"])
+    assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989.4
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312.0 and peak_of("something else") is None
