@@ -49,7 +49,7 @@ app = typer.Typer(
     cls=SubmitByDefault, add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-console = Console()
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
