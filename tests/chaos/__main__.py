@@ -1,11 +1,12 @@
 """Sequences of faults from the shell: `python -m tests.chaos --seeds 1-13 --faults 8 [--only kill_a_rank …] [--write]`.
 
-Each seed is a training and a cluster of its own. `--write` puts the table into tests/chaos/results.md, line by line.
+Each seed is a training and a cluster of its own. `--write` puts its line into the table tests/chaos/results.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -45,24 +46,28 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     first, _, last = arguments.seeds.partition("-")
-    lines, kinds, wrong = list[str](), Counter[str](), list[str]()
+    lines = {}
+    if RESULTS.exists():
+        lines = {int(line.split("|")[1]): line for line in RESULTS.read_text().splitlines() if re.match(r"\| \d", line)}
+    wrong: list[str] = []
     for seed in range(int(first), int(last or first) + 1):
         told, problems = one(seed, arguments.faults, arguments.only)
         for t in told:
-            kinds[t.fault] += 1
             print(f"{seed:3} {t.fault:30} {t.expected or '-':14} {t.told or '-':14} {t.seconds:6.1f} s", flush=True)
         print(f"{seed:3} {'; '.join(problems) or 'all well'}", flush=True)
         wrong += problems
         drawn = ", ".join(f"{t.fault} ({t.told or 'no stop'})" for t in told)
-        lines.append(f"| {seed} | {drawn} | {'; '.join(problems) or 'equal'} |")
+        lines[seed] = f"| {seed} | {drawn} | {'; '.join(problems) or 'equal'} |"
         if arguments.write:
+            rows = [lines[number] for number in sorted(lines)]
+            kinds = Counter(re.findall(r"(\w+) \(", "\n".join(rows)))
             text = [
                 "# Drawn faults and what became of them",
-                f"`python -m tests.chaos --seeds {arguments.seeds} --faults {arguments.faults} --write`: one training "
-                "of 4 nodes × 1 rank per seed. In brackets what was told of each fault. *equal*: the digest of the "
+                f"`python -m tests.chaos --seeds 1-13 --faults {arguments.faults} --write`: for each seed one training "
+                "of 4 nodes × 1 rank. In brackets what was told of each fault. *equal*: the digest of the "
                 "weights and the optimizer's state is the undisturbed run's, every step and sample was taken once, no "
                 "damaged checkpoint was loaded, every cause was told right.",
-                "| seed | faults (told as) | outcome |\n| --- | --- | --- |\n" + "\n".join(lines),
+                "| seed | faults (told as) | outcome |\n| --- | --- | --- |\n" + "\n".join(rows),
                 f"{sum(kinds.values())} faults: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) + ".",
             ]
             RESULTS.write_text("\n\n".join(text) + "\n")

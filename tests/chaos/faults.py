@@ -116,6 +116,8 @@ def time_limit(scene: Scene) -> str:
     minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 1 + (int(ran[-1]) > 40)
     scene.slow(1.5)  # Slurm looks at limits twice a minute
     scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}"])
+    scene.wait("the end of this start", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 120)
+    scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", "TimeLimit=60"])  # the next one has time again
     return "time_limit"
 
 
