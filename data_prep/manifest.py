@@ -26,7 +26,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipeline.config import DataConfig
 from pipeline.errors import InputError
@@ -206,7 +206,23 @@ def _hash_problem(path: Path, sha256: str) -> str | None:
     return None if found == sha256 else f"{path} is damaged: its sha256 is {found}, its manifest says {sha256}"
 
 
-def check_shard(data_dir: Path, entry: ShardEntry, hashes: bool) -> None:
+class Recorded(Protocol):
+    """An entry of a manifest: a file, and what it must be."""
+
+    @property
+    def file(self) -> str:
+        """Path relative to the data folder, or absolute."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    @property
+    def sha256(self) -> str:
+        """Its SHA-256, as 64 hex digits."""
+
+
+def check_shard(data_dir: Path, entry: Recorded, hashes: bool, way_out: str = WAY_OUT) -> None:
     """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
 
     Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
@@ -214,9 +230,9 @@ def check_shard(data_dir: Path, entry: ShardEntry, hashes: bool) -> None:
     """
     path = Path(data_dir) / entry.file
     if problem := _size_problem(path, entry.size):
-        raise InputError(f"{problem}: {WAY_OUT}")
+        raise InputError(f"{problem}: {way_out}")
     if hashes and (problem := _hash_problem(path, entry.sha256)):
-        raise InputError(f"{problem}: {WAY_OUT}")
+        raise InputError(f"{problem}: {way_out}")
 
 
 def load_unit(data_dir: Path, unit: int, key: str, hashes: bool) -> UnitManifest | None:

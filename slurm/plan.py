@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.config import Config, StageResources
 from pipeline.config_file import dump_config
 from pipeline.layout import layout_of
-from pipeline.run import Run, with_absolute_paths
+from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load
+from pipeline.user_model import UserModel, found_for
 from slurm.sbatch import script
 
 _MASK = "*****"
@@ -41,6 +43,22 @@ def masked(config: Config) -> Config:
     return config.model_copy(update={"site": site})
 
 
+def _text_lines(config: Config) -> list[str]:
+    model = config.model
+    return [
+        f"data      {', '.join(config.data.sources)}: sequences of {config.data.sequence_length} tokens",
+        f"model     {model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv), "
+        f"{config.train.precision}",
+    ]
+
+
+def _own_lines(config: Config, own: UserModel) -> list[str]:
+    return [
+        f"data      {', '.join(config.data.sources)}: {', '.join(own.arrays)}",
+        f"model     {own.target} ({own.root}), {config.train.precision}",
+    ]
+
+
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
 
@@ -48,14 +66,13 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """
     config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
-    train, ranks = config.train, config.stages.train.ranks
+    train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
-        f"data      {', '.join(config.data.sources)}: sequences of {config.data.sequence_length} tokens",
-        f"model     {config.model.layers} layers, dim {config.model.dim}, {config.model.heads} heads "
-        f"({config.model.num_kv_heads} kv), {train.precision}",
-        f"training  {train.steps} steps of {train.global_batch} sequences "
-        f"({train.global_batch * config.data.sequence_length:,} tokens): {ranks} ranks × "
+        *(_text_lines(config) if own is None else _own_lines(config, own)),
+        f"training  {train.steps} steps of {train.global_batch} "
+        + ("samples" if own else f"sequences ({train.global_batch * config.data.sequence_length:,} tokens)")
+        + f": {ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]
