@@ -62,7 +62,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     from pipeline.layout import layout_of
     from pipeline.model import flops_per_token
     from pipeline.optimizer import set_learning_rate
-    from pipeline.task import decoder_task
+    from pipeline.task import Task
     from slurm.environment import identify
 
     micro = load_config(Path(config_file), [*ALONE, *overrides, "train.global_batch=64"]).train.micro_batch
@@ -70,7 +70,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
     groups.make_deterministic(config)
     world = groups.join(identify(os.environ), config)
-    engine = Engine(config, layout_of(config, 1), world, decoder_task(config, vocab))
+    engine = Engine(config, layout_of(config, 1), world, Task(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     cuda = world.device.type == "cuda"
     shape = (config.train.global_batch, length + 1)

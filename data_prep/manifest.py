@@ -26,11 +26,14 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import DataConfig
 from pipeline.errors import InputError
 from pipeline.files import sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    from data_prep.samples import SampleFile
 
 FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
@@ -206,23 +209,7 @@ def _hash_problem(path: Path, sha256: str) -> str | None:
     return None if found == sha256 else f"{path} is damaged: its sha256 is {found}, its manifest says {sha256}"
 
 
-class Recorded(Protocol):
-    """An entry of a manifest: a file, and what it must be."""
-
-    @property
-    def file(self) -> str:
-        """Path relative to the data folder, or absolute."""
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-
-    @property
-    def sha256(self) -> str:
-        """Its SHA-256, as 64 hex digits."""
-
-
-def check_shard(data_dir: Path, entry: Recorded, hashes: bool, way_out: str = WAY_OUT) -> None:
+def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, way_out: str = WAY_OUT) -> None:
     """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
 
     Raises InputError naming the file, what differs and the way out. A shard of the right size counts as

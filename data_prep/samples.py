@@ -1,11 +1,12 @@
 """Samples of a model of the user's own: HDF5 files that are used where they lie, validated and recorded.
 
-    data_dir/prepare.json            each file: its size, time, arrays (offset, type, shape)  (:class:`SampleFiles`)
+    data_dir/prepare.json            each file: its size, time, arrays (offset, type, shape)
     data_dir/shards/unit-00003.json  one file with its sha256, taken by a task of the shard stage
-    data_dir/manifest.json           all files, and how many samples are held out             (:class:`SampleManifest`)
+    data_dir/manifest.json           all files, and how many samples are held out
 
-A sample is one row of each array. Arrays are contiguous datasets, so that the loader maps them like shards. The
-files are not copied: one that was truncated or changed since is named, and the way out is to put it back.
+All three are a :class:`SampleManifest`. A sample is one row of each array. Arrays are contiguous datasets, so that the
+loader maps them like shards. The files are not copied: one that was truncated or changed since is named, and the way
+out is to put it back.
 
 **Held out** are the samples at the last positions of one fixed permutation of all rows (:data:`SPLIT_SEED`): a fraction
 to the sample, spread over all files, the same for every seed of a run, with no list of rows to keep.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from data_prep.manifest import THIS_PACKAGE, check_shard, code_sha256, input_problem, unit_path
 from data_prep.sources import find_inputs, reading
@@ -56,42 +57,37 @@ class SampleFile(Section):
     """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
 
 
-class SampleFiles(Section):
-    """What `prepare` found, or one task has hashed."""
-
-    key: str
-    files: tuple[SampleFile, ...]
-
-
 class SampleManifest(Section):
-    """All files of a run, with their hashes."""
+    """What `prepare` found, what one task has hashed, or the whole."""
 
     key: str
     train: tuple[SampleFile, ...]
-    samples: int
-    held_out_samples: int
+    held_out_samples: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All of them, held-out ones included."""
+        return sum(entry.samples for entry in self.train)
 
     @property
     def held_out(self) -> tuple[SampleFile, ...]:
         """The files that held-out samples are in: all of them."""
         return self.train if self.held_out_samples else ()
 
+    def write(self, path: Path) -> None:
+        """Write it, atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, self.model_dump_json(indent=1))
 
-T = TypeVar("T", SampleFiles, SampleManifest)
 
-
-def _load(path: Path, kind: type[T]) -> T:
+def load_sample_manifest(path: Path) -> SampleManifest:
+    """One of the manifests. Raises InputError, naming the file, when it is missing or torn."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return SampleManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path} is missing: run the shard stage, e.g. `python submit.py resume RUN`") from None
     except ValueError:
         raise InputError(f"{path} is torn or no manifest of samples: remove it and resume") from None
-
-
-def load_sample_manifest(data_dir: Path) -> SampleManifest:
-    """The manifest of all files. Raises InputError, naming the file, when it is missing or torn."""
-    return _load(data_dir / "manifest.json", SampleManifest)
 
 
 def check_file(entry: SampleFile, hashes: bool) -> None:
@@ -100,30 +96,28 @@ def check_file(entry: SampleFile, hashes: bool) -> None:
 
 
 def _key(data: DataConfig, model: UserModel, package: Path) -> str:
-    names = (model.arrays, model.padded)
-    return sha256_json(
-        {"sources": data.sources, "held_out": data.held_out, "names": names, "code": code_sha256(package)}
-    )
+    wanted = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
+    return sha256_json({**wanted, "code": code_sha256(package)})
 
 
 def prepare_missing(data: DataConfig, model: UserModel, data_dir: Path, package: Path = THIS_PACKAGE) -> str | None:
     """Why prepare is not done; None when the files that it found are as they were, or all hashed already."""
     try:
-        found = _load(data_dir / "prepare.json", SampleFiles)
+        found = load_sample_manifest(data_dir / "prepare.json")
     except InputError as error:
         return str(error)
     if found.key != _key(data, model, package):
         return f"{data_dir / 'prepare.json'} was made with another data config or other code"
     if shard_missing(data, model, data_dir, package) is None:
         return None
-    problems = (input_problem(entry.file, entry.size, entry.mtime_ns) for entry in found.files)
+    problems = (input_problem(entry.file, entry.size, entry.mtime_ns) for entry in found.train)
     return next(filter(None, problems), None)
 
 
 def shard_missing(data: DataConfig, model: UserModel, data_dir: Path, package: Path = THIS_PACKAGE) -> str | None:
     """Why the manifest is not done; None when it fits config and code, and each file has its recorded size."""
     try:
-        manifest = load_sample_manifest(data_dir)
+        manifest = load_sample_manifest(data_dir / "manifest.json")
         if manifest.key != _key(data, model, package):
             return f"{data_dir / 'manifest.json'} was made with another data config or other code"
         for entry in manifest.train:
@@ -136,10 +130,10 @@ def shard_missing(data: DataConfig, model: UserModel, data_dir: Path, package: P
 def progress(data_dir: Path) -> tuple[int, int]:
     """Files that are hashed, and files in all; (0, 0) before `prepare`."""
     try:
-        found = _load(data_dir / "prepare.json", SampleFiles)
+        found = load_sample_manifest(data_dir / "prepare.json")
     except InputError:
         return 0, 0
-    return sum(_hashed(data_dir, found, unit) is not None for unit in range(len(found.files))), len(found.files)
+    return sum(_hashed(data_dir, found, unit) is not None for unit in range(len(found.train))), len(found.train)
 
 
 def prepare(data: DataConfig, model: UserModel, data_dir: Path, log: Callable[[str], None]) -> None:
@@ -156,10 +150,9 @@ def prepare(data: DataConfig, model: UserModel, data_dir: Path, log: Callable[[s
                     f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
                     f"{first.shape}: all files need the same type and, but for the number of samples, shape"
                 )
-    data_dir.mkdir(parents=True, exist_ok=True)
-    found = SampleFiles(key=_key(data, model, THIS_PACKAGE), files=files)
-    write_atomic(data_dir / "prepare.json", found.model_dump_json(indent=1))
-    log(f"prepare: {sum(entry.samples for entry in files):,} samples in {len(files)} files: {', '.join(model.arrays)}")
+    found = SampleManifest(key=_key(data, model, THIS_PACKAGE), train=files)
+    found.write(data_dir / "prepare.json")
+    log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(model.arrays)}")
 
 
 def _look(path: str, size: int, mtime_ns: int, model: UserModel) -> SampleFile:
@@ -198,38 +191,35 @@ def _look(path: str, size: int, mtime_ns: int, model: UserModel) -> SampleFile:
     return SampleFile(file=path, size=size, mtime_ns=mtime_ns, samples=counts.pop(), arrays=arrays)
 
 
-def _hashed(data_dir: Path, found: SampleFiles, unit: int) -> SampleFile | None:
+def _hashed(data_dir: Path, found: SampleManifest, unit: int) -> SampleFile | None:
     """One file's entry with its hash, None where no task has made it, or the file is another one now."""
     try:
-        (entry,) = _load(unit_path(data_dir, unit), SampleFiles).files
+        (entry,) = load_sample_manifest(unit_path(data_dir, unit)).train
     except (InputError, ValueError):
         return None
-    return entry if entry == found.files[unit].model_copy(update={"sha256": entry.sha256}) else None
+    return entry if entry == found.train[unit].model_copy(update={"sha256": entry.sha256}) else None
 
 
 def shard(data_dir: Path, task: int, tasks: int, log: Callable[[str], None]) -> None:
     """Hash the files of one task. Raises InputError naming a file that is not what `prepare` saw."""
-    found = _load(data_dir / "prepare.json", SampleFiles)
-    for unit in range(task, len(found.files), tasks):
-        entry = found.files[unit]
+    found = load_sample_manifest(data_dir / "prepare.json")
+    for unit in range(task, len(found.train), tasks):
+        entry = found.train[unit]
         if _hashed(data_dir, found, unit) is None:
-            unit_path(data_dir, unit).parent.mkdir(exist_ok=True)
             sha256 = sha256_file(entry.file)
             if problem := input_problem(entry.file, entry.size, entry.mtime_ns):
                 raise InputError(f"{problem}: run prepare again, e.g. `python submit.py resume RUN`")
-            done = SampleFiles(key=found.key, files=(entry.model_copy(update={"sha256": sha256}),))
-            write_atomic(unit_path(data_dir, unit), done.model_dump_json(indent=1))
+            done = entry.model_copy(update={"sha256": sha256})
+            SampleManifest(key=found.key, train=(done,)).write(unit_path(data_dir, unit))
             log(f"shard: {entry.file}: {entry.samples:,} samples")
 
 
 def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> None:
     """Write the manifest of all files, once each is hashed. Raises UserError where no sample is left to train on."""
-    found = _load(data_dir / "prepare.json", SampleFiles)
-    files = tuple(entry for unit in range(len(found.files)) if (entry := _hashed(data_dir, found, unit)))
-    samples = sum(entry.samples for entry in files)
-    held_out = max(1, round(data.held_out * samples)) if data.held_out else 0
-    if held_out >= samples:
-        raise UserError(f"data.held_out {data.held_out} of {samples} samples leaves none to train on")
-    manifest = SampleManifest(key=found.key, train=files, samples=samples, held_out_samples=held_out)
-    write_atomic(data_dir / "manifest.json", manifest.model_dump_json(indent=1))
-    log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
+    found = load_sample_manifest(data_dir / "prepare.json")
+    files = tuple(entry for unit in range(len(found.train)) if (entry := _hashed(data_dir, found, unit)))
+    held_out = max(1, round(data.held_out * found.samples)) if data.held_out else 0
+    if held_out >= found.samples:
+        raise UserError(f"data.held_out {data.held_out} of {found.samples} samples leaves none to train on")
+    SampleManifest(key=found.key, train=files, held_out_samples=held_out).write(data_dir / "manifest.json")
+    log(f"shard: {found.samples - held_out:,} samples to train on, {held_out:,} held out")

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,9 @@ from torch.utils.data import Dataset, DistributedSampler
 from pipeline.errors import InputError, UserError
 from pipeline.order import Int64Array, deal, indices_of
 
+if TYPE_CHECKING:
+    from pipeline.samples import SampleDataset
+
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 Batch = Tensor | dict[str, Tensor]
@@ -48,22 +51,6 @@ Batch = Tensor | dict[str, Tensor]
 _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
 _SAMPLES_AHEAD = 4096  # how many sample numbers the sampler computes at once: numpy's cost per call is spread
-
-
-class Samples(Protocol):
-    """What sampler and reader ask of a dataset; `TokenDataset`, or `SampleDataset` in pipeline/samples.py."""
-
-    lengths: Callable[[Int64Array], Int64Array] | None
-    """How long samples are, by their indices; None where all are alike."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def buffer(self, rows: int, pin: bool) -> Tensor | dict[str, Tensor]:
-        """Host memory for so many samples."""
-
-    def read(self, indices: Int64Array, out: Any) -> Any:
-        """Copy these samples into `out`, the buffer's memory as numpy arrays."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +158,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 
     def __init__(
         self,
-        dataset: Samples,
+        dataset: TokenDataset | SampleDataset,
         *,
         global_batch: int,
         seed: int,
@@ -180,7 +167,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        super().__init__(cast("Dataset[Any]", dataset), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         if global_batch % self.num_replicas:
             raise UserError(
                 f"train.global_batch ({global_batch}) is no multiple of {self.num_replicas} data parallel ranks"
@@ -227,10 +214,13 @@ class Batches:
 
     BLOCK_BYTES = 1 << 18  # what a core's own cache holds
 
-    def __init__(self, dataset: Samples, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2) -> None:
+    def __init__(
+        self, dataset: TokenDataset | SampleDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
+    ) -> None:
         self.data_wait_s = 0.0
         """Seconds that the consumer waited for the last batch to be read."""
-        self._dataset, self._sampler, self._device = dataset, sampler, device
+        self._dataset: Any = dataset
+        self._sampler, self._device = sampler, device
         self._block: list[Batch] = []  # what is left of the block in hand, last batch first
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead

@@ -20,7 +20,9 @@ from pipeline.run import Run
 
 def manifest_of(run: Run) -> Manifest | SampleManifest:
     """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
-    return load_manifest(run.data) if run.config.model.target is None else load_sample_manifest(run.data)
+    return (
+        load_manifest(run.data) if run.config.model.target is None else load_sample_manifest(run.data / "manifest.json")
+    )
 
 
 def verify_shards(

@@ -181,16 +181,6 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
 
-    def shard_groups(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """What ZeRO gathers together, and whether level 3 frees it again after forward; the rest goes with the root."""
-        for block in self.model.blocks:
-            yield [block], True
-        if not self.config.tie_word_embeddings:  # tied ones must stay in one group, that of the whole
-            if self.model.embed_tokens is not None:
-                yield [self.model.embed_tokens], True
-            if self.model.norm is not None and self.lm_head is not None:
-                yield [self.model.norm, self.lm_head], False
-
     def forward(self, x: Tensor) -> Tensor:
         """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`."""
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,48 +33,72 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
-class Task(Protocol):
-    """What engine, trainer and evaluator ask."""
+class Task:
+    """The decoder of pipeline/model.py on tokens; a model of the user's own answers the same questions, below."""
 
-    unit: str
-    """What metrics count: tokens or samples."""
-    per_step: int
-    """So many of them has a global batch."""
-    flops: int
-    """Operations of training on one of them; 0 where they are not known."""
+    unit = "tokens"
+    """What metrics count."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
+        self.per_step = config.train.global_batch * self.length
+        """So many of the unit has a global batch."""
+        self.flops = flops_per_token(config.model, vocab_size, self.length)
+        """Operations of training on one of them; 0 where they are not known."""
 
     def build(self, layers: range) -> nn.Module:
         """The part with these blocks, on `meta`."""
+        with torch.device("meta"):
+            part = Decoder(self.config.model, self.vocab_size, self.length, layers)
+        part.compute_dtype = DTYPES.get(self.config.train.precision)
+        return part
 
-    def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
+    def blocks(self, part: Any) -> Sequence[nn.Module]:
         """What is compiled and recomputed one by one."""
+        return list(part.model.blocks)
 
-    def shard_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
-        """What ZeRO gathers together, and whether level 3 frees it after forward."""
+    def shard_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
+        """What ZeRO gathers together, and whether level 3 frees it again after forward; the rest goes with the root."""
+        yield from (([block], True) for block in self.blocks(part))
+        if not self.config.model.tie_word_embeddings:  # tied ones must stay in one group, that of the whole
+            if part.model.embed_tokens is not None:
+                yield [part.model.embed_tokens], True
+            if part.model.norm is not None and part.lm_head is not None:
+                yield [part.model.norm, part.lm_head], False
 
-    def cut(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
         """Cut the part for tensor parallelism, in place."""
+        cut_logits = self.config.parallel.loss_parallel
+        tensor_parallel.cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
 
-    def fill(self, part: nn.Module, device: torch.device) -> None:
+    def fill(self, part: Any, device: torch.device) -> None:
         """Set all initial weights in place; constant tables go to `device`."""
+        part.model.rotary.to(device)  # tables stay where they are used
+        init_weights(part, self.config.run.seed, self.config.model.initializer_range)
 
-    def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter with its name in the whole model."""
+        yield from part.named_weights()
 
     def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """The batch in pieces of `size` samples."""
+        return list(batch.split(size))
 
     def rows(self, batch: Batch, rows_B: Tensor) -> Batch:
         """These samples of the batch."""
+        return batch[rows_B]
 
     def entries(self, batch: Batch) -> Tensor | None:
         """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
+        return None
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model's forward takes."""
+        return (batch[:, :-1],)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Summed loss: an fp32 scalar."""
+        return loss_sum(outputs, batch[:, 1:])
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Further sums of an evaluation, by name."""
@@ -82,58 +106,6 @@ class Task(Protocol):
 
     def smallest(self, device: torch.device) -> Batch:
         """A batch of zeros that a forward pass takes; with compile of the size of a micro-batch."""
-
-
-class _DecoderTask(Task):
-    """The decoder of pipeline/model.py on tokens."""
-
-    unit = "tokens"
-
-    def __init__(self, config: Config, vocab_size: int) -> None:
-        self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
-        self.per_step = config.train.global_batch * self.length
-        self.flops = flops_per_token(config.model, vocab_size, self.length)
-
-    def build(self, layers: range) -> Decoder:
-        with torch.device("meta"):
-            part = Decoder(self.config.model, self.vocab_size, self.length, layers)
-        part.compute_dtype = DTYPES.get(self.config.train.precision)
-        return part
-
-    def blocks(self, part: Any) -> Sequence[nn.Module]:
-        return list(part.model.blocks)
-
-    def shard_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
-        groups: Iterable[tuple[list[nn.Module], bool]] = part.shard_groups()
-        return groups
-
-    def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
-        cut_logits = self.config.parallel.loss_parallel
-        tensor_parallel.cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
-
-    def fill(self, part: Any, device: torch.device) -> None:
-        part.model.rotary.to(device)  # tables stay where they are used
-        init_weights(part, self.config.run.seed, self.config.model.initializer_range)
-
-    def weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from part.named_weights()
-
-    def micro_batches(self, batch: Tensor, size: int) -> Sequence[Tensor]:
-        return batch.split(size)
-
-    def rows(self, batch: Tensor, rows_B: Tensor) -> Tensor:
-        return batch[rows_B]
-
-    def entries(self, batch: Tensor) -> None:
-        return None
-
-    def inputs(self, batch: Tensor) -> tuple[Tensor, ...]:
-        return (batch[:, :-1],)
-
-    def loss(self, outputs: Any, batch: Tensor) -> Tensor:
-        return loss_sum(outputs, batch[:, 1:])
-
-    def smallest(self, device: torch.device) -> Tensor:
         full = self.config.train.compile
         shape = (self.config.train.micro_batch, self.length + 1) if full else (1, 2)
         return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -254,16 +226,11 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def decoder_task(config: Config, vocab_size: int) -> Task:
-    """The decoder."""
-    return _DecoderTask(config, vocab_size)
-
-
 def task_of(config: Config, facts: UserModel | None, code: Path, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
     if facts is None or isinstance(manifest, Manifest):
         assert isinstance(manifest, Manifest)
-        return decoder_task(config, manifest.vocab_size)
+        return Task(config, manifest.vocab_size)
     return _UserTask(config, facts, facts.load(code), manifest)
 
 

@@ -18,7 +18,7 @@ from pipeline.config_file import dump_config
 from pipeline.layout import layout_of
 from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load
-from pipeline.user_model import UserModel, found_for
+from pipeline.user_model import found_for
 from slurm.sbatch import script
 
 _MASK = "*****"
@@ -43,22 +43,6 @@ def masked(config: Config) -> Config:
     return config.model_copy(update={"site": site})
 
 
-def _text_lines(config: Config) -> list[str]:
-    model = config.model
-    return [
-        f"data      {', '.join(config.data.sources)}: sequences of {config.data.sequence_length} tokens",
-        f"model     {model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv), "
-        f"{config.train.precision}",
-    ]
-
-
-def _own_lines(config: Config, own: UserModel) -> list[str]:
-    return [
-        f"data      {', '.join(config.data.sources)}: {', '.join(own.arrays)}",
-        f"model     {own.target} ({own.root}), {config.train.precision}",
-    ]
-
-
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
 
@@ -67,12 +51,16 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
     train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
+    model, length = config.model, config.data.sequence_length
+    arrays, batch = f"sequences of {length} tokens", f"sequences ({train.global_batch * length:,} tokens)"
+    what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
+    if own is not None:
+        arrays, batch, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
-        *(_text_lines(config) if own is None else _own_lines(config, own)),
-        f"training  {train.steps} steps of {train.global_batch} "
-        + ("samples" if own else f"sequences ({train.global_batch * config.data.sequence_length:,} tokens)")
-        + f": {ranks} ranks × "
+        f"data      {', '.join(config.data.sources)}: {arrays}",
+        f"model     {what}, {train.precision}",
+        f"training  {train.steps} steps of {train.global_batch} {batch}: {ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]

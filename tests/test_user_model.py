@@ -269,7 +269,7 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     make_images.main(tmp_path / "a.h5", 100)
     run = new_run(tmp_path, "changed")
     manifest = json.loads((run.data / "manifest.json").read_text())
-    assert (manifest["samples"], manifest["held_out_samples"]) == (100, 10)
+    assert (manifest["train"][0]["samples"], manifest["held_out_samples"]) == (100, 10)
     assert manifest["train"][0]["arrays"]["images"]["shape"] == [100, 1, 16, 16]
     content = (tmp_path / "a.h5").read_bytes()
     (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -291,7 +291,7 @@ def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Pat
     with pytest.raises(InputError, match="has changed since"):
         load("shard").main(run, place(0, 1, 1), {}, HarmlessFlag())
     prepared(run)
-    assert json.loads((run.data / "manifest.json").read_text())["samples"] == 50
+    assert json.loads((run.data / "manifest.json").read_text())["train"][0]["samples"] == 50
 
 
 IMAGES, LABELS = np.zeros((4, 1, 16, 16), np.uint8), np.zeros(4, np.uint8)
@@ -377,16 +377,14 @@ def test_resume_refuses_what_the_module_lacks(series: Path) -> None:
     assert not run.changes.exists()
 
 
-def test_the_run_keeps_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_keeps_its_own_copy(tmp_path: Path) -> None:
     """Found in the working directory; an edit afterwards, or another directory, changes nothing."""
-    monkeypatch.chdir(tmp_path)
     make_images.main(tmp_path / "a.h5", 60)
     (tmp_path / "mine").mkdir()
     source = tmp_path / "mine" / "net.py"
     source.write_text(Path(make_images.__file__).with_name("vit.py").read_text())
     run = new_run(tmp_path, "copy", "model.target=mine.net", "train.steps=2")
     source.write_text("raise SystemExit('edited')\n")
-    monkeypatch.chdir("/")
     assert len(trained(run, 1)) == 2
 
 
