@@ -79,13 +79,15 @@ def dead_nodes(nodes: str, since: str = "") -> list[str]:
     return sorted(found)
 
 
-def requeue(job_id: str, exclude: Iterable[str] = ()) -> bool:
+def requeue(job_id: str, restarts: int, exclude: Iterable[str] = ()) -> bool:
     """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
 
-    Slurm then ends this run of the job: it sends TERM, and KILL after KillWait. In that time the job's list of
-    excluded nodes can be changed, not before; the TERM may reach scontrol too, so it is tried again.
+    `restarts`: how often it was put back before. Slurm then ends this run of the job: it sends TERM, and KILL after
+    KillWait. The TERM may reach the scontrol that asked for it before that has left with 0, so a failure is only
+    believed once Slurm says that the job was not put back. In the time before KILL, not before, the job's list of
+    excluded nodes can be changed.
     """
-    if call("scontrol", "requeue", job_id) is None:
+    if call("scontrol", "requeue", job_id) is None and not _was_requeued(job_id, restarts):
         return False
     if names := ",".join(exclude):
         deadline = time.monotonic() + 4
@@ -94,6 +96,13 @@ def requeue(job_id: str, exclude: Iterable[str] = ()) -> bool:
                 break
             time.sleep(0.2)
     return True
+
+
+def _was_requeued(job_id: str, restarts: int) -> bool:
+    deadline = time.monotonic() + 4
+    while (facts := job_facts(job_id)) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return facts is not None and facts.restarts > restarts
 
 
 def move_children(job_id: str, children: Iterable[str]) -> None:

@@ -210,7 +210,7 @@ class Supervisor:
         elif not self.run.config.site.requeue:
             self._event("handed_over", ended.code, progress)
             return ended.code
-        elif slurm_job.requeue(job, recovery.bad_nodes(self.run, time.time())):
+        elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
             self._event("requeued", ended.code, progress)
         else:
             self._write_end(

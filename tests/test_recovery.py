@@ -162,3 +162,24 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
     assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
     assert dead_nodes("") == []
+
+
+@pytest.mark.parametrize(("shown_restarts", "believed"), [(3, True), (2, False), (None, False)])
+def test_a_requeue_that_kills_its_own_scontrol_has_worked(
+    monkeypatch: pytest.MonkeyPatch, shown_restarts: int | None, believed: bool
+) -> None:
+    def call(*words: str) -> str | None:
+        if words[:2] == ("scontrol", "requeue") or shown_restarts is None:
+            return None
+        return SHOWN.format(state="COMPLETING", restarts=shown_restarts, ran="1", limit="1:00:00", preempt="None")
+
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(job, "call", call)
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(job.time, "monotonic", lambda: now)
+    assert job.requeue("12", 2) == believed
