@@ -32,8 +32,6 @@ class JobFacts:
     """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
     batch: bool
     """Whether it was submitted with sbatch: nothing else can be requeued."""
-    nodes: str
-    """Its nodes, as a Slurm host list."""
     start: str = ""
     """When it started, as Slurm writes it."""
     exit_code: int = 0
@@ -59,7 +57,6 @@ def parse_facts(text: str) -> JobFacts:
         preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         left_s=left,
         batch=fields.get("BatchFlag") == "1",
-        nodes=fields.get("NodeList", ""),
         start=fields.get("StartTime", ""),
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
@@ -103,9 +100,3 @@ def _was_requeued(job_id: str, restarts: int) -> bool:
     while (facts := job_facts(job_id)) is None and time.monotonic() < deadline:
         time.sleep(0.2)
     return facts is not None and facts.restarts > restarts
-
-
-def move_children(job_id: str, children: Iterable[str]) -> None:
-    """Let the pending jobs `children` wait for `job_id` instead of what they waited for, maybe in vain."""
-    for child in children:
-        call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job_id}")

@@ -24,9 +24,8 @@ from slurm.states import JobState, call, query
 
 def job_of(point: Run, stage: str) -> str | None:
     """The job that was submitted last for a point's stage."""
-    return next(
-        (str(e["job_id"]) for e in reversed(point.read_events(stage)) if e["event"] == "submitted"), None
-    )  # fmt: skip
+    submitted = point.read_events(stage, "submitted")
+    return str(submitted[-1]["job_id"]) if submitted else None
 
 
 def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Callable[[Run, str], str | None]) -> None:

@@ -42,9 +42,7 @@ def shown(
 
 def test_facts_are_read_from_the_first_of_each_key() -> None:
     facts = shown()
-    assert (facts.state, facts.restarts, facts.preempted, facts.batch, facts.nodes) == (
-        "RUNNING", 0, False, True, "n[1-4]",
-    )  # fmt: skip
+    assert (facts.state, facts.restarts, facts.preempted, facts.batch) == ("RUNNING", 0, False, True)
     assert facts.left_s == 597
     assert shown(limit="UNLIMITED").left_s is None
 
