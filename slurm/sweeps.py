@@ -78,7 +78,7 @@ def under_way(run: Run) -> bool:
     if any(point.holder(stage) for point, stage in every):
         return True
     states = query(job for point, stage in every if (job := job_of(point, stage)))
-    return any(state.active and not state.dead for state in states.values())
+    return any(state.active for state in states.values())
 
 
 def point_table(run: Run) -> list[list[str]]:
