@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import stages
+from pipeline.checkpoint_files import saved_steps
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line, read_jsonl
@@ -100,11 +101,12 @@ def standing(run: Run, stage: str) -> str:
     """Something that changes when a stage gets ahead.
 
     For `train` a step that was never saved before, one saved again in the place of a damaged one, or a decision. Not
-    the newest checkpoint: one that was saved and damaged since was an advance all the same.
+    the newest checkpoint alone: one that was saved and damaged since was an advance all the same. Not the events alone:
+    a rank may die between a checkpoint and its event.
     """
     if stage != "train":
         return stages.load(stage).progress(run)
-    newest, repaired = 0, 0
+    newest, repaired = max(saved_steps(run.checkpoints), default=0), 0
     damaged: set[int] = set()
     for event in run.read_events("train"):
         if event["event"] == "damaged":

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
@@ -120,6 +121,9 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
     assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
     assert not tell("saved", 8)
+    (run.checkpoints / step_name(12)).mkdir()
+    seen.append(standing(run, "train"))
+    assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
     append_line(run.decisions, "{}")
     assert standing(run, "train") != seen[-1]
 
