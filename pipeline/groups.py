@@ -176,6 +176,10 @@ def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
         words |= {"sequence": layout.sequence, "loss_parallel": parallel.loss_parallel}
     if layout.pipeline > 1:
         words |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+    if parallel.hook.kind != "none":
+        words["hook"] = parallel.hook.model_dump()
+    if parallel.local_sgd is not None:
+        words["local_sgd"] = parallel.local_sgd.model_dump()
     return words | {
         "offload": parallel.offload,
         "activation_checkpointing": parallel.activation_checkpointing,

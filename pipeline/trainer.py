@@ -14,6 +14,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,8 +238,9 @@ class Trainer:
         started = time.perf_counter()
         self._enter(step, "save")
         self.metrics.sync()
-        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}}
-        self.checkpointer.save(self.engine.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
+        state, replicas = self.engine.saved_state()
+        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
+        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
         if self.world.first and self.agreement.save:
             self.save_request.honoured()
@@ -251,6 +253,7 @@ class Trainer:
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
+        note: str | None = None
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
@@ -261,7 +264,7 @@ class Trainer:
                         "changed by hand; going on would be another training. Undo that, or start a new run"
                     )
             self.samples_consumed = int(manifest["samples_consumed"])
-            self.engine.loaded()
+            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -271,8 +274,13 @@ class Trainer:
             rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
-                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost))
-                self._print(f"restored step {step}" + (f", {len(lost)} steps are done again" if lost else ""))
+                more = {"replicas": note} if note else {}
+                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
+                self._print(
+                    f"restored step {step}"
+                    + (f", {len(lost)} steps are done again" if lost else "")
+                    + (f"; {note}" if note else "")
+                )
         return step
 
     # -- words -------------------------------------------------------------------------------------------
