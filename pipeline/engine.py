@@ -28,7 +28,7 @@ from pipeline import data_parallel, tensor_parallel
 from pipeline.checkpoint import State
 from pipeline.compression import WITH_RESIDUALS, GradientHook
 from pipeline.config import Config
-from pipeline.groups import World, make_mesh
+from pipeline.groups import World, labels, make_mesh
 from pipeline.layout import Layout
 from pipeline.local_sgd import LocalSgd
 from pipeline.model import EMBEDDING, HEAD, Decoder, init_weights, loss_sum
@@ -62,6 +62,8 @@ class Engine:
         whole = layout.pipeline == 1 and layout.tensor == 1
         mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
+        self.groups = labels(mesh)
+        """What each group that this engine talks in is for."""
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel
         self._place = layout.random_place(world.rank)
         self._loss_weight = layout.data / (config.train.global_batch * config.data.sequence_length)

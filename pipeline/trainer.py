@@ -18,10 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from data_prep.manifest import Manifest
 from pipeline import groups
 from pipeline.checkpoint import Checkpointer
+from pipeline.communication import Meter
 from pipeline.config import Config
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.engine import Engine
@@ -95,6 +97,10 @@ class Trainer:
             config.data.sequence_length,
         )
         self.engine = Engine(config, self.layout, world, manifest.vocab_size, self.own)
+        self.meter: Meter | None = None
+        if world.first and world.size > 1:
+            ddp = isinstance(self.engine.model, DistributedDataParallel)
+            self.meter = Meter(self.engine.groups, world.device, ddp)
         self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
         self.samples_consumed = 0
         self.start_step = self._restore()
@@ -114,6 +120,8 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(engine.optimizer, lr)
+        if self.meter is not None:
+            self.meter.begin()
         mean_loss = engine.backward(tokens_BT1, step, lambda phase: self._enter(step, phase))
         grad_norm = engine.clip(config.optimizer.clip_norm)
         self.agreement.start()
@@ -126,11 +134,15 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line["tokens"] = step * self.tokens_per_step
+        if self.meter is not None:
+            line |= self.meter.take()
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
         """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
         self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
+        if self.meter is not None:
+            self.meter.phase(phase)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
