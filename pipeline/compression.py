@@ -53,6 +53,7 @@ class GradientHook:
         self.residual: State = {}
         self.start: State = {}
         """PowerSGD's Q by parameter, fp32 of shape (columns, rank); the same on all replicas."""
+        self._group: Any = None
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in names.items()}
         self._next: tuple[State, State] = ({}, {})
         if config.kind in WITH_RESIDUALS:
@@ -68,6 +69,7 @@ class GradientHook:
             "topk": self._topk,
             "powersgd": self._powersgd,
         }
+        self._group = model.process_group
         send = kinds.get(self.config.kind, self._cast)
         model.register_comm_hook(None, lambda _, bucket: send(bucket))
 
@@ -90,7 +92,7 @@ class GradientHook:
     def _cast(self, bucket: dist.GradBucket) -> _Future[Tensor]:
         buffer = bucket.buffer()
         small = buffer.div_(self.replicas).to(_SMALL[self.config.kind])  # divided first: the sum must not overflow
-        return _when_done(dist.all_reduce(small, async_op=True), lambda: buffer.copy_(small))
+        return _when_done(dist.all_reduce(small, group=self._group, async_op=True), lambda: buffer.copy_(small))
 
     def _topk(self, bucket: dist.GradBucket) -> _Future[Tensor]:
         buffer, parts = bucket.buffer(), list(self._with_residuals(bucket))
@@ -116,7 +118,7 @@ class GradientHook:
                 buffer.index_add_(0, place, value.view(buffer.dtype))
             return buffer
 
-        return _when_done(_all_gather(everyone.view(-1), message, async_op=True), unpack)
+        return _when_done(_all_gather(everyone.view(-1), message, group=self._group, async_op=True), unpack)
 
     def _powersgd(self, bucket: dist.GradBucket) -> _Future[Tensor]:
         buffer, parts = bucket.buffer(), list(self._with_residuals(bucket))
@@ -130,7 +132,7 @@ class GradientHook:
         first = _packed(
             [m @ self.start[name] for m, (name, _) in zip(M, matrices, strict=True)] + [g for _, g in whole]
         )
-        dist.all_reduce(first)  # waited for here, as the second half is made of it
+        dist.all_reduce(first, group=self._group)  # waited for here, as the second half is made of it
         sums = _unpacked(first, [(len(m), self.config.rank) for m in M] + [g.shape for _, g in whole])
         P = [_orthonormal(p) for p in sums[: len(M)]]
         second = []
@@ -149,7 +151,7 @@ class GradientHook:
                 gradient.copy_(total)
             return buffer
 
-        return _when_done(dist.all_reduce(packed, async_op=True), unpack)
+        return _when_done(dist.all_reduce(packed, group=self._group, async_op=True), unpack)
 
     def _with_residuals(self, bucket: dist.GradBucket) -> Iterator[tuple[str, Tensor]]:
         """Each parameter of the bucket with its share of the mean gradient, residual included: views of the buffer."""
@@ -161,7 +163,7 @@ class GradientHook:
     def _whole(self, buffer: Tensor, parts: Sequence[tuple[str, Tensor]]) -> _Future[Tensor]:
         """All of it: nothing is left out."""
         self._next[0].update((name, torch.zeros_like(gradient)) for name, gradient in parts)
-        return _when_done(dist.all_reduce(buffer, async_op=True), lambda: buffer)
+        return _when_done(dist.all_reduce(buffer, group=self._group, async_op=True), lambda: buffer)
 
     def _pays(self, parameter: Tensor) -> bool:
         """Whether PowerSGD sends less than the parameter itself."""
