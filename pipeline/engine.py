@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import data_parallel, tensor_parallel
 from pipeline.checkpoint import State
+from pipeline.compression import WITH_RESIDUALS, GradientHook
 from pipeline.config import Config
-from pipeline.groups import World, make_mesh
+from pipeline.groups import World, labels, make_mesh
 from pipeline.layout import Layout
+from pipeline.local_sgd import LocalSgd
 from pipeline.model import EMBEDDING, HEAD, Decoder, init_weights, loss_sum
 from pipeline.optimizer import LossScaler, fill_state, make_optimizer
 from pipeline.pipeline_parallel import Pipeline, add_from_peer
@@ -59,6 +62,8 @@ class Engine:
         whole = layout.pipeline == 1 and layout.tensor == 1
         mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
+        self.groups = labels(mesh)
+        """What each group that this engine talks in is for."""
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel
         self._place = layout.random_place(world.rank)
         self._loss_weight = layout.data / (config.train.global_batch * config.data.sequence_length)
@@ -69,14 +74,21 @@ class Engine:
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
+        self.replicas: GradientHook | LocalSgd | None = None
+        """What is between whole replicas instead of gradients."""
         self._pipeline: Pipeline | None = None
         if layout.pipeline > 1 and mesh is not None:
             self._stage_group = mesh.get_group("pp")
             self._pipeline = Pipeline(
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
-        elif mesh is None and world.size > 1:
-            self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+        elif mesh is None and parallel.local_sgd is not None:
+            self.replicas = LocalSgd(parallel.local_sgd, dict(self.parts[0].named_weights()))
+        elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
+            ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+            if parallel.hook.kind != "none":
+                self.replicas = GradientHook(parallel.hook, dict(self.parts[0].named_weights()), config.run.seed)
+                self.replicas.register(ddp)
             self._fix_buckets()
 
     def _build(self, layers: range, mesh: DeviceMesh | None, vocab_size: int) -> Decoder:
@@ -108,6 +120,9 @@ class Engine:
         of a pipeline and of a tensor parallel group. Returns the mean loss over the global batch's tokens, float64,
         the same on all ranks. `enter` is called with the name of each phase that begins.
         """
+        self._step = step
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.step = step
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
             mean = run(tokens_BT1, step, enter)
@@ -170,7 +185,7 @@ class Engine:
         norm = self._norm(parameters)
         if limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+        return self.replicas.together(norm) if isinstance(self.replicas, LocalSgd) else norm
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
@@ -198,9 +213,14 @@ class Engine:
 
         `norm` is what `clip` returned.
         """
-        if good and (self.scaler is None or self.scaler.see(norm)):
+        good = good and (self.scaler is None or self.scaler.see(norm))
+        if good:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, LocalSgd):
+            self.replicas.stepped(self._step)
+        elif self.replicas is not None:
+            self.replicas.commit(good)
 
     def _fix_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -214,6 +234,8 @@ class Engine:
         tokens_BT = torch.zeros((rows, length), dtype=torch.int64, device=self.world.device)
         loss_sum(self.model(tokens_BT), tokens_BT).backward()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.commit(good=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
 
@@ -251,15 +273,28 @@ class Engine:
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
+    def saved_state(self) -> tuple[State, dict[str, Any]]:
+        """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
+        if self.replicas is None:
+            return self.state(), {}
+        return self.replicas.saved(self.state()), self.replicas.describe()
+
     @torch.no_grad()
-    def loaded(self) -> None:
-        """Call after `state()` was filled: a tied copy that it does not name follows its original."""
+    def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:
+        """Call after `state()` was filled: a tied copy that it does not name follows its original.
+
+        `kept`: what `saved_state` said of the replicas; `read` fills tensors by the names of `saved_state`. Returns in
+        words what of the replicas' own state is not as it was.
+        """
         copy = self._tied_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.first:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
             for key, value in self.optimizer.state[embedding].items():
                 self.optimizer.state[copy][key].copy_(value)
+        if self.replicas is not None and read is not None:
+            return self.replicas.restore(self.state(), kept or {}, read)
+        return f"what {kept['replicas']} replicas had of their own is dropped" if kept else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ pipeline/mpi.py.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class MpiGroup(dist.ProcessGroup):
     """
 
     accurate = False
+    observer: ClassVar[Callable[[MpiGroup, str, list[torch.Tensor], MpiWork, float], None] | None] = None
+    """Is told of each operation that moves data: its group, kind, results, work, and perf_counter at its start."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
@@ -248,6 +251,8 @@ class MpiGroup(dist.ProcessGroup):
         """Send one tensor to a rank of this group."""
         host = Staged(tensors[0]).host
         work = self._message(f"send to rank {self._ranks[rank]}, tag {tag}", tensors)
+        if MpiGroup.observer is not None:
+            MpiGroup.observer(self, "send", tensors, work, time.perf_counter())
         request = self.comm.Isend(spec(host), rank, tag)
         MESSAGES.watch(request, work, lambda _, keep=host: None, self._timeout)  # type: ignore[misc]
         return work
@@ -292,7 +297,10 @@ class MpiGroup(dist.ProcessGroup):
                 reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
         timeout = opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout
         signature = f"{name} {facts}" if op is None else f"{name} {getattr(op, 'op', op)} {facts}"
+        started = time.perf_counter()
         work = self.lane.submit(signature, run, results, timeout)
+        if MpiGroup.observer is not None and results:
+            MpiGroup.observer(self, name.removesuffix("_single"), results, work, started)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -14,13 +14,16 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from data_prep.manifest import Manifest
 from pipeline import groups
 from pipeline.checkpoint import Checkpointer
+from pipeline.communication import Meter
 from pipeline.config import Config
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.engine import Engine
@@ -94,6 +97,10 @@ class Trainer:
             config.data.sequence_length,
         )
         self.engine = Engine(config, self.layout, world, manifest.vocab_size, self.own)
+        self.meter: Meter | None = None
+        if world.first and world.size > 1:
+            ddp = isinstance(self.engine.model, DistributedDataParallel)
+            self.meter = Meter(self.engine.groups, world.device, ddp)
         self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
         self.samples_consumed = 0
         self.start_step = self._restore()
@@ -113,6 +120,8 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(engine.optimizer, lr)
+        if self.meter is not None:
+            self.meter.begin()
         mean_loss = engine.backward(tokens_BT1, step, lambda phase: self._enter(step, phase))
         grad_norm = engine.clip(config.optimizer.clip_norm)
         self.agreement.start()
@@ -125,11 +134,15 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line["tokens"] = step * self.tokens_per_step
+        if self.meter is not None:
+            line |= self.meter.take()
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
         """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
         self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
+        if self.meter is not None:
+            self.meter.phase(phase)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -237,8 +250,9 @@ class Trainer:
         started = time.perf_counter()
         self._enter(step, "save")
         self.metrics.sync()
-        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}}
-        self.checkpointer.save(self.engine.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
+        state, replicas = self.engine.saved_state()
+        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
+        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
         if self.world.first and self.agreement.save:
             self.save_request.honoured()
@@ -251,6 +265,7 @@ class Trainer:
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
+        note: str | None = None
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
@@ -261,7 +276,7 @@ class Trainer:
                         "changed by hand; going on would be another training. Undo that, or start a new run"
                     )
             self.samples_consumed = int(manifest["samples_consumed"])
-            self.engine.loaded()
+            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -271,8 +286,13 @@ class Trainer:
             rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
-                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost))
-                self._print(f"restored step {step}" + (f", {len(lost)} steps are done again" if lost else ""))
+                more = {"replicas": note} if note else {}
+                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
+                self._print(
+                    f"restored step {step}"
+                    + (f", {len(lost)} steps are done again" if lost else "")
+                    + (f"; {note}" if note else "")
+                )
         return step
 
     # -- words -------------------------------------------------------------------------------------------
