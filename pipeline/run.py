@@ -38,7 +38,7 @@ from typing import Any
 
 from pipeline.config import Config, Sharing
 from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
-from pipeline.errors import UserError
+from pipeline.errors import UserError, storage_error
 from pipeline.files import append_line, read_jsonl, write_atomic
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
@@ -257,7 +257,7 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            return f"{self.path} cannot be written: {error.strerror}"
+            return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)

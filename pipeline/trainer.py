@@ -37,7 +37,7 @@ from pipeline.model import flops_per_token
 from pipeline.optimizer import learning_rate, set_learning_rate
 from pipeline.order import ORDER_VERSION
 from pipeline.run import Run
-from pipeline.signals import OWN_CLOCK, StopFlag
+from pipeline.signals import StopFlag
 from pipeline.stop import Agreement, Clock, SaveRequest
 from pipeline.stragglers import OwnTime, Stragglers
 from pipeline.watchdog import Watchdog
@@ -71,7 +71,7 @@ class Trainer:
     ) -> None:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
-        self.run, self.config, self.world, self.flag = run, config, world, flag
+        self.run, self.config, self.world = run, config, world
         self.layout = layout_of(config, world.size, place.local_world_size, manifest.vocab_size)
         self.tokens_per_step = config.train.global_batch * config.data.sequence_length
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
@@ -213,8 +213,7 @@ class Trainer:
         elif self.guard.in_a_row:
             why_not = "in a row of bad steps, which may end in a return"
         if self.world.first:
-            reason = self.flag.reason or (OWN_CLOCK if self.clock.due() else "another rank's")
-            self.run.event("stop_requested", "train", step=step, signal=reason)
+            self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
             if why_not is not None:
                 self.run.event("save_skipped", "train", step=step, reason=why_not)
         if why_not is None:
