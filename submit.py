@@ -205,11 +205,17 @@ def verify(
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     from pipeline.run import Run
-    from slurm.launch import with_code
 
     opened = Run.open(run)
-    command = [sys.executable, "-m", "pipeline", "verify", str(opened.path), *(["--step", step] if step else [])]
-    raise typer.Exit(subprocess.run(command, env=with_code(os.environ, opened.code)).returncode)
+    raise _child(opened.code, "verify", str(opened.path), *(["--step", step] if step else []))
+
+
+def _child(code: Path, *arguments: str) -> typer.Exit:
+    """Run `python -m pipeline` with the code in a folder; it may import torch."""
+    from slurm.launch import with_code
+
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    return typer.Exit(subprocess.run(command, env=with_code(os.environ, code)).returncode)
 
 
 @app.command()
@@ -232,10 +238,7 @@ def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")], overrides: Overrides = None
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
-    command = [sys.executable, "-m", "pipeline", "plan", str(config), *(overrides or [])]
-    folder = str(Path(__file__).resolve().parent)
-    paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-    raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode)
+    raise _child(Path(__file__).resolve().parent, "plan", str(config), *(overrides or []))
 
 
 @app.command()
@@ -251,11 +254,8 @@ def main() -> None:
     gc.disable()  # a short life with many imports: the collector would take a sixth of it
     try:
         app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.code)
-    except OSError as error:
-        found = storage_error(error)
+    except (UserError, OSError) as error:
+        found = error if isinstance(error, UserError) else storage_error(error)
         if found is None:
             raise
         print(f"error: {found}", file=sys.stderr)

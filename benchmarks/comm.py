@@ -1,6 +1,8 @@
 """Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
+Then the same step for each gradient hook, with what it sends, and the best of all for this machine.
 
-    python -m benchmarks.comm [ranks …]      # 2 and 4 by default; writes benchmarks/results/comm.md
+    python -m benchmarks.comm [ranks …]      # 2 and 4 by default; writes benchmarks/results/comm.md and hooks.md
+    python -m benchmarks.comm hooks [ranks …]   # hooks only
 
 Both backends serve the same processes in turn, so that what else the machine does falls on both; figures are medians
 of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
@@ -26,13 +28,49 @@ from benchmarks.table import write_table
 ROOT = Path(__file__).resolve().parent.parent
 RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
 BUCKETS_MB = (1, 5, 25, 100)
+HOOKS: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "fp16": {"kind": "fp16"},
+    "bf16": {"kind": "bf16"},
+    "PowerSGD, rank 4": {"kind": "powersgd", "rank": 4},
+    "Top-K, 1 %": {"kind": "topk", "ratio": 0.01},
+}
+HOOK_BUCKETS_MB = (1, 25)
 ROUNDS = 11
 
 
 def main() -> None:
+    words = sys.argv[1:]
+    sizes = [int(word) for word in words if word != "hooks"] or [2, 4]
+    hooks(sizes)
+    if "hooks" not in words:
+        backends(sizes)
+
+
+def hooks(sizes: list[int]) -> None:
+    """The table of hooks."""
     rows, best, load = [], [], os.getloadavg()[0]
-    for ranks in [int(word) for word in sys.argv[1:]] or [2, 4]:
-        result = run(ranks)
+    for ranks in sizes:
+        found = run(ranks, "--hooks")
+        medians: dict[str, float] = {}
+        for name, bucket, sent, pairs in found:
+            ms = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
+            rows.append([f"{ranks} ranks, {name}, {bucket} MiB", f"{sent / 1e6:.2f}", *(f"{m:.1f}" for m in ms)])
+            medians |= {f"{name}, {bucket} MiB, {b}": m for b, m in zip(("mpi", "gloo"), ms, strict=True)}
+        best.append(f"on {ranks} ranks: {min(medians, key=medians.__getitem__)}")
+    note = (
+        f"One DDP step, medians of {ROUNDS} rounds in which all take turns; what one rank sends in it, by ring "
+        f"algorithms; load average {load:.1f} before the run. All ranks share this machine's memory, so bytes cost "
+        f"nearly nothing here and compression's arithmetic does. Fastest: {'; '.join(best)}."
+    )
+    write_table("hooks", "Gradient hooks", note, ["hook, buckets", "MB sent", "MPI, ms", "Gloo, ms"], rows)
+
+
+def backends(sizes: list[int]) -> None:
+    """The table of MPI against Gloo."""
+    rows, best, load = [], [], os.getloadavg()[0]
+    for ranks in sizes:
+        result = run(ranks, "--rank")
         for name, pairs in result["raw"].items():
             rows.append([f"{ranks} ranks, all-reduce of {name}", *figures(pairs, 1e3)])
         for bucket, pairs in result["ddp"].items():
@@ -57,13 +95,13 @@ def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
     return [*(f"{m:.3f}" for m in medians), f"{quartiles[1]:.2f}", f"{quartiles[0]:.2f}-{quartiles[2]:.2f}"]
 
 
-def run(ranks: int) -> dict[str, Any]:
+def run(ranks: int, what: str) -> Any:
     """Start the ranks; rank 0's findings."""
     from slurm.mpi_launch import mpirun_command
 
     command, environment = mpirun_command(ranks)
     done = subprocess.run(
-        [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", "--rank"],
+        [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", what],
         env={**os.environ, **environment},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -71,17 +109,19 @@ def run(ranks: int) -> dict[str, Any]:
         timeout=900,
         check=True,
     )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def rank_main() -> None:
+def rank_main(only_hooks: bool) -> None:
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from pipeline import mpi
+    from pipeline.communication import Meter
+    from pipeline.compression import GradientHook
     from pipeline.config import ModelConfig
+    from pipeline.config_communication import HookConfig
     from pipeline.model import Decoder
     from slurm.environment import identify
 
@@ -105,16 +145,19 @@ def rank_main() -> None:
         return measured[1:]
 
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}}
-    for name, count in RAW.items():
+    for name, count in {} if only_hooks else RAW.items():
         reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
         measured = pairs(2 if count > 1 << 20 else 20, reduce)
         result["raw"][name] = [(row[0], row[2]) for row in measured]
 
     tokens = torch.randint(0, 4096, (1, 65))
 
-    def step_of(group: Any, bucket: int) -> Callable[[], None]:
+    def step_of(group: Any, bucket: int, hook: str = "none") -> Callable[[], None]:
         model = Decoder(ModelConfig(dim=256, layers=4, heads=8, kv_heads=4), 4096, 256)
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        compression = GradientHook(HookConfig(**HOOKS[hook]), dict(model.named_parameters()), 1)
+        if hook != "none":
+            compression.register(ddp)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
         def step() -> None:
@@ -122,21 +165,32 @@ def rank_main() -> None:
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            compression.commit(good=True)
 
         return step
 
-    for bucket in BUCKETS_MB:
+    found = []
+    for hook in HOOKS if only_hooks else ():
+        for bucket in HOOK_BUCKETS_MB:
+            steps = {b: step_of(group, bucket, hook) for b, group in groups.items()}
+            measured = pairs(2, steps)
+            meter = Meter({gloo.group_name: "dp"}, torch.device("cpu"), ddp=True)
+            meter.begin()
+            steps["gloo"]()
+            sent = sum(entry["bytes"] for entry in meter.take()["comm"]["dp"].values())
+            found.append((hook, bucket, sent, [(row[0], row[2]) for row in measured]))
+    for bucket in () if only_hooks else BUCKETS_MB:
         measured = pairs(4, {b: step_of(group, bucket) for b, group in groups.items()})
         result["ddp"][bucket] = [(row[0], row[2]) for row in measured]
         result["cpu"][bucket] = [(row[1], row[3]) for row in measured]
     if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(found if only_hooks else result), flush=True)
     dist.destroy_process_group()
     mpi.leave()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--rank"]:
-        rank_main()
+    if sys.argv[1:] in (["--rank"], ["--hooks"]):
+        rank_main(sys.argv[1] == "--hooks")
     else:
         main()

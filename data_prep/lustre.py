@@ -10,7 +10,6 @@ the folder's default, which files inherit when they are created, so it runs befo
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -21,19 +20,14 @@ from pipeline.config_site import StripeConfig
 _TIMEOUT_S = 60
 
 
-def file_system_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Type of the file system that holds `path` ("lustre", "ext4", …); "" where it cannot be told (proc(5))."""
+def file_system_type(path: Path) -> str:
+    """Type of the file system that holds `path` ("lustre", "ext4", …); "" where df(1) cannot tell."""
     try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
-    except OSError:
+        command = ["df", "--output=fstype", os.fspath(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    path, best, kind = path.resolve(), -1, ""
-    for line in lines:
-        _, point, fs_type, *_ = line.split(" ")
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)  # \040 is a space
-        if path.is_relative_to(point) and len(point) >= best:  # of two on one point, the later lies on top
-            best, kind = len(point), fs_type
-    return kind
+    return (done.stdout.split() or [""])[-1]
 
 
 def stripe(

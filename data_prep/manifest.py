@@ -16,19 +16,19 @@ longer fits and the file counts as missing.
 Once all shards are written the inputs may go (scratch file systems purge): they are compared with the disk
 only while there are shards to write.
 
-Standard library only: a login node asks these questions, and importing numpy or h5py there takes seconds.
+A login node asks these questions, so nothing here imports numpy or h5py: that takes seconds there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.config import DataConfig
+from pipeline.config_types import Section
 from pipeline.errors import InputError
 from pipeline.files import sha256_file, sha256_json
 
@@ -46,16 +46,14 @@ THIS_PACKAGE = Path(__file__).parent
 _NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
 
 
-@dataclasses.dataclass(frozen=True)
-class FileEntry:
+class FileEntry(Section):
     """One small file: its size in bytes and its sha256 (64 hex digits)."""
 
     size: int
     sha256: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(Section):
     """One HDF5 shard.
 
     A document counts in the file where it starts, so `documents` and `bytes` add up over files to the totals
@@ -80,8 +78,7 @@ class ShardEntry:
     """SHA-256 of the file, as 64 hex digits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitManifest:
+class UnitManifest(Section):
     """`shards/unit-NNNNN.json`: what one work unit became."""
 
     key: str
@@ -97,8 +94,7 @@ class UnitManifest:
     held_out: tuple[ShardEntry, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(Section):
     """`prepare.json`: what `prepare` fixed."""
 
     key: str
@@ -115,8 +111,7 @@ class Prepared:
         return sha256_json({"prepare": self.key, "tokenizer": self.tokenizer.sha256, "units": self.units.sha256})
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(Section):
     """`manifest.json`: all shards of a run, in unit order."""
 
     format_version: int
@@ -167,46 +162,33 @@ T = TypeVar("T", Prepared, UnitManifest, Manifest)
 def _load(path: Path, kind: type[T]) -> T:
     """Read one manifest. Raises InputError, naming the file, when it is missing, torn or of another shape."""
     try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-        for name in ("train", "held_out"):
-            if name in value:
-                value[name] = tuple(ShardEntry(**entry) for entry in value[name])
-        for name in ("tokenizer", "units"):
-            if name in value:
-                value[name] = FileEntry(**value[name])
-        for name in ("lines", "source"):
-            if name in value:
-                value[name] = tuple(value[name])
-        if "rejected" in value:
-            value["rejected"] = tuple((piece, line, reason) for piece, line, reason in value["rejected"])
-        return kind(**value)
+        return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path} is missing: {WAY_OUT}") from None
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:  # pydantic's, too
         raise InputError(f"{path} is torn or no manifest of this version: {WAY_OUT}") from None
 
 
 def load_manifest(data_dir: Path) -> Manifest:
     """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
-    return _load(Path(data_dir) / "manifest.json", Manifest)
+    return _load(data_dir / "manifest.json", Manifest)
 
 
 def load_prepared(data_dir: Path) -> Prepared:
     """What `prepare` fixed. Raises InputError, naming the file, when it is missing or torn."""
-    return _load(Path(data_dir) / "prepare.json", Prepared)
+    return _load(data_dir / "prepare.json", Prepared)
 
 
-def _size_problem(path: Path, size: int) -> str | None:
+def file_problem(path: Path, entry: FileEntry | ShardEntry | SampleFile, hashes: bool = True) -> str | None:
+    """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         return f"{path} is missing"
-    return None if found == size else f"{path} has {found} bytes, its manifest says {size}"
-
-
-def _hash_problem(path: Path, sha256: str) -> str | None:
-    found = sha256_file(path)
-    return None if found == sha256 else f"{path} is damaged: its sha256 is {found}, its manifest says {sha256}"
+    if size != entry.size:
+        return f"{path} has {size} bytes, its manifest says {entry.size}"
+    found = sha256_file(path) if hashes else entry.sha256
+    return None if found == entry.sha256 else f"{path} is damaged: its sha256 is {found}, not {entry.sha256}"
 
 
 def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, way_out: str = WAY_OUT) -> None:
@@ -215,10 +197,7 @@ def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, wa
     Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
     written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
     """
-    path = Path(data_dir) / entry.file
-    if problem := _size_problem(path, entry.size):
-        raise InputError(f"{problem}: {way_out}")
-    if hashes and (problem := _hash_problem(path, entry.sha256)):
+    if problem := file_problem(data_dir / entry.file, entry, hashes):
         raise InputError(f"{problem}: {way_out}")
 
 
@@ -259,7 +238,6 @@ def prepare_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKA
 
     While shards are still to be written, the inputs must also be what `prepare` saw.
     """
-    data_dir = Path(data_dir)
     try:
         prepared = load_prepared(data_dir)
     except InputError as error:
@@ -267,15 +245,13 @@ def prepare_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKA
     if prepared.key != prepare_key(data, package):
         return f"{data_dir / 'prepare.json'} was made with another data config or other code"
     for name, entry in (("tokenizer.json", prepared.tokenizer), ("units.json", prepared.units)):
-        path = data_dir / name
-        if problem := _size_problem(path, entry.size) or _hash_problem(path, entry.sha256):
+        if problem := file_problem(data_dir / name, entry):
             return problem
     return None if shard_missing(data, data_dir, package) is None else _changed_input(data_dir)
 
 
 def shard_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKAGE) -> str | None:
     """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
-    data_dir = Path(data_dir)
     try:
         prepared = load_prepared(data_dir)
         if prepared.key != prepare_key(data, package):
@@ -292,7 +268,6 @@ def shard_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKAGE
 
 def shard_progress(data_dir: Path) -> tuple[int, int]:
     """Units whose manifest and shards are there, and units in all; (0, 0) before `prepare`."""
-    data_dir = Path(data_dir)
     try:
         prepared = load_prepared(data_dir)
     except InputError:

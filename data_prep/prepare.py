@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from data_prep.manifest import FileEntry, Prepared, load_prepared, prepare_key, prepare_missing, shard_missing
@@ -42,7 +41,6 @@ def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Non
     Lists the inputs again as long as shards are to be written, and starts over when they have changed. Raises
     UserError for a source or tokenizer that cannot be used.
     """
-    data_dir = Path(data_dir)
     done = prepare_missing(data, data_dir) is None
     if done and (shard_missing(data, data_dir) is None or _same_inputs(data, data_dir)):
         return
@@ -80,7 +78,7 @@ def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Non
         eos_id=encoder.eos_id,
         dtype=encoder.dtype,
     )
-    write_json(data_dir / "prepare.json", asdict(prepared))
+    write_json(data_dir / "prepare.json", prepared.model_dump())
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
 
 
@@ -121,7 +119,7 @@ def _bytes_per_token(encoder: Encoder, sample: Sequence[str]) -> float:
 
 
 def _entry(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, sha256_file(path))
+    return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _same_inputs(data: DataConfig, data_dir: Path) -> bool:

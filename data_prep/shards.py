@@ -24,10 +24,10 @@ from data_prep.manifest import (
     ORDER_VERSION,
     SHARDS,
     WAY_OUT,
-    FileEntry,
     Manifest,
     Prepared,
     UnitManifest,
+    file_problem,
     input_problem,
     load_prepared,
     load_unit,
@@ -42,14 +42,14 @@ from data_prep.units import Plan, read_plan
 from pipeline.config import DataConfig
 from pipeline.config_site import StripeConfig
 from pipeline.errors import InputError, UserError
-from pipeline.files import sha256_file, write_atomic, write_json
+from pipeline.files import write_atomic, write_json
 
 _BATCH_DOCUMENTS = 512
 _BATCH_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
     """What every unit needs: config, folder, and what `prepare` fixed."""
 
     data: DataConfig
@@ -59,35 +59,26 @@ class _Work:
     encoder: Encoder
 
     @classmethod
-    def load(cls, data: DataConfig, data_dir: Path) -> _Work:
+    def load(cls, data: DataConfig, data_dir: Path) -> Work:
         """Read it. Raises InputError when `prepare` is not done or its files are damaged."""
-        data_dir = Path(data_dir)
         prepared = load_prepared(data_dir)
         again = "run the prepare stage again, e.g. `python submit.py resume RUN`"
         if prepared.key != prepare_key(data):
             raise InputError(f"{data_dir / 'prepare.json'} was made with another data config or other code: {again}")
 
-        def checked(name: str, entry: FileEntry) -> Path:
-            path = data_dir / name
-            if not path.exists() or sha256_file(path) != entry.sha256:
-                raise InputError(f"{path} is missing or damaged: {again}")
-            return path
-
-        plan = read_plan(checked("units.json", prepared.units))
-        encoder = load_encoder(checked("tokenizer.json", prepared.tokenizer), data.tokenizer.eos_token)
-        return cls(data, data_dir, prepared, plan, encoder)
+        for name, entry in (("units.json", prepared.units), ("tokenizer.json", prepared.tokenizer)):
+            if file_problem(data_dir / name, entry):
+                raise InputError(f"{data_dir / name} is missing or damaged: {again}")
+        encoder = load_encoder(data_dir / "tokenizer.json", data.tokenizer.eos_token)
+        return cls(data, data_dir, prepared, read_plan(data_dir / "units.json"), encoder)
 
 
-def write_unit(data: DataConfig, data_dir: Path, unit_index: int) -> bool:
+def write_unit(work: Work, unit: int) -> bool:
     """Write the shards and the manifest of one unit; False when they were there and valid (sizes and hashes).
 
     Raises InputError naming an input that is not what `prepare` saw, UserError for one that cannot be read,
     OSError where the file system refuses.
     """
-    return _write_unit(_Work.load(data, data_dir), unit_index)
-
-
-def _write_unit(work: _Work, unit: int) -> bool:
     key = work.prepared.shards_key
     if load_unit(work.data_dir, unit, key, hashes=True) is not None:
         return False
@@ -126,11 +117,11 @@ def _write_unit(work: _Work, unit: int) -> bool:
         held_out=held_out.close(),
     )
     _check_inputs(work, unit)  # one that changed while it was read fits no manifest
-    write_json(unit_path(work.data_dir, unit), dataclasses.asdict(manifest))
+    write_json(unit_path(work.data_dir, unit), manifest.model_dump())
     return True
 
 
-def _check_inputs(work: _Work, unit: int) -> None:
+def _check_inputs(work: Work, unit: int) -> None:
     for index in {piece.input for piece in work.plan.units[unit]}:
         source = work.plan.inputs[index]
         if problem := input_problem(source.path, source.size, source.mtime_ns):
@@ -140,7 +131,7 @@ def _check_inputs(work: _Work, unit: int) -> None:
             )
 
 
-def _documents(work: _Work, unit: int, lines: list[int], rejected: list[tuple[int, int, str]]) -> Iterator[str]:
+def _documents(work: Work, unit: int, lines: list[int], rejected: list[tuple[int, int, str]]) -> Iterator[str]:
     """Texts of the unit's documents in order; counts lines by piece and lists rejected documents on the way."""
     for place, (index, start, end) in enumerate(work.plan.units[unit]):
         for document in read_documents(work.plan.inputs[index], start, end, work.data.text_field):
@@ -174,13 +165,13 @@ def shard(
     striping: StripeConfig = StripeConfig(),
 ) -> None:
     """Do the units of task `task` of `tasks` that are missing. Raises what :func:`write_unit` raises."""
-    work = _Work.load(data, data_dir)
+    work = Work.load(data, data_dir)
     units = range(task, len(work.plan.units), tasks)
     shards = work.data_dir / SHARDS
     shards.mkdir(exist_ok=True)
     stripe(shards, striping, log)
     for number, unit in enumerate(units, 1):
-        written = _write_unit(work, unit)
+        written = write_unit(work, unit)
         log(f"shard: unit {unit} {'written' if written else 'was there already'} ({number} of {len(units)})")
 
 
@@ -190,7 +181,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
     Checks sizes; hashes are those of the writing tasks. Raises InputError naming units that are missing or not
     whole, UserError when more documents are unreadable than `data.max_rejected` allows or none has any text.
     """
-    work = _Work.load(data, data_dir)
+    work = Work.load(data, data_dir)
     data_dir, prepared = work.data_dir, work.prepared
     found = [load_unit(data_dir, unit, prepared.shards_key, hashes=False) for unit in range(prepared.unit_count)]
     units = [unit for unit in found if unit is not None]
@@ -210,7 +201,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
             f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction {data.held_out}, "
             "so nothing could be evaluated: start a new run with a larger fraction, more documents, or 0"
         )
-    write_json(data_dir / "manifest.json", dataclasses.asdict(manifest))
+    write_json(data_dir / "manifest.json", manifest.model_dump())
     listed = {Path(entry.file).name for entry in (*manifest.train, *manifest.held_out)}
     listed |= {unit_path(data_dir, unit).name for unit in range(prepared.unit_count)}
     for path in (data_dir / SHARDS).glob("unit-*"):
@@ -223,7 +214,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
     return manifest
 
 
-def _manifest(work: _Work, units: list[UnitManifest]) -> Manifest:
+def _manifest(work: Work, units: list[UnitManifest]) -> Manifest:
     train = tuple(entry for unit in units for entry in unit.train)
     held_out = tuple(entry for unit in units for entry in unit.held_out)
     return Manifest(
@@ -247,7 +238,7 @@ def _manifest(work: _Work, units: list[UnitManifest]) -> Manifest:
     )
 
 
-def _reject(work: _Work, units: list[UnitManifest], manifest: Manifest) -> None:
+def _reject(work: Work, units: list[UnitManifest], manifest: Manifest) -> None:
     """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason. Raises UserError over the limit."""
     before: dict[int, int] = {}  # lines of an input in the pieces so far: units and pieces are in its order
     rows: list[dict[str, str | int]] = []

@@ -17,7 +17,8 @@ over the ranks, and all ranks agree on the verdict; a damaged one is set aside a
 Where there are checkpoints but none is intact, that is an error: never a silent start from zero.
 
 The state is a flat dict of tensors with layout-independent names: `model.<parameter>` and
-`optimizer.<parameter>.<state>`. DCP hashes nothing by itself, and its `CheckpointException` is no `Exception`.
+`optimizer.<parameter>.<state>`; what replicas have of their own has other names, outside the digest. DCP hashes nothing
+by itself, and its `CheckpointException` is no `Exception`.
 """
 
 from __future__ import annotations
@@ -200,6 +201,11 @@ class Checkpointer:
                 f"all the same, remove {self.folder}/damaged-*"
             )
         return None
+
+    def read(self, step: int, state: State) -> None:
+        """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
+        if state:
+            load(state, self.folder / files.step_name(step), None)
 
 
 def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:

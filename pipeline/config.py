@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from pipeline.config_communication import HookConfig, LocalSgdConfig
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_site import SiteConfig
 from pipeline.config_sweep import SweepConfig
@@ -208,6 +209,10 @@ class ParallelConfig(Section):
     """Communication: `auto` is NCCL where there are GPUs, else Gloo. `mpi` needs mpi4py and an MPI (docs/mpi.md)."""
     bucket_mb: PositiveInt = 25
     """Size of the buckets in which DDP reduces gradients, in MiB."""
+    hook: HookConfig = HookConfig()
+    """What happens to gradients on their way between whole replicas (docs/communication.md)."""
+    local_sgd: LocalSgdConfig | None = None
+    """Replicas that step alone and average their weights now and then; null: gradients are averaged each step."""
 
 
 class TrainConfig(Section):

@@ -15,7 +15,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import ValidationError
@@ -82,7 +83,7 @@ class _Problem:
             return f"{where}: {key}: there is no such key{self._nearest()}"
         if self.kind == "json_invalid":  # pydantic's own limit of nesting
             return f"{where}: {self.message}"
-        value = _at(self.values, self.at)
+        value = reduce(getitem, self.at, self.values)
         if self.kind == "value_error":
             if isinstance(value, Mapping):  # a rule between several keys: the message names them and their values
                 return f"{self._where_named() or where}: {key + ': ' if self.at else ''}{self.message}"
@@ -143,12 +144,6 @@ def _without_branches(error: ErrorDetails, values: Any) -> tuple[KeyPath, KeyPat
         elif union is None:
             union = at
     return at, union
-
-
-def _at(values: Any, at: KeyPath) -> Any:
-    for part in at:
-        values = values[part]
-    return values
 
 
 # -- what the schema allows ----------------------------------------------------------------------------------

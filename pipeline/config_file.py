@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from pipeline import config as config_module
-from pipeline import config_recovery, config_site, config_sweep
+from pipeline import config_communication, config_recovery, config_site, config_sweep
 from pipeline.config import Config
 from pipeline.config_errors import ConfigError as ConfigError
 from pipeline.config_errors import KeyPath, dotted, model_schema, show, validate
@@ -136,7 +136,7 @@ def schema() -> dict[str, Any]:
         "title": "Extends",
     }
     documented: dict[str, dict[str, str]] = {}
-    for module in (config_module, config_recovery, config_site, config_sweep):
+    for module in (config_module, config_communication, config_recovery, config_site, config_sweep):
         documented |= field_docstrings(inspect.getsource(module))
     for name, section in (("Config", result), *result["$defs"].items()):
         for field, text in documented.get(name, {}).items():
@@ -241,7 +241,11 @@ class _Reader:
         if self._nodes > _MAX_NODES:
             raise ValueError(f"more than {_MAX_NODES} values; are there aliases of aliases?")
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, name, at)
+            try:
+                return _scalar(node.tag.removeprefix(_PREFIX), node.value)
+            except ValueError as error:
+                self._refuse(node, name, at, f"{show(node.value)}: {error}")
+                return None
         if node.tag not in (_PREFIX + "seq", _PREFIX + "map"):
             self._refuse(node, name, at, f"the tag {node.tag} is not supported")
             return None
@@ -262,9 +266,14 @@ class _Reader:
                 result[key.value] = self._child(value, key, key.value, name, at, chain)
         base: dict[str, Any] = {}
         if extends and at is not None:
-            # Last file first: the first to mark a key path is the one whose value counts.
-            for file in reversed(self._extended(*extends[0], name, at)):
-                base = merge(self._extend(file, extends[0][0], name, at, chain), base)
+            place, files = extends[0]
+            by = f"{self._where(place, name, at)}: {dotted(at, 'extends')}: "
+            files = files if isinstance(files, list) else [files]
+            if not all(isinstance(file, str) and file and "\0" not in file for file in files):
+                self.problems.append(f"{by}{show(files)} should name a file or files")
+                files = []
+            for file in reversed(files):  # the first to mark a key path is the one whose value counts
+                base = merge(self._extend(file, by, name, at, chain), base)
         return merge(base, result)
 
     def _child(
@@ -276,31 +285,13 @@ class _Reader:
         self.marks.setdefault(path, self._where(node if isinstance(node, yaml.ScalarNode) else key, name, at))
         return self._construct(node, name, path, chain)
 
-    def _extended(self, node: yaml.Node, files: Any, name: str, at: KeyPath) -> list[str]:
-        files = files if isinstance(files, list) else [files]
-        if all(isinstance(file, str) and file and "\0" not in file for file in files):
-            return files
-        self.problems.append(
-            f"{self._where(node, name, at)}: {dotted(at, 'extends')}: {show(files)} should name a file or files"
-        )
-        return []
-
-    def _extend(self, file: str, node: yaml.Node, name: str, at: KeyPath, chain: tuple[str, ...]) -> dict[str, Any]:
+    def _extend(self, file: str, by: str, name: str, at: KeyPath, chain: tuple[str, ...]) -> dict[str, Any]:
         path = Path(name).parent / file
-        by = f"{self._where(node, name, at)}: {dotted(at, 'extends')}: "
         if os.path.realpath(path) in chain:
             names = (*map(os.path.basename, chain), path.name)
             self.problems.append(f"{by}{file} extends itself ({' → '.join(names)})")
             return {}
         return self.file(path, at, chain, by)
-
-    def _scalar(self, node: yaml.ScalarNode, name: str, at: KeyPath | None) -> Any:
-        tag, text = node.tag.removeprefix(_PREFIX), node.value
-        try:
-            return _scalar(tag, text)
-        except ValueError as error:
-            self._refuse(node, name, at, f"{show(text)}: {error}")
-            return None
 
     def _refuse(self, node: yaml.Node, name: str, at: KeyPath | None, problem: str) -> None:
         self.problems.append(f"{self._where(node, name, at)}: {dotted(at) + ': ' if at else ''}{problem}")

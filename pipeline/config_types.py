@@ -38,14 +38,10 @@ def parse_time(value: str) -> int:
         raise ValueError('write a Slurm time limit such as "00:20:00" or "1-12:00:00"')
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    if len(parts) == 2:
-        return parts[0] * 60 + parts[1]
-    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+    if days is None and len(parts) < 3:  # minutes come first
+        parts = [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _time(value: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import data_parallel, tensor_parallel
 from pipeline.checkpoint import State
+from pipeline.compression import WITH_RESIDUALS, GradientHook
 from pipeline.config import Config
-from pipeline.groups import World, make_mesh
+from pipeline.groups import World, labels, make_mesh
 from pipeline.layout import Layout
+from pipeline.local_sgd import LocalSgd
 from pipeline.model import EMBEDDING, HEAD
 from pipeline.optimizer import LossScaler, fill_state, make_optimizer
 from pipeline.pipeline_parallel import Pipeline, add_from_peer
@@ -59,6 +61,8 @@ class Engine:
         whole = layout.pipeline == 1 and layout.tensor == 1
         mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
+        self.groups = labels(mesh)
+        """What each group that this engine talks in is for."""
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
         self._place = layout.random_place(world.rank)
         self._entries = task.per_step  # what the loss of the global batch is a sum over
@@ -70,14 +74,21 @@ class Engine:
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
+        self.replicas: GradientHook | LocalSgd | None = None
+        """What is between whole replicas instead of gradients."""
         self._pipeline: Pipeline | None = None
         if layout.pipeline > 1 and mesh is not None:
             self._stage_group = mesh.get_group("pp")
             self._pipeline = Pipeline(
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
-        elif mesh is None and world.size > 1:
-            self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+        elif mesh is None and parallel.local_sgd is not None:
+            self.replicas = LocalSgd(parallel.local_sgd, dict(task.weights(self.parts[0])))
+        elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
+            ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+            if parallel.hook.kind != "none":
+                self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
+                self.replicas.register(ddp)
             self._fix_buckets()
 
     def _build(self, layers: range, mesh: DeviceMesh | None) -> nn.Module:
@@ -111,6 +122,9 @@ class Engine:
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
             self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
+        self._step = step
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.step = step
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
             mean = run(batch, step, enter)
@@ -174,7 +188,7 @@ class Engine:
         norm = self._norm(parameters)
         if limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+        return self.replicas.together(norm) if isinstance(self.replicas, LocalSgd) else norm
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
@@ -202,9 +216,14 @@ class Engine:
 
         `norm` is what `clip` returned.
         """
-        if good and (self.scaler is None or self.scaler.see(norm)):
+        good = good and (self.scaler is None or self.scaler.see(norm))
+        if good:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, LocalSgd):
+            self.replicas.stepped(self._step)
+        elif self.replicas is not None:
+            self.replicas.commit(good)
 
     def _fix_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -216,6 +235,8 @@ class Engine:
         batch = self.task.smallest(self.world.device)
         self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.commit(good=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
 
@@ -253,15 +274,28 @@ class Engine:
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
+    def saved_state(self) -> tuple[State, dict[str, Any]]:
+        """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
+        if self.replicas is None:
+            return self.state(), {}
+        return self.replicas.saved(self.state()), self.replicas.describe()
+
     @torch.no_grad()
-    def loaded(self) -> None:
-        """Call after `state()` was filled: a tied copy that it does not name follows its original."""
+    def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:
+        """Call after `state()` was filled: a tied copy that it does not name follows its original.
+
+        `kept`: what `saved_state` said of the replicas; `read` fills tensors by the names of `saved_state`. Returns in
+        words what of the replicas' own state is not as it was.
+        """
         copy = self._tied_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.first:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
             for key, value in self.optimizer.state[embedding].items():
                 self.optimizer.state[copy][key].copy_(value)
+        if self.replicas is not None and read is not None:
+            return self.replicas.restore(self.state(), kept or {}, read)
+        return f"what {kept['replicas']} replicas had of their own is dropped" if kept else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-HASH_BLOCK = 1 << 20
-
 
 def fsync_dir(path: str | Path) -> None:
     """Make renames and new names inside directory `path` durable."""
@@ -113,11 +111,8 @@ def last_object(path: str | Path, tail: int = 1 << 16) -> dict[str, Any] | None:
 
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's content, as 64 hex digits."""
-    digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_json(value: Any) -> str:

@@ -186,10 +186,24 @@ def _sizes(config: Config, world: int) -> Iterator[str]:
             yield f"{sizes} = {product} is not the number of training ranks, {world}{_ranks(config, world)}"
     elif world % product:
         yield f"{sizes} = {product} does not divide the number of training ranks, {world}{_ranks(config, world)}"
+    if (option := _between_replicas(config)) is not None:
+        if wanted.zero or wanted.offload:
+            yield f"{option} is for whole replicas: parallel.zero must be 0 and parallel.offload false"
+        if wanted.local_sgd is not None and wanted.hook.kind != "none":
+            yield f"{option} does not go with parallel.hook.kind {wanted.hook.kind}: gradients stay at home"
+        if wanted.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
+            yield f"{option} does not go with train.precision fp16, whose gradients change their scale: take bf16"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:
         yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {wanted.zero} gradients stay whole"
     if wanted.reduce == "micro_batch" and wanted.pipeline > 1:
         yield f"parallel.reduce micro_batch does not go with a pipeline ({wanted.pipeline}): that reduces once per step"
+
+
+def _between_replicas(config: Config) -> str | None:
+    """The option that changes what whole replicas send each other, in words; None where there is none."""
+    if config.parallel.local_sgd is not None:
+        return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
+    return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
 
 
 def _ranks(config: Config, world: int) -> str:
@@ -212,6 +226,8 @@ def _misfits(
             f"ranks; with these batches there may be {', '.join(map(str, fits))}"
         )
         return
+    if (option := _between_replicas(config)) is not None and pipeline * tensor > 1:
+        yield f"{option} is for whole replicas: parallel.pipeline ({pipeline}) and parallel.tensor ({tensor}) must be 1"
     if tensor > 1:
         divided = (
             {}

@@ -11,9 +11,10 @@ pipeline/mpi.py.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,12 @@ class MpiGroup(dist.ProcessGroup):
     """
 
     accurate = False
+    observer: ClassVar[Callable[[MpiGroup, str, list[torch.Tensor], MpiWork, float], None] | None] = None
+    """Is told of each operation that moves data: its group, kind, results, work, and perf_counter at its start."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
-        self.comm, self._timeout, self._group_name, self._group_desc = comm, timeout, name, ""
+        self.comm, self._timeout = comm, timeout
         self.lane = Lane(comm, name, store, ranks)
         self._ranks = ranks
         self._coalesced: list[MpiWork] | None = None
@@ -248,6 +251,8 @@ class MpiGroup(dist.ProcessGroup):
         """Send one tensor to a rank of this group."""
         host = Staged(tensors[0]).host
         work = self._message(f"send to rank {self._ranks[rank]}, tag {tag}", tensors)
+        if MpiGroup.observer is not None:
+            MpiGroup.observer(self, "send", tensors, work, time.perf_counter())
         request = self.comm.Isend(spec(host), rank, tag)
         MESSAGES.watch(request, work, lambda _, keep=host: None, self._timeout)  # type: ignore[misc]
         return work
@@ -275,7 +280,7 @@ class MpiGroup(dist.ProcessGroup):
     def _message(self, what: str, tensors: list[torch.Tensor]) -> MpiWork:
         if tensors[0].is_cuda:  # MPI knows nothing of streams
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        work = MpiWork(f"{what}, in group {self._group_name}", tensors)
+        work = MpiWork(f"{what}, in group {self.lane.name}", tensors)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -292,7 +297,10 @@ class MpiGroup(dist.ProcessGroup):
                 reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
         timeout = opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout
         signature = f"{name} {facts}" if op is None else f"{name} {getattr(op, 'op', op)} {facts}"
+        started = time.perf_counter()
         work = self.lane.submit(signature, run, results, timeout)
+        if MpiGroup.observer is not None and results:
+            MpiGroup.observer(self, name.removesuffix("_single"), results, work, started)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -315,7 +323,7 @@ class MpiGroup(dist.ProcessGroup):
         """Check that each list has a tensor per rank, and that this rank's is of the size (`sized`) of `tensors[i]`."""
         for parts, tensor in zip(lists, tensors, strict=True):
             if len(parts) != self.size():
-                raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self._group_name}")
+                raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self.lane.name}")
             own = parts[self.rank()]
             self._check(not sized or own.numel() == tensor.numel(), "a collective", own, tensor)
 
@@ -330,7 +338,7 @@ class MpiGroup(dist.ProcessGroup):
         for (a, (gives, _)), (b, (_, takes)) in itertools.product(enumerate(table), enumerate(table)):
             if gives[b] != takes[a]:
                 raise MpiError(
-                    f"all_to_all in group {self._group_name}: rank {self._ranks[a]} sends {gives[b]} elements to rank "
+                    f"all_to_all in group {self.lane.name}: rank {self._ranks[a]} sends {gives[b]} elements to rank "
                     f"{self._ranks[b]}, which expects {takes[a]}"
                 )
 
@@ -359,28 +367,6 @@ class MpiGroup(dist.ProcessGroup):
         """Torch's name for this kind of group."""
         return NAME
 
-    def getRank(self) -> int:
-        """This process's number in the group."""
-        return self.comm.rank
-
-    def getSize(self) -> int:
-        """Number of ranks."""
-        return self.comm.size
-
-    rank, size = getRank, getSize
-
-    def setGroupName(self, name: str) -> None:
-        """Torch names the group."""
-        self._group_name = name
-
     def getGroupName(self) -> str:
-        """Torch's name for this group."""
-        return self._group_name
-
-    def setGroupDesc(self, text: str) -> None:
-        """Torch describes the group."""
-        self._group_desc = text
-
-    def getGroupDesc(self) -> str:
-        """Torch's description of this group."""
-        return self._group_desc
+        """The name that torch gave this group."""
+        return self.lane.name

@@ -173,8 +173,18 @@ def traffic(config: Config, layout: Layout, parameters: int) -> Iterator[tuple[s
     width = 4 if config.train.precision == "fp32" else 2
     micro, zero = layout.micro_batches, layout.zero
     hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
+    hook, local = config.parallel.hook, config.parallel.local_sgd
     if layout.data > 1 and not zero:
-        yield "data", _ring(2 * 4 * parameters, layout.data), "gradients, all-reduced once"
+        size, words = _ring(2 * 4 * parameters, layout.data), "gradients, all-reduced once"
+        if local is not None:
+            size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
+        elif hook.kind in ("fp16", "bf16"):
+            size, words = size // 2, f"gradients, all-reduced once in {hook.kind}"
+        elif hook.kind == "topk" and hook.ratio * layout.data < 1:
+            size, words = round(8 * hook.ratio * parameters) * (layout.data - 1), "places and values, gathered by all"
+        elif hook.kind == "powersgd":
+            words += ", where PowerSGD does not send less"
+        yield "data", size, words
     elif layout.data > 1:
         gathers = 2 * micro if zero == 3 and layout.pipeline == 1 else 1
         times = micro if layout.reduce_each_micro_batch else 1

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,7 @@ from typing import Any
 
 from pipeline.config import Config, Sharing
 from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
-from pipeline.errors import UserError
+from pipeline.errors import UserError, storage_error
 from pipeline.files import append_line, read_jsonl, write_atomic
 from pipeline.user_model import UserModel, found_for
 
@@ -124,8 +125,7 @@ class Run:
                     raise UserError(
                         f"{run.name} exists with another config:\n  "
                         + "\n  ".join(differences)
-                        + "\nchoose another run.name, or go on with the run as it is: "
-                        f"python submit.py resume {run.name}"
+                        + f"\nchoose another run.name, or go on with the run as it is: {run.resume_command}"
                     )
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
@@ -153,6 +153,11 @@ class Run:
             return str(self.path.relative_to(Path.cwd()))
         except ValueError:
             return str(self.path)
+
+    @property
+    def resume_command(self) -> str:
+        """What a person types to go on."""
+        return f"python submit.py resume {shlex.quote(self.name)}"
 
     # -- config ------------------------------------------------------------------------------------------
 
@@ -202,19 +207,25 @@ class Run:
         """Append one line to events.jsonl."""
         append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
 
-    def read_events(self, stage: str | None = None) -> list[dict[str, Any]]:
-        """All events, or those of one stage, oldest first."""
-        return [e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage]
+    def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
+        """All events, or those of one stage, or of these names; oldest first."""
+        events = (e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage)
+        return [e for e in events if not names or e["event"] in names]
 
     def attempts(self, stage: str) -> int:
         """How often the stage was started so far."""
-        return sum(e["event"] == "started" for e in self.read_events(stage))
+        return len(self.read_events(stage, "started"))
 
     # -- requests of a person ----------------------------------------------------------------------------
 
     def request(self, file: Path, who: str) -> None:
         """Write a stop or cancel request."""
         write_atomic(file, f"{now()} {who}\n")
+
+    def refuse_cancelled(self) -> None:
+        """Raise UserError where a person cancelled the run."""
+        if self.cancelled_file.exists():
+            raise UserError(f"{self.name} was cancelled; to go on all the same: {self.resume_command}")
 
     def clear_requests(self) -> None:
         """Forget stop and cancel requests: a person said to go on."""
@@ -255,7 +266,7 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            return f"{self.path} cannot be written: {error.strerror}"
+            return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from pipeline.run import Run
-from pipeline.signals import StopFlag
+from pipeline.signals import OWN_CLOCK, SIGNALS, StopFlag
 
 SPARE_S = 10.0
 """Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
+REASONS = (None, OWN_CLOCK, *(number.name for number in SIGNALS))
+"""What a rank votes with, by index; where ranks differ, the last one holds (a signal before a rank's own clock)."""
 
 
 class Clock:
@@ -69,8 +71,8 @@ class Agreement:
 
     def start(self) -> None:
         """Contribute what this rank knows now."""
-        due = self.clock.due()
-        votes = (bool(self.flag) or due, self.wants_save(), self.clock.too_late())
+        reason = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
+        votes = (REASONS.index(reason), self.wants_save(), self.clock.too_late())
         self._votes.copy_(torch.tensor(votes, dtype=torch.int32))
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -80,6 +82,11 @@ class Agreement:
             self._work.wait()
             self._work = None
         return bool(self._votes[0])
+
+    @property
+    def reason(self) -> str | None:
+        """After `stop`: why, the same on all ranks: a signal's name, or `OWN_CLOCK`."""
+        return REASONS[int(self._votes[0])]
 
     @property
     def save(self) -> bool:

@@ -14,14 +14,17 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from data_prep.manifest import Manifest
 from data_prep.samples import SampleManifest
 from pipeline import groups
 from pipeline.checkpoint import Checkpointer
+from pipeline.communication import Meter
 from pipeline.config import Config
 from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.engine import Engine
@@ -35,7 +38,7 @@ from pipeline.optimizer import learning_rate, set_learning_rate
 from pipeline.order import ORDER_VERSION
 from pipeline.run import Run
 from pipeline.samples import SampleDataset
-from pipeline.signals import OWN_CLOCK, StopFlag
+from pipeline.signals import StopFlag
 from pipeline.stop import Agreement, Clock, SaveRequest
 from pipeline.stragglers import OwnTime, Stragglers
 from pipeline.task import Batch, task_of
@@ -70,7 +73,7 @@ class Trainer:
     ) -> None:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
-        self.run, self.config, self.world, self.flag = run, config, world, flag
+        self.run, self.config, self.world = run, config, world
         self.layout = layout_of(config, world.size, place.local_world_size, getattr(manifest, "vocab_size", None))
         self.task = task_of(config, run.user_model, run.code, manifest)
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
@@ -93,6 +96,10 @@ class Trainer:
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
         self.dataset = self._dataset(manifest)
         self.engine = Engine(config, self.layout, world, self.task, self.own)
+        self.meter: Meter | None = None
+        if world.first and world.size > 1:
+            ddp = isinstance(self.engine.model, DistributedDataParallel)
+            self.meter = Meter(self.engine.groups, world.device, ddp)
         self.samples_consumed = 0
         self.start_step = self._restore()
         self.guard = self._make_guard()
@@ -117,6 +124,8 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(engine.optimizer, lr)
+        if self.meter is not None:
+            self.meter.begin()
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase))
         grad_norm = engine.clip(config.optimizer.clip_norm)
         self.agreement.start()
@@ -129,11 +138,15 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line[self.task.unit] = step * self.task.per_step
+        if self.meter is not None:
+            line |= self.meter.take()
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
         """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
         self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
+        if self.meter is not None:
+            self.meter.phase(phase)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -204,8 +217,7 @@ class Trainer:
         elif self.guard.in_a_row:
             why_not = "in a row of bad steps, which may end in a return"
         if self.world.first:
-            reason = self.flag.reason or (OWN_CLOCK if self.clock.due() else "another rank's")
-            self.run.event("stop_requested", "train", step=step, signal=reason)
+            self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
             if why_not is not None:
                 self.run.event("save_skipped", "train", step=step, reason=why_not)
         if why_not is None:
@@ -241,8 +253,9 @@ class Trainer:
         started = time.perf_counter()
         self._enter(step, "save")
         self.metrics.sync()
-        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}}
-        self.checkpointer.save(self.engine.state(), step=step, samples_consumed=self.samples_consumed, extra=extra)
+        state, replicas = self.engine.saved_state()
+        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
+        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
         if self.world.first and self.agreement.save:
             self.save_request.honoured()
@@ -255,6 +268,7 @@ class Trainer:
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
+        note: str | None = None
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
@@ -265,7 +279,7 @@ class Trainer:
                         "changed by hand; going on would be another training. Undo that, or start a new run"
                     )
             self.samples_consumed = int(manifest["samples_consumed"])
-            self.engine.loaded()
+            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -275,8 +289,13 @@ class Trainer:
             rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
-                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost))
-                self._print(f"restored step {step}" + (f", {len(lost)} steps are done again" if lost else ""))
+                more = {"replicas": note} if note else {}
+                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
+                self._print(
+                    f"restored step {step}"
+                    + (f", {len(lost)} steps are done again" if lost else "")
+                    + (f"; {note}" if note else "")
+                )
         return step
 
     # -- words -------------------------------------------------------------------------------------------

@@ -19,11 +19,8 @@ def main(arguments: list[str]) -> int:
         from slurm.supervisor import supervise
 
         return supervise(Run.open(arguments[1]), arguments[0], flag)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except Exception as error:
-        found = storage_error(error)
+        found = error if isinstance(error, UserError) else storage_error(error)
         print(f"error: {found}" if found else traceback.format_exc(), file=sys.stderr)
         return found.code if found else Exit.CRASHED
 

@@ -8,29 +8,22 @@ watching: the stage goes on with its save by itself.
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from pipeline import stages, sweep
-from pipeline.errors import Exit, UserError
+from pipeline.errors import Exit
 from pipeline.run import Run
 from pipeline.signals import StopFlag
-from slurm.recovery import ENDS
-
-
-def resume_command(run: Run) -> str:
-    """What a person types to go on."""
-    return f"python submit.py resume {shlex.quote(run.name)}"
+from slurm.recovery import ENDS, newest
 
 
 def run_chain(run: Run, console: Console) -> Exit:
     """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done."""
-    if run.cancelled_file.exists():
-        raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
+    run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     flag = StopFlag().install()
     code = _run_stages(run, sweep.own_stages(run), flag, console)
@@ -60,15 +53,14 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
 
     interrupts = Interrupts(run, stage, flag, console)
     while True:
-        if run.cancelled_file.exists():
-            raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
+        run.refuse_cancelled()
         holder = run.holder(stage)
         job = None if holder else submit_local(run, stage)
         if holder:
             console.print(f"{stage:9} is already running ({holder}); following it", highlight=False)
         seconds = follow(run, stage, job, interrupts.tick, console)
         if interrupts.left:
-            console.print(f"{stage:9} saves and ends by itself; to go on: {resume_command(run)}", highlight=False)
+            console.print(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}", highlight=False)
             return Exit.STOPPED
         events = run.read_events(stage)
         end = ending_of_newest_attempt(events, job.job_id if job else None)
@@ -112,24 +104,16 @@ def ask_to_stop(run: Run, stage: str) -> None:
         holder.terminate()
 
 
-def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -> dict[str, Any] | None:
+def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -> Mapping[str, Any] | None:
     """How the newest attempt (of job `job_id`, where given) ended; None where it has not, or never began."""
-    for event in reversed(events):
-        if job_id is not None and event.get("job_id") != job_id:
-            continue
-        if event["event"] in ENDS:
-            return event
-        if event["event"] == "started":
-            return None
-    return None
+    mine = [e for e in events if job_id is None or e.get("job_id") == job_id]
+    last = newest(mine, "started", *ENDS)
+    return None if last is None or last["event"] == "started" else last
 
 
-def last_ending(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last event that tells how an attempt ended."""
-    return next((e for e in reversed(events) if e["event"] in ENDS), None)
-
-
-def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: Path | None, console: Console) -> Exit:
+def tell(
+    run: Run, stage: str, end: Mapping[str, Any] | None, seconds: float, log: Path | None, console: Console
+) -> Exit:
     """Say how the stage ended and what to do next; returns its exit code."""
 
     def say(text: str, style: str | None = None) -> None:
@@ -143,9 +127,9 @@ def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: 
         if log is not None and log.exists():
             lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
             say("\n".join(lines[-15:]), "red")
-        say(f"to try again: {resume_command(run)}")
+        say(f"to try again: {run.resume_command}")
         return Exit.CRASHED
-    again = [e["cause"] for e in run.read_events(stage) if e["event"] == "retried" and e["job_id"] == end["job_id"]]
+    again = [e["cause"] for e in run.read_events(stage, "retried") if e["job_id"] == end["job_id"]]
     if again:
         say(f"{stage:9} went on by itself after: {', '.join(again)}")
     if end["event"] == "done":
@@ -155,9 +139,9 @@ def tell(run: Run, stage: str, end: dict[str, Any] | None, seconds: float, log: 
         return Exit.DONE
     if end["event"] in ("stopped", "cancelled", "preempted"):
         say(f"{stage:9} {end['event']}: {stages.load(stage).progress(run)}")
-        say(f"to go on: {resume_command(run)}")
+        say(f"to go on: {run.resume_command}")
         return Exit.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", "red")
     say(f"logs: {run.jobs / stage}")
-    say(f"once that is mended: {resume_command(run)}")
+    say(f"once that is mended: {run.resume_command}")
     return Exit(end["exit_code"])

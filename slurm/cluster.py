@@ -17,7 +17,7 @@ from rich.console import Console
 from pipeline import stages, sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
-from slurm.chain import last_ending, resume_command
+from slurm.recovery import ENDS, newest
 from slurm.states import JobState, call, query
 
 
@@ -32,7 +32,7 @@ class Submitted:
 
 def jobs_of(run: Run, forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
     """The jobs that events.jsonl knows, with their states in one query (`forgotten`: see there); oldest first."""
-    events = [e for e in run.read_events() if e["event"] == "submitted" and e.get("executor") == "slurm"]
+    events = [e for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
     states = query((e["job_id"] for e in events), forgotten)
     return [Submitted(e["stage"], e["job_id"], states[e["job_id"]]) for e in events]
 
@@ -42,8 +42,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
 
     Raises UserError where the run was cancelled, or a stage failed and nobody said to try again.
     """
-    if run.cancelled_file.exists():
-        raise UserError(f"{run.name} was cancelled; to go on all the same: {resume_command(run)}")
+    run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     known = jobs_of(run)
     dead = [job.job_id for job in known if job.state.dead]
@@ -107,12 +106,12 @@ def _submit_stage(
 
 def _failed(run: Run, stage: str) -> str | None:
     """Why a stage is not submitted again without `resume`: it failed; None where it did not."""
-    end = last_ending(run.read_events(stage))
+    end = newest(run.read_events(stage), *ENDS)
     if end is None or end["event"] != "failed":
         return None
     return (
         f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-        f"once that is mended: {resume_command(run)}"
+        f"once that is mended: {run.resume_command}"
     )
 
 
@@ -131,6 +130,5 @@ def cancel_jobs(run: Run) -> list[str]:
 
 def uses_slurm(run: Run) -> bool:
     """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
-    runs = (run, *sweep.points(run))
-    submitted = [e for one in runs for e in one.read_events() if e["event"] == "submitted"]
+    submitted = [e for one in (run, *sweep.points(run)) for e in one.read_events(None, "submitted")]
     return bool(submitted) and max(submitted, key=lambda e: str(e["time"])).get("executor") == "slurm"

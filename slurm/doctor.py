@@ -24,7 +24,7 @@ from rich.table import Table
 
 from data_prep.lustre import file_system_type
 from pipeline.errors import UserError
-from slurm.states import call
+from slurm.states import call, fields
 
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
@@ -67,8 +67,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
     """`scontrol --oneliner show partition`: names and values of each line."""
-    lines = (dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)) for line in text.splitlines())
-    return [line for line in lines if "PartitionName" in line]
+    return [found for line in text.splitlines() if "PartitionName" in (found := fields(line))]
 
 
 def parse_gres(text: str) -> dict[str, str]:

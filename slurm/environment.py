@@ -29,7 +29,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Literal
 
@@ -41,16 +41,24 @@ PORTS = range(20_000, 30_000)
 
 _FIRST_SPECIAL_STEP = 4_294_967_290
 _MAX_NODES = 65_536
-_HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\],\s]+(?:,[^\[\],\s]+)*\])+")
+_IN_STEP = "this is a Slurm step"
+_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_HOST = re.compile(r"([^\[\],\s]+|\[[^\[\]\s]+\])+")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+Launcher = Literal["local", "torchrun", "openmpi", "pmi", "srun", "alone"]
+Env = Mapping[str, str]
+Ranks = tuple[int, int, int, int]
+"""Rank, world size, local rank and local world size."""
 
 
 @dataclass(frozen=True)
 class Place:
     """Where this process stands among all processes of its stage."""
 
-    launcher: Literal["local", "torchrun", "openmpi", "pmi", "srun", "alone"]
+    launcher: Launcher
     """Who started it."""
     rank: int
     """0 … world_size - 1."""
@@ -80,7 +88,7 @@ class Place:
     """Rank 0 under our own launcher: the socket on `master_port` that it inherits, listening already."""
 
 
-def identify(env: Mapping[str, str]) -> Place:
+def identify(env: Env) -> Place:
     """The :class:`Place` that the variables in `env` describe.
 
     Raises UserError, naming the variable and its value, where they are incomplete, no numbers or contradictory.
@@ -91,12 +99,12 @@ def identify(env: Mapping[str, str]) -> Place:
     if env.get("RANK"):
         return _torchrun(env)
     if env.get("OMPI_COMM_WORLD_RANK"):
-        return _mpi(env, "openmpi", "OMPI_COMM_WORLD_", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        return _mpi(env, "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in _MPI))
     if env.get("PMI_RANK"):
         if env.get("MPI_LOCALRANKID"):
-            return _mpi(env, "pmi", "", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+            return _mpi(env, "pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         if step is None:
-            return _mpi(env, "pmi", "PMI_", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+            return _mpi(env, "pmi", *(f"PMI_{name}" for name in _MPI))
     if step is not None and env.get("SLURM_PROCID"):
         return _srun(env, step)
     return _place(env, "alone", (0, 1, 0, 1), 0, ("localhost",), "localhost", "")
@@ -121,7 +129,7 @@ def local_environment(
     }
 
 
-def time_left(env: Mapping[str, str]) -> float | None:
+def time_left(env: Env) -> float | None:
     """Seconds that the job has left, counted from the start of this process; None where there is no limit.
 
     The supervisor asks Slurm and sets it for its ranks. Raises UserError where it is no number.
@@ -132,39 +140,32 @@ def time_left(env: Mapping[str, str]) -> float | None:
         raise UserError(f"{TIME_LEFT}={env[TIME_LEFT]!r} is no number of seconds") from None
 
 
-def expand_hostlist(text: str) -> list[str]:
+def expand_hostlist(text: str, name: str = "host list") -> list[str]:
     """The names behind a Slurm host list: `n[1-3,07-09],rack[1-2]n0` is n1 n2 n3 n07 n08 n09 rack1n0 rack2n0.
 
     A range keeps the zeros in front of its first number; of several brackets the last one counts fastest
-    (scontrol(1), "show hostnames"). Raises UserError for anything else.
+    (scontrol(1), "show hostnames"). Raises UserError, naming the variable `name`, for anything else.
     """
     hosts: list[str] = []
-    at = 0
-    while True:
-        match = _HOST.match(text, at)
-        if match is None:
-            raise UserError(f"{text!r} is no host list: no host name at character {at + 1}")
-        parts = re.findall(r"\[([^\]]*)\]|([^\[]+)", match[0])
-        names = product(*(_expand_ranges(ranges, text) if ranges else [name] for ranges, name in parts))
+    for item in re.split(r",(?![^\[\]]*\])", text):  # at commas outside of brackets
+        if not _HOST.fullmatch(item):
+            raise UserError(f"{name}={text!r} is no host list: {item!r} is no host name")
+        parts = re.findall(r"\[([^\]]*)\]|([^\[]+)", item)
+        names = product(*(_expand_ranges(ranges, f"{name}={text!r}") if ranges else [word] for ranges, word in parts))
         hosts += map("".join, islice(names, _MAX_NODES + 1))
         if len(hosts) > _MAX_NODES:
-            raise UserError(f"{text!r} is no host list: it has more than {_MAX_NODES} hosts")
-        at = match.end()
-        if at == len(text):
-            return hosts
-        if text[at] != ",":
-            raise UserError(f"{text!r} is no host list: {text[at]!r} at character {at + 1} where a comma should be")
-        at += 1
+            raise UserError(f"{name}={text!r} is no host list: it has more than {_MAX_NODES} hosts")
+    return hosts
 
 
-def _expand_ranges(ranges: str, text: str) -> list[str]:
+def _expand_ranges(ranges: str, where: str) -> list[str]:
     """`1-3,07` → 1 2 3 07."""
     numbers: list[str] = []
     for item in ranges.split(","):
         match = _RANGE.fullmatch(item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or not first <= last < first + _MAX_NODES:
-            raise UserError(f"{text!r} is no host list: {item!r} is no number or range such as 1-3")
+            raise UserError(f"{where} is no host list: {item!r} is no number or range such as 1-3")
         numbers += (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
     return numbers
 
@@ -172,16 +173,15 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
 # -- one function per launcher -------------------------------------------------------------------------------
 
 
-def _local(env: Mapping[str, str]) -> Place:
+def _local(env: Env) -> Place:
     names = ("SLUICE_RANK", "SLUICE_WORLD_SIZE", "SLUICE_LOCAL_RANK", "SLUICE_LOCAL_WORLD_SIZE")
     ranks = _ranks(env, names)
     nodes = _even_nodes(env, names, ranks)
     host = env.get("SLUICE_MASTER_HOST") or "localhost"
-    place = _place(env, "local", ranks, ranks[0] // ranks[3], (host,) * nodes, host, "local")
-    return replace(place, listen_fd=_int(env, "SLUICE_LISTEN_FD") if env.get("SLUICE_LISTEN_FD") else None)
+    return _place(env, "local", ranks, ranks[0] // ranks[3], (host,) * nodes, host, "local")
 
 
-def _torchrun(env: Mapping[str, str]) -> Place:
+def _torchrun(env: Env) -> Place:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     ranks = _ranks(env, names)
     node = _below(env, "GROUP_RANK", "GROUP_WORLD_SIZE")[0] if env.get("GROUP_RANK") else ranks[0] // ranks[3]
@@ -191,16 +191,14 @@ def _torchrun(env: Mapping[str, str]) -> Place:
     return _place(env, "torchrun", ranks, node, (host,), host, "torchrun")
 
 
-def _mpi(env: Mapping[str, str], launcher: Literal["openmpi", "pmi"], prefix: str, suffixes: tuple[str, ...]) -> Place:
+def _mpi(env: Env, launcher: Launcher, *names: str) -> Place:
     """Ranks of mpirun: it numbers ranks but names no nodes; those are known inside a Slurm job only.
 
     The SLURM_STEP_* variables belong to the step of mpirun's daemons (or to none, on the first node): the job's are
     read. Neither do they enter the port.
     """
-    names = tuple(prefix + suffix for suffix in suffixes)
     ranks = _ranks(env, names)
-    nodelist = env.get("SLURM_JOB_NODELIST") or ""
-    hosts = tuple(_hosts(env, "SLURM_JOB_NODELIST")) if nodelist else ()
+    hosts = tuple(allocated_hosts(env))
     # Hydra hands the first node's variables to all ranks; Open MPI's daemons pass on those of their own node.
     own = env.get("SLURMD_NODENAME", "") if launcher == "openmpi" else ""
     if own in hosts:
@@ -208,11 +206,10 @@ def _mpi(env: Mapping[str, str], launcher: Literal["openmpi", "pmi"], prefix: st
     else:
         nodes = _even_nodes(env, names, ranks)
         node = ranks[0] // ranks[3]
-        if nodelist and nodes > len(hosts):
+        if hosts and nodes > len(hosts):
             raise UserError(
-                f"{names[1]}={ranks[1]} and {names[3]}={ranks[3]} need {nodes} nodes, but "
-                f"SLURM_JOB_NODELIST={nodelist} has {len(hosts)}: start the same number of ranks on each node, or use "
-                "srun"
+                f"{names[1]}={ranks[1]} and {names[3]}={ranks[3]} need {nodes} nodes, but SLURM_JOB_NODELIST has "
+                f"{len(hosts)}: start the same number of ranks on each node, or use srun"
             )
         hosts = hosts[:nodes]
         if nodes > 1 and not hosts:
@@ -223,62 +220,47 @@ def _mpi(env: Mapping[str, str], launcher: Literal["openmpi", "pmi"], prefix: st
     return _place(env, launcher, ranks, node, hosts or (host,), host, step)
 
 
-def _srun(env: Mapping[str, str], step: int) -> Place:
+def _srun(env: Env, step: int) -> Place:
     """A task of a Slurm step (srun(1), "OUTPUT ENVIRONMENT VARIABLES"); nodes may have different numbers of tasks."""
     size = _first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world = _below(env, "SLURM_PROCID", size)
     nodes = _first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    hosts = tuple(_hosts(env, nodes))
+    hosts = tuple(expand_hostlist(_need(env, nodes, _IN_STEP), nodes))
     tasks = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = _tasks_per_node(env, tasks)
-    if len(counts) != len(hosts):
-        raise UserError(f"{tasks}={env[tasks]} is for {len(counts)} nodes, but {nodes}={env[nodes]} has {len(hosts)}")
-    if sum(counts) != world:
-        raise UserError(f"{tasks}={env[tasks]} makes {sum(counts)} tasks, but {size} is {world}")
     node, local_rank = _int(env, "SLURM_NODEID"), _int(env, "SLURM_LOCALID")
-    if node >= len(hosts):
-        raise UserError(f"SLURM_NODEID={node}, but {nodes}={env[nodes]} has {len(hosts)} nodes, counted from 0")
-    if local_rank >= counts[node]:
-        raise UserError(f"SLURM_LOCALID={local_rank}, but {tasks}={env[tasks]} gives node {node} {counts[node]} tasks")
+    if len(counts) != len(hosts) or sum(counts) != world or node >= len(hosts) or local_rank >= counts[node]:
+        told = (nodes, tasks, size, "SLURM_NODEID", "SLURM_LOCALID")
+        raise UserError(f"{', '.join(f'{name}={env[name]}' for name in told)} contradict each other")
     host = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or hosts[0]
     return _place(env, "srun", (rank, world, local_rank, counts[node]), node, hosts, host, str(step))
 
 
 def _place(
-    env: Mapping[str, str],
-    launcher: Literal["local", "torchrun", "openmpi", "pmi", "srun", "alone"],
-    ranks: tuple[int, int, int, int],
-    node: int,
-    hosts: tuple[str, ...],
-    master_host: str,
-    step: str,
+    env: Env, launcher: Launcher, ranks: Ranks, node: int, hosts: tuple[str, ...], master_host: str, step: str
 ) -> Place:
     """Add what all launchers share: the Slurm job, its restarts and the port."""
     job = _job_id(env)
-    restarts = _int(env, "SLURM_RESTART_COUNT") if env.get("SLURM_RESTART_COUNT") else 0
-    for name in ("SLUICE_MASTER_PORT", "MASTER_PORT"):
-        if env.get(name):
-            port = _int(env, name, least=1, most=65_535)
-            break
+    restarts = _optional(env, "SLURM_RESTART_COUNT") or 0
+    named = _first(env, "SLUICE_MASTER_PORT", "MASTER_PORT")
+    if env.get(named):
+        port = _int(env, named, least=1, most=65_535)
     else:
         seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {step}"
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
-    known_as = env.get("SLUICE_JOB_ID") or job
-    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, known_as, _array(env))
+    known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
+    return Place(launcher, *ranks, node, hosts, master_host, port, job, restarts, known_as, _array(env), listen_fd)
 
 
-# -- reading one variable ------------------------------------------------------------------------------------
-
-
-def _need(env: Mapping[str, str], name: str, why: str) -> str:
+def _need(env: Env, name: str, why: str) -> str:
     value = env.get(name)
     if not value:
         raise UserError(f"{name} is not set, but {why}: set it, or start the ranks with srun, torchrun or submit.py")
     return value
 
 
-def _int(env: Mapping[str, str], name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+def _int(env: Env, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
     """The whole number in a variable that must be set; stricter than int(), which takes `1_0` and blanks."""
     value = _need(env, name, "it is needed beside the variables of the launcher that are set")
     if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) <= most:
@@ -287,7 +269,11 @@ def _int(env: Mapping[str, str], name: str, least: int = 0, most: int = 2**63 - 
     return int(value)
 
 
-def _below(env: Mapping[str, str], name: str, limit: str) -> tuple[int, int]:
+def _optional(env: Env, name: str, least: int = 0) -> int | None:
+    return _int(env, name, least) if env.get(name) else None
+
+
+def _below(env: Env, name: str, limit: str) -> tuple[int, int]:
     """The values of two variables of which the first counts from 0 up to the second."""
     value, end = _int(env, name), _int(env, limit, least=1)
     if value >= end:
@@ -295,7 +281,7 @@ def _below(env: Mapping[str, str], name: str, limit: str) -> tuple[int, int]:
     return value, end
 
 
-def _ranks(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, int, int, int]:
+def _ranks(env: Env, names: tuple[str, ...]) -> Ranks:
     """Rank, world size, local rank and local world size from four variables."""
     rank, world = _below(env, names[0], names[1])
     local_rank, local_world = _below(env, names[2], names[3])
@@ -304,11 +290,8 @@ def _ranks(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, int, in
     return rank, world, local_rank, local_world
 
 
-def _even_nodes(env: Mapping[str, str], names: tuple[str, ...], ranks: tuple[int, int, int, int]) -> int:
-    """The number of nodes when each has as many ranks as this one, numbered node by node; UserError where not.
-
-    A launcher that does not name nodes leaves no other way to tell which rank is where.
-    """
+def _even_nodes(env: Env, names: tuple[str, ...], ranks: Ranks) -> int:
+    """The number of nodes when each has as many ranks as this one, numbered node by node; UserError where not."""
     rank, world, local_rank, local_world = ranks
     if world == local_world:  # here any numbering will do: Open MPI 5 gives local ranks in another order
         return 1
@@ -320,22 +303,15 @@ def _even_nodes(env: Mapping[str, str], names: tuple[str, ...], ranks: tuple[int
     return world // local_world
 
 
-def _first(env: Mapping[str, str], *names: str) -> str:
+def _first(env: Env, *names: str) -> str:
     """The first of `names` that is set, else the last one."""
     return next((name for name in names if env.get(name)), names[-1])
 
 
-def _hosts(env: Mapping[str, str], name: str) -> list[str]:
-    try:
-        return expand_hostlist(_need(env, name, "this is a Slurm step"))
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
-
-
-def _tasks_per_node(env: Mapping[str, str], name: str) -> list[int]:
+def _tasks_per_node(env: Env, name: str) -> list[int]:
     """`2(x3),1` → 2 2 2 1."""
     counts: list[int] = []
-    for item in _need(env, name, "this is a Slurm step").split(","):
+    for item in _need(env, name, _IN_STEP).split(","):
         match = _COUNT.fullmatch(item)
         times = int(match[2] or 1) if match else 0
         if match is None or not 1 <= times <= _MAX_NODES - len(counts):
@@ -344,32 +320,30 @@ def _tasks_per_node(env: Mapping[str, str], name: str) -> list[int]:
     return counts
 
 
-def _step(env: Mapping[str, str]) -> int | None:
+def _step(env: Env) -> int | None:
     """The id of the Slurm step this process is a task of; None in batch scripts, interactive shells and outside."""
-    if not env.get("SLURM_STEP_ID"):
-        return None
-    step = _int(env, "SLURM_STEP_ID")
-    return None if step >= _FIRST_SPECIAL_STEP else step
+    step = _optional(env, "SLURM_STEP_ID")
+    return None if step is None or step >= _FIRST_SPECIAL_STEP else step
 
 
-def step_id(env: Mapping[str, str]) -> str | None:
+def step_id(env: Env) -> str | None:
     """The step this process is a task of, as scancel takes it: `1234.0`; None outside of steps."""
     step = _step(env)
     return None if step is None else f"{_int(env, 'SLURM_JOB_ID', least=1)}.{step}"
 
 
-def _array(env: Mapping[str, str]) -> tuple[int, int] | None:
+def _array(env: Env) -> tuple[int, int] | None:
     """Number of this task of an array and of all its tasks; tasks are numbered without gaps, as submit.py does."""
     if not env.get("SLURM_ARRAY_TASK_ID") or not env.get("SLURM_ARRAY_TASK_COUNT"):
         return None
-    first = _int(env, "SLURM_ARRAY_TASK_MIN") if env.get("SLURM_ARRAY_TASK_MIN") else 0
+    first = _optional(env, "SLURM_ARRAY_TASK_MIN") or 0
     task, count = _int(env, "SLURM_ARRAY_TASK_ID") - first, _int(env, "SLURM_ARRAY_TASK_COUNT", least=1)
     if not 0 <= task < count:
         raise UserError(f"SLURM_ARRAY_TASK_ID={env['SLURM_ARRAY_TASK_ID']} is not one of {count} tasks from {first}")
     return task, count
 
 
-def in_allocation(env: Mapping[str, str]) -> bool:
+def in_allocation(env: Env) -> bool:
     """Whether srun would start a step here: inside a Slurm job, in its batch step or shell, and no step itself."""
     return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
 
@@ -391,17 +365,18 @@ def outside_job() -> Iterator[None]:
         os.environ.update(before)
 
 
-def allocated_hosts(env: Mapping[str, str]) -> list[str]:
+def allocated_hosts(env: Env) -> list[str]:
     """The nodes of this allocation, in Slurm's order; none outside."""
-    return expand_hostlist(env["SLURM_JOB_NODELIST"]) if env.get("SLURM_JOB_NODELIST") else []
+    name = "SLURM_JOB_NODELIST"
+    return expand_hostlist(env[name], name) if env.get(name) else []
 
 
-def allocated_tasks(env: Mapping[str, str]) -> int | None:
+def allocated_tasks(env: Env) -> int | None:
     """How many tasks this allocation was made for; None where Slurm does not say."""
-    return _int(env, "SLURM_NTASKS", least=1) if env.get("SLURM_NTASKS") else None
+    return _optional(env, "SLURM_NTASKS", least=1)
 
 
-def granted_tasks(env: Mapping[str, str]) -> tuple[list[int], str] | None:
+def granted_tasks(env: Env) -> tuple[list[int], str] | None:
     """How many tasks each node of this allocation may run, and how srun would deal out ranks: `block`, `plane=2` …
 
     None where Slurm does not say. Raises UserError where it says nonsense.
@@ -414,11 +389,11 @@ def granted_tasks(env: Mapping[str, str]) -> tuple[list[int], str] | None:
     return _tasks_per_node(env, "SLURM_TASKS_PER_NODE"), spread
 
 
-def _job_id(env: Mapping[str, str]) -> str | None:
+def _job_id(env: Env) -> str | None:
     """`1234`, or `1234_5` in an array: one task's own SLURM_JOB_ID may be the id of the whole array."""
-    if not env.get("SLURM_JOB_ID"):
+    job = _optional(env, "SLURM_JOB_ID", least=1)
+    if job is None:
         return None
-    job = _int(env, "SLURM_JOB_ID", least=1)
     if env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_ARRAY_TASK_ID"):
         return f"{_int(env, 'SLURM_ARRAY_JOB_ID', least=1)}_{_int(env, 'SLURM_ARRAY_TASK_ID')}"
     return str(job)

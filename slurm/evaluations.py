@@ -22,7 +22,7 @@ class Evaluations:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.wanted = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
-        before = [e for e in run.read_events("evaluate") if e["event"] == "submitted" and "step" in e]
+        before = [e for e in run.read_events("evaluate", "submitted") if "step" in e]
         self._jobs = {str(e["job_id"]) for e in before}
         self._last_step = max((int(e["step"]) for e in before), default=0)
         self._last_job = [str(before[-1]["job_id"])] if before else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -18,6 +18,9 @@ from pipeline.files import last_object
 from pipeline.metrics import loss_words, speed_words
 from pipeline.run import Run
 from pipeline.stages.shard import counts
+
+if TYPE_CHECKING:  # importing submitit takes time
+    from slurm.submission import LocalJob
 
 POLL_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -50,15 +53,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
-class Job(Protocol):
-    """What is followed."""
-
-    @property
-    def running(self) -> bool:
-        """Whether it is still there."""
-
-
-def follow(run: Run, stage: str, job: Job | None, tick: Callable[[], bool], console: Console) -> float:
+def follow(run: Run, stage: str, job: LocalJob | None, tick: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `job` (None: whoever holds the stage) runs and `tick()` is true; the seconds."""
     started = time.monotonic()
     bar = Progress(

@@ -32,8 +32,6 @@ class JobFacts:
     """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
     batch: bool
     """Whether it was submitted with sbatch: nothing else can be requeued."""
-    nodes: str
-    """Its nodes, as a Slurm host list."""
     start: str = ""
     """When it started, as Slurm writes it."""
     exit_code: int = 0
@@ -59,7 +57,6 @@ def parse_facts(text: str) -> JobFacts:
         preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         left_s=left,
         batch=fields.get("BatchFlag") == "1",
-        nodes=fields.get("NodeList", ""),
         start=fields.get("StartTime", ""),
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
@@ -79,13 +76,15 @@ def dead_nodes(nodes: str, since: str = "") -> list[str]:
     return sorted(found)
 
 
-def requeue(job_id: str, exclude: Iterable[str] = ()) -> bool:
+def requeue(job_id: str, restarts: int, exclude: Iterable[str] = ()) -> bool:
     """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
 
-    Slurm then ends this run of the job: it sends TERM, and KILL after KillWait. In that time the job's list of
-    excluded nodes can be changed, not before; the TERM may reach scontrol too, so it is tried again.
+    `restarts`: how often it was put back before. Slurm then ends this run of the job: it sends TERM, and KILL after
+    KillWait. The TERM may reach the scontrol that asked for it before that has left with 0, so a failure is only
+    believed once Slurm says that the job was not put back. In the time before KILL, not before, the job's list of
+    excluded nodes can be changed.
     """
-    if call("scontrol", "requeue", job_id) is None:
+    if call("scontrol", "requeue", job_id) is None and not _was_requeued(job_id, restarts):
         return False
     if names := ",".join(exclude):
         deadline = time.monotonic() + 4
@@ -96,7 +95,8 @@ def requeue(job_id: str, exclude: Iterable[str] = ()) -> bool:
     return True
 
 
-def move_children(job_id: str, children: Iterable[str]) -> None:
-    """Let the pending jobs `children` wait for `job_id` instead of what they waited for, maybe in vain."""
-    for child in children:
-        call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job_id}")
+def _was_requeued(job_id: str, restarts: int) -> bool:
+    deadline = time.monotonic() + 4
+    while (facts := job_facts(job_id)) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return facts is not None and facts.restarts > restarts

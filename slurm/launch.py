@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pipeline.errors import Exit
 from pipeline.run import Run, now
@@ -59,6 +60,22 @@ def free_listener(size: int) -> socket.socket:
     return listener
 
 
+def _spawn(
+    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code and `more` variables."""
+    return subprocess.Popen(
+        [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
+        env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
+        cwd=run.code,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=inherited,
+        preexec_fn=_die_with_parent,
+    )
+
+
 def _die_with_parent() -> None:
     """In a new rank: have the kernel send TERM when the supervisor dies; no rank goes on unwatched (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -74,32 +91,15 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start all ranks."""
-        size = self.size
+        run, size = self._run, self.size
         with free_listener(size) as listener:
             for rank in range(size):
-                socket_of_rank0 = [listener.fileno()] if rank == 0 else []
-                port = listener.getsockname()[1]
-                place = local_environment(rank, size, size, "127.0.0.1", port, *socket_of_rank0)
-                inherited = [*self._keep_open, *socket_of_rank0]
-                self._alive[rank] = self._start(self._run, self._stage, rank, place, inherited)
-
-    @staticmethod
-    def _start(
-        run: Run, stage: str, rank: int, place: Mapping[str, str], inherited: Sequence[int]
-    ) -> subprocess.Popen[bytes]:
-        with open(run.stage_folder(stage) / f"rank-{rank}.log", "ab") as log:
-            log.write(f"--- {now()} rank {rank}\n".encode())
-            log.flush()
-            return subprocess.Popen(
-                [sys.executable, "-m", "pipeline", stage, str(run.path)],
-                env={**with_code(os.environ, run.code), **place, "SLUICE_SUPERVISED": "1"},
-                cwd=run.code,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=inherited,
-                preexec_fn=_die_with_parent,
-            )
+                sockets = [listener.fileno()] if rank == 0 else []
+                place = local_environment(rank, size, size, "127.0.0.1", listener.getsockname()[1], *sockets)
+                with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
+                    log.write(f"--- {now()} rank {rank}\n".encode())
+                    log.flush()
+                    self._alive[rank] = _spawn(run, self._stage, [], log, place, [*self._keep_open, *sockets])
 
     def poll(self) -> list[Left]:
         """The ranks that left since the last call, in the order of their numbers."""
@@ -135,6 +135,8 @@ class SrunRanks:
     """
 
     launcher = "srun"
+    settings: Mapping[str, str] = {}
+    """What is said to the launcher in variables."""
 
     def __init__(
         self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], task: int | None = None
@@ -158,23 +160,10 @@ class SrunRanks:
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
         return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
 
-    def environment(self) -> dict[str, str]:
-        """The variables that the launcher hands to the ranks."""
-        return {**with_code(os.environ, self._run.code), "SLUICE_SUPERVISED": "1"}
-
     def start(self) -> None:
         """Start the step."""
         with open(self.messages, "ab") as log:
-            self._step = subprocess.Popen(
-                [*self.command(), sys.executable, "-m", "pipeline", self._stage, str(self._run.path)],
-                env=self.environment(),
-                cwd=self._run.code,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=list(self._keep_open),
-                preexec_fn=_die_with_parent,
-            )
+            self._step = _spawn(self._run, self._stage, self.command(), log, self.settings, self._keep_open)
 
     def poll(self) -> list[Left]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""

@@ -6,10 +6,11 @@ own words are in the log of its job, `JOB_0_log.out`: one file per job, appended
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from pipeline import sweep
 from pipeline.errors import UserError
@@ -44,36 +45,32 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
         if not (follow and _goes_on(rows, stage)):
             raise UserError(words)
         print(words, file=sys.stderr)
-    shown, file, quiet, look_at = None, None, 0, 0.0
-    try:
+    shown, at, quiet, look_at = None, 0, 0, 0.0
+    with suppress(KeyboardInterrupt):
         while True:
             if follow and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
                 quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
             going = follow and quiet < IDLE_LOOKS
+            if shown is not None:
+                at = _print_from(shown, at)
             if path is not None and path != shown:
-                if file is not None:
-                    _print_rest(file)
-                    file.close()
-                    print(f"--- {path}")
-                shown, file = path, open(path, errors="replace")  # noqa: SIM115
-            if file is not None:
-                _print_rest(file)
+                if shown is not None:
+                    print(f"--- {path}", flush=True)
+                shown, at = path, _print_from(path, 0)
             if not going:
                 return
             time.sleep(POLL_S)
             path = log_file(run, stage, who)
-    except KeyboardInterrupt:
-        return
-    finally:
-        if file is not None:
-            file.close()
 
 
-def _print_rest(file: IO[str]) -> None:
-    while text := file.read(1 << 20):
-        sys.stdout.write(text)
-    sys.stdout.flush()
+def _print_from(path: Path, start: int) -> int:
+    """Print what a file holds from byte `start` on; where it ended."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.flush()
+        return file.tell()
 
 
 def _goes_on(rows: list[Row], stage: str) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.run import Run
-from slurm.launch import Left, SrunRanks
+from slurm.launch import Left, SrunRanks, with_code
 
 STAGES = ("train", "evaluate")
 """The stages whose ranks talk to each other."""
@@ -101,16 +101,12 @@ class MpirunRanks(SrunRanks):
 
     def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], local: bool) -> None:
         super().__init__(run, stage, size, per_node, keep_open)
-        self._mpirun, self._settings = mpirun_command(size, local)
-
-    def environment(self) -> dict[str, str]:
-        """The variables of every rank, and what is said to mpirun."""
-        return {**super().environment(), **self._settings}
+        self._mpirun, self.settings = mpirun_command(size, local)
 
     def command(self) -> list[str]:
         """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
         log = shlex.quote(f"{self._run.stage_folder(self._stage)}/rank-")
-        path = shlex.quote(self.environment()["PYTHONPATH"])
+        path = shlex.quote(with_code(os.environ, self._run.code)["PYTHONPATH"])
         script = (
             f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 PYTHONPATH={path} && "
             f'exec "$@" >>{log}"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}".log 2>&1'

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import stages
+from pipeline.checkpoint_files import saved_steps
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line, read_jsonl
@@ -48,6 +49,11 @@ _BUDGETS = {
     Exit.NON_FINITE: "non_finite",
 }
 _BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
+
+
+def newest(events: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any] | None:
+    """The last event with one of these names."""
+    return next((e for e in reversed(events) if e["event"] in names), None)
 
 
 def budget_of(cause: Exit) -> str:
@@ -95,11 +101,12 @@ def standing(run: Run, stage: str) -> str:
     """Something that changes when a stage gets ahead.
 
     For `train` a step that was never saved before, one saved again in the place of a damaged one, or a decision. Not
-    the newest checkpoint: one that was saved and damaged since was an advance all the same.
+    the newest checkpoint alone: one that was saved and damaged since was an advance all the same. Not the events alone:
+    a rank may die between a checkpoint and its event.
     """
     if stage != "train":
         return stages.load(stage).progress(run)
-    newest, repaired = 0, 0
+    newest, repaired = max(saved_steps(run.checkpoints), default=0), 0
     damaged: set[int] = set()
     for event in run.read_events("train"):
         if event["event"] == "damaged":
@@ -147,13 +154,12 @@ def close_open_attempt(run: Run, stage: str, place: Place) -> None:
     """Write the missing end of an attempt whose supervisor died with its node, or was killed."""
     task = place.array[0] if place.array else None
     events = [e for e in run.read_events(stage) if e.get("task") == task]
-    last = next((e for e in reversed(events) if e["event"] in ("started", *ENDS)), None)
+    last = newest(events, "started", *ENDS)
     if last is None or last["event"] != "started":
         return
-    since = events[events.index(last) :]
-    told = next((e for e in reversed(since) if e["event"] == "stopping"), None)
+    told = newest(events, "started", "stopping") or {}
     same_job = place.job_id is not None and last.get("slurm_job") == place.job_id
-    if told is not None and "cause" in told:
+    if "cause" in told:
         cause = Exit[told["cause"].upper()]
     elif same_job and place.restart_count > last.get("restarts", 0):
         cause = Exit.NODE_FAILURE
@@ -162,17 +168,13 @@ def close_open_attempt(run: Run, stage: str, place: Place) -> None:
         names = {"PREEMPTED": Exit.PREEMPTED, "TIMEOUT": Exit.TIME_LIMIT, "NODE_FAIL": Exit.NODE_FAILURE}
         left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
         cause = names.get(facts.state if facts else "", left_with)  # a full disk takes no events
-    progress = _progressed(run, stage, last)
+    progress = standing(run, stage) != last.get("standing")
     event = "preempted" if cause == Exit.PREEMPTED else "failed"
     message = f"attempt {last['attempt']} ended without a word of its supervisor (on {last.get('host')})"
     common = {"job_id": last.get("job_id"), "attempt": last["attempt"], "task": task, "cause": cause.name.lower()}
     run.event(event, stage, **common, exit_code=int(cause), message=message, noticed_later=True)
     if same_job:  # else a person went on
         run.event("requeued", stage, **common, budget=budget_of(cause), progress=progress, noticed_later=True)
-
-
-def _progressed(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
-    return bool(standing(run, stage) != started.get("standing"))
 
 
 # -- nodes that failed ---------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
 def attempts_of(run: Run) -> list[Attempt]:
     """The ledger of a run as it stands now."""
     events = run.read_events()
-    jobs = [str(e["job_id"]) for e in events if e["event"] == "submitted"] if uses_slurm(run) else []
+    jobs = [str(e["job_id"]) for e in run.read_events(None, "submitted")] if uses_slurm(run) else []
     needs = {stage: stages.load(stage).NEEDS for stage in sweep.own_stages(run)}
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
     return ledger(events, list(read_jsonl(run.metrics)), needs, time.time(), going, job_runs(jobs))
@@ -100,7 +100,7 @@ def print_report(run: Run, console: Console) -> None:
     training = [a for a in attempts if a.stage == "train"]
     title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
     metrics = list(read_jsonl(run.metrics))
-    redone = sum(len(e.get("steps", ())) for e in run.read_events("train") if e["event"] == "lost_work")
+    redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
     points, steps = point_table(run), stages.load("train").progress(run)
     lines = [] if points else [f"training: {steps}; {redone} steps were lost and done again", outcome(run)]
     if training:

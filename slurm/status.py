@@ -24,11 +24,10 @@ from rich.text import Text
 
 from pipeline import stages, sweep
 from pipeline.files import last_object
-from pipeline.run import Holder, Run
-from slurm.chain import resume_command
+from pipeline.run import Run
 from slurm.cluster import Submitted, jobs_of, uses_slurm
 from slurm.follow import clock
-from slurm.recovery import ENDS
+from slurm.recovery import ENDS, newest
 from slurm.states import FORGOTTEN, JobState
 from slurm.sweeps import point_table, under_way
 
@@ -72,7 +71,7 @@ def judge(
 
     `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
     """
-    end = next((e for e in reversed(events) if e["event"] in ENDS), None)
+    end = newest(events, *ENDS)
     if missing is None and (not held or (end is not None and end["event"] == "done")):
         return "done", "", False
     if job is not None and job.dead:
@@ -86,7 +85,8 @@ def judge(
         who = f"job {job.job_id} is COMPLETED" if job is not None and slurm else "its supervisor said done"
         return "incomplete", f"{who}, but {missing}", False
     if end is not None:
-        return str(end["event"]), _words(end) if end["event"] == "failed" else "", False
+        words = f"({end.get('cause')}): {str(end.get('message', '')).rstrip()}"
+        return str(end["event"]), words if end["event"] == "failed" else "", False
     began = any(e["event"] == "started" for e in events)
     if job is not None and slurm:
         word = "cancelled" if slurm == "CANCELLED" else "died" if began else "failed"
@@ -95,10 +95,6 @@ def judge(
     if began:
         return "died", "it ended without a word", False
     return ("unknown", f"Slurm does not know job {job.job_id}", False) if job is not None else ("waiting", "", False)
-
-
-def _words(end: Mapping[str, Any]) -> str:
-    return f"({end.get('cause')}): {str(end.get('message', '')).rstrip()}"
 
 
 class Lookout:
@@ -146,8 +142,9 @@ class Lookout:
         missing = work.missing(run)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
         step, loss, eta = _progress(run, stage, state == "running")
+        nodes = (job.state.nodes if job and going else "") or (holder.host if holder else "")
         row = Row(
-            stage, state, why, job.job_id if job else "", _nodes(job, holder, going),
+            stage, state, why, job.job_id if job else "", nodes,
             job.state.reason if job and going and job.state.state == "PENDING" else "", step, loss, eta,
             max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
             _running_time(events, state == "running"), going, slow_ranks(events) if state == "running" else "",
@@ -165,12 +162,6 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
     return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
 
 
-def _nodes(job: Submitted | None, holder: Holder | None, going: bool) -> str:
-    if job is not None and going and job.state.nodes:
-        return job.state.nodes
-    return holder.host if holder is not None else ""
-
-
 def _progress(run: Run, stage: str, running: bool) -> tuple[str, str, str]:
     """Step, loss and time left, as far as the stage has such things."""
     if stage != "train":
@@ -185,7 +176,7 @@ def _progress(run: Run, stage: str, running: bool) -> tuple[str, str, str]:
 def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
     """Seconds of all attempts; of the one that runs, since it began."""
     spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
-    last = next((e for e in reversed(events) if e["event"] in ("started", *ENDS)), None)
+    last = newest(events, "started", *ENDS)
     if running and last is not None and last["event"] == "started":
         spent += (datetime.now(UTC) - datetime.fromisoformat(last["time"])).total_seconds()
     return spent
@@ -234,7 +225,7 @@ def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     lines: list[RenderableType] = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
-        lines.append(Text(f"to go on: {resume_command(run)}"))
+        lines.append(Text(f"to go on: {run.resume_command}"))
     if points := point_table(run):
         lines.append(grid(points))
     return Group(Text(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")), drawn, *lines)

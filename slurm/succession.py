@@ -10,27 +10,19 @@ superfluous cancels it: a training that reached its end, one that may not go on,
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline import stages
 from pipeline.run import Run
 from slurm.cluster import Submitted, jobs_of
 from slurm.environment import Place
-from slurm.job import job_facts, move_children
+from slurm.job import job_facts
 from slurm.states import call
 
 
-def submit_successor(run: Run, stage: str, job_id: str) -> str:
-    """Submit a job that starts when `job_id` has ended in any way but well; its id."""
-    from slurm.sbatch import submit
-
-    return submit(run, stage, [job_id], kind="afternotok")
-
-
-def _predecessor(run: Run, stage: str, job_id: str) -> str | None:
-    """The job that `job_id` was submitted to succeed."""
-    for event in run.read_events(stage):
-        if event["event"] == "submitted" and event.get("job_id") == job_id and event.get("kind") == "afternotok":
-            return str(event["after"][0])
-    return None
+def _successors(run: Run, stage: str) -> list[dict[str, Any]]:
+    """The events that tell of successors submitted so far."""
+    return [e for e in run.read_events(stage, "submitted") if e.get("kind") == "afternotok"]
 
 
 def take_over(run: Run, stage: str, place: Place) -> str | None:
@@ -38,8 +30,10 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
 
     Its own successor is submitted before anything else: this job, too, may die at any moment.
     """
+    from slurm.sbatch import submit
+
     job = place.job_id or ""
-    predecessor = _predecessor(run, stage, job)
+    predecessor = next((str(e["after"][0]) for e in _successors(run, stage) if e["job_id"] == job), None)
     if predecessor is None:
         return None
     children = [job.job_id for job in _waiting(run, stage)]
@@ -50,8 +44,9 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
             call("scancel", *children)
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
     if place.restart_count == 0:
-        submit_successor(run, stage, job)
-    move_children(job, children)
+        submit(run, stage, [job], kind="afternotok")
+    for child in children:
+        call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
     return None
 
@@ -59,7 +54,7 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
 def _waiting(run: Run, stage: str) -> list[Submitted]:
     """Jobs of later stages that are still pending, with hope or in vain; not those of single checkpoints."""
     later = [name for name in stages.STAGES if stage in stages.load(name).NEEDS]
-    single = {e["job_id"] for e in run.read_events() if e["event"] == "submitted" and "step" in e}
+    single = {e["job_id"] for e in run.read_events(None, "submitted") if "step" in e}
     pending = [job for job in jobs_of(run) if job.stage in later and job.state.state == "PENDING"]
     return [job for job in pending if job.job_id not in single]
 
@@ -69,7 +64,7 @@ def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
 
     In the second case the jobs of later stages wait in vain, and go with it; `resume` submits them again.
     """
-    for event in run.read_events(stage):
-        if event["event"] == "submitted" and event.get("kind") == "afternotok" and place.job_id in event["after"]:
+    for event in _successors(run, stage):
+        if place.job_id in event["after"]:
             children = [] if done else [job.job_id for job in _waiting(run, stage)]
             call("scancel", event["job_id"], *children)

@@ -86,8 +86,7 @@ class Supervisor:
         lock = run.lock(stage, self.task, patience if self.on_slurm else 1.0)
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
-        if run.cancelled_file.exists():
-            raise UserError(f"{run.name} was cancelled; to go on: python submit.py resume {run.name}")
+        run.refuse_cancelled()
         recovery.close_open_attempt(run, stage, self.place)
         if self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             print(reason, flush=True)
@@ -120,7 +119,7 @@ class Supervisor:
         size = 1 if self.task is not None else stages.ranks(run, stage, granted)
         if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task
             size = min(size, allocated_tasks(os.environ) or size)
-        attempt = sum(e["event"] == "started" for e in run.read_events(stage)) + 1
+        attempt = run.attempts(stage) + 1
         run.event(
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
             pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
@@ -210,7 +209,7 @@ class Supervisor:
         elif not self.run.config.site.requeue:
             self._event("handed_over", ended.code, progress)
             return ended.code
-        elif slurm_job.requeue(job, recovery.bad_nodes(self.run, time.time())):
+        elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
             self._event("requeued", ended.code, progress)
         else:
             self._write_end(
@@ -264,7 +263,7 @@ class Supervisor:
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
-            told = [e["signal"] for e in run.read_events(stage) if e["event"] == "stop_requested"]
+            told = [e["signal"] for e in run.read_events(stage, "stop_requested")]
             return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
         return Ended(Exit.DONE, asked)
 

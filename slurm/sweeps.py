@@ -24,9 +24,8 @@ from slurm.states import JobState, call, query
 
 def job_of(point: Run, stage: str) -> str | None:
     """The job that was submitted last for a point's stage."""
-    return next(
-        (str(e["job_id"]) for e in reversed(point.read_events(stage)) if e["event"] == "submitted"), None
-    )  # fmt: skip
+    submitted = point.read_events(stage, "submitted")
+    return str(submitted[-1]["job_id"]) if submitted else None
 
 
 def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Callable[[Run, str], str | None]) -> None:
@@ -79,7 +78,7 @@ def under_way(run: Run) -> bool:
     if any(point.holder(stage) for point, stage in every):
         return True
     states = query(job for point, stage in every if (job := job_of(point, stage)))
-    return any(state.active and not state.dead for state in states.values())
+    return any(state.active for state in states.values())
 
 
 def point_table(run: Run) -> list[list[str]]:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Sequence
 
 from pipeline.config import Config
 from pipeline.run import Run
 from slurm.environment import granted_tasks, in_allocation
+from slurm.states import call
 
 _GPU_LINKS = ("nvidia-smi", "topo", "-m")
 _SWITCHES = ("scontrol", "show", "topology")
@@ -109,17 +109,10 @@ def record(run: Run, stage: str, job: str, attempt: int) -> None:
     commands = {"nvidia_smi": _GPU_LINKS, **({"switches": _SWITCHES} if in_allocation(os.environ) else {})}
 
     def read() -> None:
-        found = {name: text for name, command in commands.items() if (text := _output(command))}
+        told = {name: (call(*command) or "").strip()[:_MOST_TEXT] for name, command in commands.items()}
+        found = {name: text for name, text in told.items() if text}
         if found:
             run.event("topology", stage, job_id=job, attempt=attempt, host=os.uname().nodename, **found)
 
     if stage == "train" and any(shutil.which(command[0]) for command in commands.values()):
         threading.Thread(target=read, daemon=True).start()
-
-
-def _output(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()[:_MOST_TEXT] if done.returncode == 0 else ""

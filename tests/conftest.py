@@ -43,14 +43,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of three megabytes."""
+    """A file system of five megabytes: a copy of the code, and a few tiny checkpoints."""
     if os.geteuid() != 0:
         if os.environ.get("CI") == "true":
             pytest.fail("mounting a small tmpfs needs root, and under CI nothing may be skipped")
         pytest.skip("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)], check=True, timeout=10)
     try:
         yield folder
     finally:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from data_prep import units
 from data_prep.manifest import Manifest, ShardEntry, shard_progress
 from data_prep.prepare import is_held_out, prepare
-from data_prep.shards import finalize, shard, write_unit
+from data_prep.shards import Work, finalize, shard, write_unit
 from data_prep.tokenizer import load_encoder
 from pipeline.config import DataConfig, TokenizerConfig
 from pipeline.errors import InputError, UserError
@@ -247,12 +247,14 @@ def test_second_run_writes_nothing_and_a_damaged_shard_is_written_again(tmp_path
     manifest = run_tasks(data, tmp_path / "data")
     before = all_bytes(tmp_path / "data")
     units_in_all = shard_progress(tmp_path / "data")[1]
-    assert [write_unit(data, tmp_path / "data", unit) for unit in range(units_in_all)] == [False] * units_in_all
+    assert [write_unit(Work.load(data, tmp_path / "data"), unit) for unit in range(units_in_all)] == [
+        False
+    ] * units_in_all
     damaged = tmp_path / "data" / manifest.train[0].file
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert [write_unit(data, tmp_path / "data", unit) for unit in range(units_in_all)].count(True) == 1
+    assert [write_unit(Work.load(data, tmp_path / "data"), unit) for unit in range(units_in_all)].count(True) == 1
     assert all_bytes(tmp_path / "data") == before
 
 
@@ -293,7 +295,7 @@ def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monk
 
     monkeypatch.setattr(Encoder, "encode", encode_and_touch)
     with pytest.raises(InputError, match="has changed"):
-        write_unit(data, tmp_path / "data", 0)
+        write_unit(Work.load(data, tmp_path / "data"), 0)
     assert shard_progress(tmp_path / "data")[0] == 0
 
 
@@ -377,11 +379,11 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
     prepare(data, tmp_path / "data", quiet)
     script = (
         "import resource, signal, sys; from pathlib import Path; from pipeline.config import DataConfig\n"
-        "from data_prep.shards import write_unit\n"
+        "from data_prep.shards import Work, write_unit\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "for limit in (0, 100, 2048, 4096, 20_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
-        "    try: write_unit(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]), 0)\n"
+        "    try: write_unit(Work.load(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])), 0)\n"
         "    except OSError as error: print(limit, error.errno)\n"
     )
     command = [sys.executable, "-c", script, data.model_dump_json(), str(tmp_path / "data")]
@@ -399,4 +401,4 @@ def test_python_stdlib_gives_shards_without_tests_and_packages(tmp_path: Path) -
     names = [Path(source.path).parts for source in plan.inputs]
     assert not [parts for parts in names if {"site-packages", "dist-packages", "test", "tests"} & set(parts)]
     assert any(parts[-2:] == ("json", "decoder.py") for parts in names)
-    assert write_unit(data, tmp_path / "data", 3)
+    assert write_unit(Work.load(data, tmp_path / "data"), 3)

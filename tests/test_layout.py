@@ -36,6 +36,32 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
             "1f1b has one stage per rank: parallel.virtual_stages must be 1, not 2",
         ),
+        (
+            4,
+            {"parallel": {"hook": {"kind": "topk"}, "tensor": 2}},
+            "parallel.hook.kind topk is for whole replicas: parallel.pipeline (1) and parallel.tensor (2) must be 1; "
+            "layouts of 4 ranks that fit: pipeline 1 × data 4 × tensor 1",
+        ),
+        (
+            2,
+            {"parallel": {"local_sgd": {"every": 8}, "pipeline": 2}},
+            "parallel.local_sgd (every 8) is for whole replicas: parallel.pipeline (2) and parallel.tensor (1) must be",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "bf16"}, "zero": 1}},
+            "parallel.hook.kind bf16 is for whole replicas: parallel.zero must be 0 and parallel.offload false",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "fp16"}, "local_sgd": {"every": 8}}},
+            "parallel.local_sgd (every 8) does not go with parallel.hook.kind fp16: gradients stay at home",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "powersgd"}}, "train": {"precision": "fp16"}},
+            "parallel.hook.kind powersgd does not go with train.precision fp16, whose gradients change their scale",
+        ),
         (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
         (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
         (2, {"parallel": {"pipeline": 2, "schedule": "zbv"}}, "zbv has two stages per rank: parallel.virtual_stages"),

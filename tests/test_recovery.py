@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
@@ -42,9 +43,7 @@ def shown(
 
 def test_facts_are_read_from_the_first_of_each_key() -> None:
     facts = shown()
-    assert (facts.state, facts.restarts, facts.preempted, facts.batch, facts.nodes) == (
-        "RUNNING", 0, False, True, "n[1-4]",
-    )  # fmt: skip
+    assert (facts.state, facts.restarts, facts.preempted, facts.batch) == ("RUNNING", 0, False, True)
     assert facts.left_s == 597
     assert shown(limit="UNLIMITED").left_s is None
 
@@ -122,6 +121,9 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
     assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
     assert not tell("saved", 8)
+    (run.checkpoints / step_name(12)).mkdir()
+    seen.append(standing(run, "train"))
+    assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
     append_line(run.decisions, "{}")
     assert standing(run, "train") != seen[-1]
 
@@ -143,7 +145,7 @@ def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> 
     with open(small_disk / "filler", "wb") as file, suppress(OSError):
         while True:
             os.write(file.fileno(), bytes(4096))
-    assert "No space left" in (run.unwritable() or "")
+    assert "no space is left" in (run.unwritable() or "")
     assert not list(run.path.glob(".probe*"))
 
 
@@ -162,3 +164,24 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
     assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
     assert dead_nodes("") == []
+
+
+@pytest.mark.parametrize(("shown_restarts", "believed"), [(3, True), (2, False), (None, False)])
+def test_a_requeue_that_kills_its_own_scontrol_has_worked(
+    monkeypatch: pytest.MonkeyPatch, shown_restarts: int | None, believed: bool
+) -> None:
+    def call(*words: str) -> str | None:
+        if words[:2] == ("scontrol", "requeue") or shown_restarts is None:
+            return None
+        return SHOWN.format(state="COMPLETING", restarts=shown_restarts, ran="1", limit="1:00:00", preempt="None")
+
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(job, "call", call)
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(job.time, "monotonic", lambda: now)
+    assert job.requeue("12", 2) == believed

@@ -1,0 +1,245 @@
+"""What a training step sends, and how long it waits for it: `comm`, `exposed_comm_s`, `overlapped_comm_s` of its line.
+
+Everything that training sends passes one of two places: torch's c10d operators (DDP's reducer and DTensor call them
+from C++; FSDP2, pipelines and hooks from Python), or our own MPI group, which no operator knows. In both the meter
+notes group, kind, bytes and start. The operators have no kernel for the dispatch key `BackendSelect`, which every call
+passes on its way to the device's kernel; the meter's kernels stand there and call on. They let go of Python's lock
+meanwhile: a reduce-scatter over Gloo blocks inside that call.
+
+- *bytes*: what one rank sends with ring algorithms, as `plan` counts: an all-reduce of n bytes over r ranks
+  2·n·(r−1)/r, an all-gather or a reduce-scatter half of that. What a library really sends may differ: Gloo's
+  reduce-scatter is an all-reduce.
+- *seconds* of a group and kind: at least one such operation was under way, waiting for slower ranks included. An
+  operation's end comes from its future. Gloo's messages have none, and their kinds no seconds.
+- *exposed*: the training thread did nothing but start operations, wait for them (`Work.wait`, DTensor's `wait_tensor`),
+  or sit in the end of DDP's backward, after the last bucket has started and before the last one has ended.
+- *overlapped*: at least one operation with a known end was under way, and the thread was not in one of those places.
+
+On GPUs the host does not wait. There the meter counts calls and bytes, and for DDP the exposed time by CUDA events, on
+the stream that computes: from the start of the last bucket to the end of backward. FSDP2 and pipelines wait between
+streams, out of the meter's sight, so nothing is said of their time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+"""Operators of torch's that are counted; what they leave for others to receive is not counted twice."""
+
+
+@dataclass
+class _Count:
+    calls: int = 0
+    sent: int = 0
+    spans: list[list[float]] = field(default_factory=list)
+    """Start and end of each operation, by time.perf_counter(); NaN where the end is not known."""
+
+
+class Meter:
+    """This rank's account of one step at a time. One meter counts at a time, the last one that was made."""
+
+    def __init__(self, labels: dict[str, str], device: torch.device, ddp: bool) -> None:
+        """`labels`: names of the groups that count, by their names in torch. `ddp`: whether DDP reduces gradients."""
+        global _current
+        self.labels, self.ddp, self._cuda = labels, ddp, device.type == "cuda"
+        self._thread = threading.get_ident()
+        self._on = self._waiting = False
+        self._counts: dict[tuple[str, str], _Count] = {}
+        self._exposed: list[list[float]] = []
+        self._open: list[tuple[list[float], Any]] = []
+        self._last: Any = None
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        _install()
+        _current = self
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._counts, self._exposed, self._open, self._last, self._stalls = {}, [], [], None, []
+        self._on = True
+
+    def phase(self, name: str) -> None:
+        """The phase `name` of the step begins; `reduce` is the end of backward, in which DDP waits for its buckets."""
+        if name != "reduce" or not self.ddp or self._last is None:
+            return
+        if self._cuda:
+            self._stalls.append((self._last, _event()))
+            return
+        self._settle()
+        now = time.perf_counter()
+        ends = [now if math.isnan(end) else min(now, end) for count in self._counts.values() for _, end in count.spans]
+        self._exposed.append([self._last, max(self._last, *ends)])
+
+    def take(self) -> dict[str, Any]:
+        """The step's part of its line of metrics. On GPUs its work must have ended."""
+        self._on = False
+        self._settle()
+        comm: dict[str, dict[str, dict[str, float]]] = {}
+        for (label, kind), count in sorted(self._counts.items()):
+            entry = comm.setdefault(label, {})[kind] = {"calls": count.calls, "bytes": count.sent}
+            if not any(math.isnan(end) for _, end in count.spans) and not self._cuda:
+                entry["seconds"] = round(covered(count.spans), 6)
+        line: dict[str, Any] = {"comm": comm}
+        if not self._cuda:
+            known = [span for count in self._counts.values() for span in count.spans if not math.isnan(span[1])]
+            line["exposed_comm_s"] = round(covered(self._exposed), 6)
+            line["overlapped_comm_s"] = round(covered(known + self._exposed) - covered(self._exposed), 6)
+        elif self.ddp:
+            line["exposed_comm_s"] = round(sum(begin.elapsed_time(end) for begin, end in self._stalls) / 1000, 6)
+        return line
+
+    def launched(self, group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, started: float) -> None:
+        """`group` began an operation on `results` at `started`; `work` stands for it."""
+        label = self.labels.get(group.group_name) if self._on else None
+        if label is None or (not self._cuda and threading.get_ident() != self._thread):
+            return
+        count = self._counts.setdefault((label, kind), _Count())
+        count.calls += 1
+        count.sent += sent(kind, sum(tensor.nbytes for tensor in results), group.size())
+        if self._cuda:
+            self._last = _event()
+            return
+        span = [started, math.nan]
+        count.spans.append(span)
+        if work.is_completed():
+            span[1] = time.perf_counter()
+        else:
+            with contextlib.suppress(RuntimeError):  # "not implemented": messages over Gloo
+                work.get_future().add_done_callback(lambda _: _end(span))
+                self._open.append((span, work))
+        self._busy(started)
+
+    def wait(self, call: Callable[[], Any]) -> Any:
+        """Call `call`, which waits for operations."""
+        if not self._on or self._waiting or self._cuda or threading.get_ident() != self._thread:
+            return call()
+        self._waiting, started = True, time.perf_counter()
+        try:
+            return call()
+        finally:
+            self._waiting = False
+            self._busy(started)
+
+    def _busy(self, since: float) -> None:
+        self._settle()
+        self._last = time.perf_counter()
+        self._exposed.append([since, self._last])
+
+    def _settle(self) -> None:
+        """Note the end of what has ended: a waiting thread may be back before a callback had its turn."""
+        for span, work in self._open:
+            if work.is_completed():
+                _end(span)
+        self._open = [(span, work) for span, work in self._open if math.isnan(span[1])]
+
+
+def _end(span: list[float]) -> None:
+    if math.isnan(span[1]):
+        span[1] = time.perf_counter()
+
+
+def sent(kind: str, size: int, ranks: int) -> int:
+    """Bytes that one rank of `ranks` sends, by ring algorithms; `size`: bytes of the operation's results on a rank."""
+    around = {"all_reduce": 2 * size, "reduce_scatter": ranks * size, "all_gather": size, "all_to_all": size}
+    return around[kind] * (ranks - 1) // ranks if kind in around else size
+
+
+def covered(spans: Sequence[list[float]]) -> float:
+    """Seconds that lie in at least one of `spans` (start, end)."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+# -- where operations pass -------------------------------------------------------------------------------
+
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd  # where wait_tensor has its kernel, for all devices
+_current: Meter | None = None
+_libraries: list[torch.library.Library] = []
+
+
+def _install() -> None:
+    """Stand in the way of all operations of this process, once; without a meter they just pass."""
+    if _libraries:
+        return
+    c10d, functional = torch.library.Library("c10d", "IMPL"), torch.library.Library("_c10d_functional", "IMPL")
+    _libraries.extend((c10d, functional))
+    for name, kind in KINDS.items():
+        c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+    functional.impl("wait_tensor", lambda x: _waits(lambda: wait_tensor._op_dk(_COMPOSITE, x)), "BackendSelect")
+    waits: list[Any] = [dist.Work]
+    if dist.get_backend() == "mpi4py":
+        from pipeline.mpi_engine import MpiWork
+        from pipeline.mpi_group import MpiGroup
+
+        waits.append(MpiWork)
+        MpiGroup.observer = staticmethod(_observe)
+    for kind_of_work in waits:
+        kind_of_work.wait = _timed(kind_of_work.wait)
+
+
+def _kernel(operator: Any, kind: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        results = _tensors(arguments[0])
+        started = time.perf_counter()
+        outcome = operator._op_dk(_key(results[0]), *arguments)
+        if _current is not None and _current._on:
+            group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
+            work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
+            _observe(dist.ProcessGroup.unbox(group), kind, results, dist.Work.unbox(work), started)
+        return outcome
+
+    return call
+
+
+def _observe(group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, started: float) -> None:
+    if _current is not None:
+        _current.launched(group, kind, results, work, started)
+
+
+def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda work, *arguments: _waits(lambda: wait(work, *arguments))
+
+
+def _waits(call: Callable[[], Any]) -> Any:
+    return call() if _current is None else _current.wait(call)
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    return torch._C.DispatchKey.CUDA if tensor.is_cuda else torch._C.DispatchKey.CPU
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    """All tensors of an operator's first argument: a tensor, a list, or a list of lists."""
+    return [argument] if isinstance(argument, torch.Tensor) else [t for part in argument for t in _tensors(part)]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

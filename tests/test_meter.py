@@ -1,0 +1,162 @@
+"""The account of a step's communication: bytes against arithmetic and `plan`, waiting against a rank that is late."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.communication import covered, sent
+from pipeline.config import Config
+from pipeline.layout import layout_of
+from pipeline.plan import memory, traffic
+from slurm.environment import Place
+from tests.layouts import VOCAB, batches, tiny_config
+from tests.mpi import mpirun
+from tests.ranks import run_ranks
+
+SIZES = {"dim": 64, "intermediate_size": 128}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=8))
+def test_covered_counts_each_moment_once(spans: list[tuple[int, int]]) -> None:
+    moments = {moment for start, length in spans for moment in range(start, start + length)}
+    assert covered([[start, start + length] for start, length in spans]) == len(moments)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 64))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, ranks: int) -> None:
+    whole = part * ranks
+    assert sent("all_reduce", whole, ranks) == sent("reduce_scatter", part, ranks) + sent("all_gather", whole, ranks)
+    assert sent("send", part, ranks) == part
+
+
+def metered_rank(place: Place, configs: list[Config], late_s: float = 0.0) -> list[dict[str, Any]]:
+    """The account of the second step of each config; the last rank's backward of it is late."""
+    from pipeline import groups
+
+    world = groups.join(place, configs[0])
+    return [account(config, place, world, late_s) for config in configs]
+
+
+def account(config: Config, place: Place, world: Any, late_s: float) -> dict[str, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from pipeline.communication import Meter
+    from pipeline.engine import Engine
+    from pipeline.task import Task
+
+    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+    engine = Engine(config, layout, world, Task(config, VOCAB))
+    meter = Meter(engine.groups, world.device, isinstance(engine.model, DistributedDataParallel))
+    for step, batch in list(enumerate(batches(config), 1))[:2]:
+
+        def enter(phase: str, step: int = step) -> None:
+            meter.phase(phase)
+            if late_s and step == 2 and place.rank == world.size - 1 and phase in ("backward", "pipeline"):
+                time.sleep(late_s)
+
+        meter.begin()
+        started = time.perf_counter()
+        engine.backward(batch.chunk(layout.data)[layout.coordinates(place.rank).data], step, enter)
+        engine.update(engine.clip(1.0).item())
+        seconds = time.perf_counter() - started
+        line = meter.take()
+    assert meter.take() == line, "nothing is counted between steps"
+    parameters = sum(p.numel() for part in engine.parts for p in part.parameters())
+    stage = layout.coordinates(place.rank).pipeline
+    return line | {"seconds": seconds, "parameters": parameters, "stage": stage}
+
+
+def check(line: dict[str, Any], config: Config, ranks: int) -> None:
+    """Bytes of each group are what `plan` says, and times fit into the step."""
+    comm = line["comm"]
+    assert 0 < line["exposed_comm_s"] <= line["seconds"] and line["overlapped_comm_s"] >= 0
+    assert line["exposed_comm_s"] + line["overlapped_comm_s"] <= line["seconds"]
+    counts = [entry for kinds in comm.values() for entry in kinds.values()]
+    for entry in counts:
+        assert entry.get("seconds", 0) <= line["exposed_comm_s"] + line["overlapped_comm_s"] + 1e-5
+    names = {"data": "dp", "shard": "dp_shard", "replicate": "dp_replicate", "tensor": "tp", "pipeline": "pp"}
+    layout = layout_of(config, ranks, ranks, VOCAB)
+    for group, size, _ in traffic(config, layout, memory(config, layout, line["stage"], VOCAB, []).parameters):
+        label = names[group] if names[group] in comm else "dp_replicate" if group == "data" else names[group]
+        total = sum(entry["bytes"] for entry in comm[label].values())
+        slack = 0.25 if label == "tp" else 0.02  # plan leaves out what tensor parallelism does outside the blocks
+        if label == "pp":
+            size //= 2  # plan speaks of a stage in the middle; of two each sends one way
+        assert total == pytest.approx(size, rel=slack), (group, comm)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"hook": {"kind": "bf16"}},
+    {"hook": {"kind": "topk", "ratio": 0.05}},
+    {"local_sgd": {"every": 1}},
+    {"zero": 1},
+    {"zero": 3},
+    {"zero": 1, "data": {"replicate": 2, "shard": 2}},
+    {"pipeline": 2},
+    {"tensor": 2},
+]
+
+
+def test_bytes_are_those_of_the_plan() -> None:
+    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in LAYOUTS]
+    found = run_ranks(4, metered_rank, configs)
+    for rank in range(4):
+        for number, config in enumerate(configs):
+            check(found[rank][number], config, 4)
+    plain = found[0][0]
+    reduced = plain["comm"]["dp"]["all_reduce"]
+    assert reduced["bytes"] == 4 * plain["parameters"] * 2 * 3 // 4 + 8 * 2 * 3 // 4, "gradients, and the loss"
+    assert reduced["calls"] == 2 and "seconds" in reduced
+    assert "seconds" not in found[0][7]["comm"]["pp"].get("send", {}), "the end of a message over Gloo is not known"
+
+
+@pytest.mark.parametrize("parallel", [{}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=["dp", "zero", "tp", "pp"])
+def test_waiting_for_a_late_rank_is_exposed(parallel: dict[str, Any]) -> None:
+    found = run_ranks(2, metered_rank, [tiny_config(2, parallel=parallel, model=SIZES)], 1.5)
+    assert found[0][0]["exposed_comm_s"] > 1.0, found[0][0]
+    assert found[1][0]["seconds"] - found[1][0]["exposed_comm_s"] > 1.4, "sleeping is no waiting"
+
+
+def test_over_mpi() -> None:
+    done = mpirun(2, "tests.test_meter")
+    assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
+
+
+def over_mpi() -> None:
+    """One rank under mpirun."""
+    import os
+
+    from pipeline import groups
+    from slurm.environment import identify
+
+    place = identify(os.environ)
+    configs = [
+        tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=SIZES)
+        for parallel in ({}, {"hook": {"kind": "topk"}}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2})
+    ]
+    for config, line in zip(configs, metered_rank(place, configs), strict=True):
+        check(line, config, 2)
+        assert all("seconds" in entry for kinds in line["comm"].values() for entry in kinds.values()), line
+    late = metered_late(place, configs[0])
+    assert late["exposed_comm_s"] > 1.0 if place.rank == 0 else late["seconds"] - late["exposed_comm_s"] > 1.4, late
+    groups.leave()
+    print("good", flush=True)
+
+
+def metered_late(place: Place, config: Config) -> dict[str, Any]:
+    import torch
+
+    from pipeline import groups
+
+    return account(config, place, groups.World(place.rank, place.world_size, torch.device("cpu"), "mpi"), 1.5)
+
+
+if __name__ == "__main__":
+    over_mpi()
