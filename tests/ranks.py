@@ -12,19 +12,31 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import cycle
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 from slurm.environment import Place
 
+PEERS_MAY_TAKE_S = 30.0
+"""From the first failure of a rank to the answers of the others."""
 PRELOAD = ["torch", "torch.distributed.checkpoint", "pipeline.trainer", "pipeline.evaluator", "tests.ranks"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _ports() -> Iterator[int]:
+    """Ports below those that the kernel gives to connections, and above well-known ones; other ones in each worker."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = range(10_000 + worker % 8 * 600, 10_600 + worker % 8 * 600)
+    for port in cycle(own[os.getpid() % 600 :]):
+        with socket.socket() as probe:
+            free = probe.connect_ex(("127.0.0.1", port)) != 0
+        if free:
+            yield port
+
+
+PORTS = _ports()
 
 
 def place(rank: int, size: int, port: int) -> Place:
@@ -58,7 +70,7 @@ class Ranks:
     def __init__(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        port = free_port()
+        port = next(PORTS)
         self.processes, self._pipes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
@@ -75,18 +87,22 @@ class Ranks:
     def results(self, timeout: float = 120.0, failures_expected: bool = False) -> list[Any]:
         """Each rank's result; None for a rank that was killed. Raises AssertionError with the tracebacks."""
         deadline = time.monotonic() + timeout
-        results, failures = [], []
+        results: list[Any] = [None] * len(self._pipes)
+        waiting, failures = {pipe: rank for rank, pipe in enumerate(self._pipes)}, []
         try:
-            for rank, pipe in enumerate(self._pipes):
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise AssertionError(f"rank {rank} gave no answer within {timeout:.0f} s")
-                try:
-                    good, value = pipe.recv()
-                except EOFError:
-                    good, value = True, None
-                results.append(value if good else None)
-                if not good:
-                    failures.append(f"rank {rank}:\n{value}")
+            while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+                for pipe in cast(list[Connection], ready):
+                    rank, good, value = waiting.pop(pipe), True, None
+                    with suppress(EOFError):  # one that was killed
+                        good, value = pipe.recv()
+                    if good:
+                        results[rank] = value
+                    else:
+                        failures.append(f"rank {rank}:\n{value}")
+                        deadline = min(deadline, time.monotonic() + PEERS_MAY_TAKE_S)
+            if waiting:
+                silent = ", ".join(map(str, sorted(waiting.values())))
+                raise AssertionError("\n".join([*failures, f"ranks {silent} gave no answer within {timeout:.0f} s"]))
         finally:
             for process in self.processes:
                 process.join(max(0.1, min(5.0, deadline - time.monotonic())))
