@@ -42,6 +42,7 @@ OPTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("micro-batch 1", ("train.micro_batch=1",)),
     ("micro-batch 8", ("train.micro_batch=8",)),
     ("fp32 instead of bf16", ("train.precision=fp32",)),
+    ("fp8 instead of bf16", ("train.precision=fp8",)),
     ("weights and optimizer in host memory", ("parallel.offload=true",)),
 ]
 LIMIT_S = 600

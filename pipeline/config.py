@@ -224,8 +224,9 @@ class TrainConfig(Section):
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Sequences of one forward and backward pass on one rank."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of forward and backward; weights and optimizer state are always fp32."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Arithmetic of forward and backward; weights and optimizer state are always fp32. `fp8`: bf16, with the blocks'
+    matrix products in float8 (pipeline/float8.py: needs torchao, and a GPU such as an H100)."""
     threads: PositiveInt = 1
     """CPU threads per rank; part of what makes a result bit-identical."""
     deterministic: bool = True

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pipeline import data_parallel, tensor_parallel
+from pipeline import data_parallel, float8, tensor_parallel
 from pipeline.checkpoint import State
 from pipeline.compression import WITH_RESIDUALS, GradientHook
 from pipeline.config import Config
@@ -95,6 +95,8 @@ class Engine:
         """The part of the model with these blocks, with this rank's share of its weights."""
         config, layout, task = self.config, self.layout, self.task
         part = task.build(layers)
+        if config.train.precision == "fp8":
+            float8.convert(task.blocks(part), self.world.device, layout.tensor)
         if mesh is not None and layout.tensor > 1:
             task.cut(part, mesh["tp"], layout)
         for block in task.blocks(part):

@@ -29,7 +29,8 @@ from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum, par
 from pipeline.user_model import LENGTHS, UserModel
 
 Batch = Any
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+"""What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/float8.py)."""
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 

@@ -27,7 +27,7 @@ types, with the samples along the first dimension:
                                        torch's seeded generator; without it, matrices are normal with deviation
                                        `model.initializer_range`, vectors called `weight` are 1 and others 0
     blocks(model) -> list of Module    optional: what ZeRO gathers, recomputation repeats and compile compiles one by
-                                       one; without it ZeRO takes the whole model at once
+                                       one, and fp8 is for; without it ZeRO takes the whole model at once
     tensor_plan(options) -> dict       optional (parallel.tensor > 1): a `parallelize_module` plan. It must name every
                                        module with parameters; `pipeline.tensor_parallel.Replicated()` leaves one whole
 
@@ -162,6 +162,8 @@ def check(config: Config, model: UserModel) -> None:
         lacks.append(f"parallel.activation_checkpointing {parallel.activation_checkpointing} needs a function blocks")
     if config.train.compile and "blocks" not in model.names:
         lacks.append("train.compile needs a function blocks")
+    if config.train.precision == "fp8" and "blocks" not in model.names:
+        lacks.append("train.precision fp8 needs a function blocks")
     if lacks:
         raise UserError(
             f"{'; '.join(lacks)}: {model.target} has none. Add it ({SEE}), or leave the option out: data parallel with "

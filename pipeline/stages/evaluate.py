@@ -99,7 +99,7 @@ def progress(run: Run) -> str:
     if result is None:
         return "-"
     name, value = figure(result)
-    return f"step {result['step']}: {value:.3f} {name}"
+    return f"step {result['step']}: {name} {value:.3f}"
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
