@@ -42,6 +42,7 @@ OPTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("micro-batch 1", ("train.micro_batch=1",)),
     ("micro-batch 8", ("train.micro_batch=8",)),
     ("fp32 instead of bf16", ("train.precision=fp32",)),
+    ("fp8 instead of bf16", ("train.precision=fp8",)),
     ("weights and optimizer in host memory", ("parallel.offload=true",)),
 ]
 LIMIT_S = 600
@@ -62,6 +63,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     from pipeline.layout import layout_of
     from pipeline.model import flops_per_token
     from pipeline.optimizer import set_learning_rate
+    from pipeline.task import Task
     from slurm.environment import identify
 
     micro = load_config(Path(config_file), [*ALONE, *overrides, "train.global_batch=64"]).train.micro_batch
@@ -69,7 +71,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
     groups.make_deterministic(config)
     world = groups.join(identify(os.environ), config)
-    engine = Engine(config, layout_of(config, 1), world, vocab)
+    engine = Engine(config, layout_of(config, 1), world, Task(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     cuda = world.device.type == "cuda"
     shape = (config.train.global_batch, length + 1)

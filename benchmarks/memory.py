@@ -55,11 +55,12 @@ def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
     from pipeline import groups
     from pipeline.engine import Engine
     from pipeline.layout import layout_of
+    from pipeline.task import Task
 
     groups.make_deterministic(config)
     world = groups.join(place, config)
     layout = layout_of(config)
-    engine = Engine(config, layout, world, VOCAB)
+    engine = Engine(config, layout, world, Task(config, VOCAB))
     state = engine.state()
     between: list[tuple[int, int]] = []
 

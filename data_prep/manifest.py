@@ -25,12 +25,15 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.config import DataConfig
 from pipeline.config_types import Section
 from pipeline.errors import InputError
 from pipeline.files import sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    from data_prep.samples import SampleFile
 
 FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
@@ -176,7 +179,7 @@ def load_prepared(data_dir: Path) -> Prepared:
     return _load(data_dir / "prepare.json", Prepared)
 
 
-def file_problem(path: Path, entry: FileEntry | ShardEntry, hashes: bool = True) -> str | None:
+def file_problem(path: Path, entry: FileEntry | ShardEntry | SampleFile, hashes: bool = True) -> str | None:
     """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
     try:
         size = path.stat().st_size
@@ -188,14 +191,14 @@ def file_problem(path: Path, entry: FileEntry | ShardEntry, hashes: bool = True)
     return None if found == entry.sha256 else f"{path} is damaged: its sha256 is {found}, not {entry.sha256}"
 
 
-def check_shard(data_dir: Path, entry: ShardEntry, hashes: bool) -> None:
+def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, way_out: str = WAY_OUT) -> None:
     """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
 
     Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
     written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
     """
     if problem := file_problem(data_dir / entry.file, entry, hashes):
-        raise InputError(f"{problem}: {WAY_OUT}")
+        raise InputError(f"{problem}: {way_out}")
 
 
 def load_unit(data_dir: Path, unit: int, key: str, hashes: bool) -> UnitManifest | None:

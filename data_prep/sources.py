@@ -25,7 +25,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -66,9 +66,10 @@ class Document:
     """Why the document is rejected."""
 
 
-def find_inputs(data: DataConfig) -> list[Input]:
+def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
     """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
 
+    `formats`: the endings that may stand there and what they are; without it, those of texts.
     A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
     without a match, and naming the file for an ending that no format has or a file that cannot be read.
     """
@@ -82,11 +83,11 @@ def find_inputs(data: DataConfig) -> list[Input]:
             paths = sorted(os.path.abspath(path) for path in matches if not os.path.isdir(path))
             if not paths:
                 raise UserError(
-                    f"data.source: {source!r} matches no file (looked from {os.getcwd()}); name .txt, .jsonl, "
-                    f".jsonl.gz, .jsonl.zst or .parquet files, or {PYTHON_STDLIB}"
+                    f"data.source: {source!r} matches no file (looked from {os.getcwd()}); name "
+                    f"{', '.join(formats or _FORMATS)} files" + ("" if formats else f", or {PYTHON_STDLIB}")
                 )
         for path in paths:
-            file_format = "text" if source == PYTHON_STDLIB else _format(path, data)
+            file_format = "text" if source == PYTHON_STDLIB else _format(path, data, formats or _FORMATS)
             with reading(path):
                 stat = os.stat(path)
             found.setdefault(path, Input(path, stat.st_size, stat.st_mtime_ns, file_format))
@@ -104,11 +105,11 @@ def _stdlib_files(root: str) -> list[str]:
     return [os.path.join(root, path) for path in sorted(paths)]
 
 
-def _format(path: str, data: DataConfig) -> str:
-    for ending, file_format in _FORMATS.items():
+def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
+    for ending, file_format in formats.items():
         if path.endswith(ending):
             return "lines" if file_format == "text" and data.text_documents == "line" else file_format
-    raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(_FORMATS)}")
+    raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")
 
 
 @contextmanager

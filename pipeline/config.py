@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -28,6 +28,7 @@ from pipeline.config_types import (
     PositiveFloat,
     Section,
     TimeLimit,
+    refuse_changed,
 )
 from pipeline.layout import layout_of
 
@@ -104,8 +105,13 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`."""
+    """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`. Or your own."""
 
+    target: str | None = None
+    """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/user_model.py says how);
+    null: the decoder. Beside it only `options`, `layers` and `initializer_range` mean something."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What your own model is built from: any keys and values, handed to it as they are."""
     dim: PositiveInt = 256
     """Width of the residual stream (`hidden_size`)."""
     layers: PositiveInt = 4
@@ -131,6 +137,15 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:
+        if self.target is not None:
+            if not all(part.isidentifier() for part in self.target.split(".")):
+                raise ValueError(f"target ({self.target}) is no name of a Python module such as my_package.my_model")
+            if "layers" in self.options:
+                raise ValueError("options.layers is model.layers: set that")
+            refuse_changed(self, {"target", "options", "layers", "initializer_range"}, "with model.target use options")
+            return self
+        if self.options:
+            raise ValueError("options are for a model of your own: name its module as target")
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim ({self.dim}) is no multiple of heads ({self.heads}); set head_dim or change one")
         if self.heads % self.num_kv_heads:
@@ -209,8 +224,9 @@ class TrainConfig(Section):
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Sequences of one forward and backward pass on one rank."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of forward and backward; weights and optimizer state are always fp32."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Arithmetic of forward and backward; weights and optimizer state are always fp32. `fp8`: bf16, with the blocks'
+    matrix products in float8 (pipeline/float8.py: needs torchao, and a GPU such as an H100)."""
     threads: PositiveInt = 1
     """CPU threads per rank; part of what makes a result bit-identical."""
     deterministic: bool = True
@@ -385,6 +401,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Config:
+        if self.model.target is not None:
+            if "python-stdlib" in self.data.sources:
+                raise ValueError("model.target: name the HDF5 files with its samples as data.source")
+            refuse_changed(self.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
         train = self.stages.train
         for nodes in {train.most_nodes, train.fewest_nodes}:
             layout_of(self, nodes * train.tasks_per_node)

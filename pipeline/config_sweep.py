@@ -69,7 +69,7 @@ class SweepConfig(Section):
         if both := self.grid.keys() & self.random.keys():
             raise ValueError(f"{min(both)} stands in grid and in random")
         for key in (*self.grid, *self.random):
-            if not key.startswith(ALLOWED) or key == "train.threads":
+            if not key.startswith(ALLOWED) or key in ("train.threads", "model.target"):
                 raise ValueError(
                     f"{key} cannot be swept: points share their shards and what they ask of Slurm; a sweep may vary "
                     "train.*, optimizer.*, model.*, checkpoint.*, evaluate.* and run.seed"

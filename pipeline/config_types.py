@@ -62,6 +62,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def refuse_changed(section: Section, meant: set[str], why: str) -> None:
+    """Raise ValueError for a key of `section` that is not its default and not among those that are `meant`."""
+    for key, field in type(section).model_fields.items():
+        if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
+            raise ValueError(f"{key} ({getattr(section, key)}) means nothing here: {why}")
+
+
 def field_docstrings(source: str) -> dict[str, dict[str, str]]:
     """The docstring under each field of each class in Python `source`, by class and field."""
     documented: dict[str, dict[str, str]] = {}

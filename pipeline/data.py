@@ -26,11 +26,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from pipeline.errors import InputError, UserError
-from pipeline.order import Int64Array, indices_of
+from pipeline.order import Int64Array, deal, indices_of
+
+if TYPE_CHECKING:
+    from pipeline.samples import SampleDataset
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+Batch = Tensor | dict[str, Tensor]
 
 _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
@@ -69,6 +74,9 @@ class TokenDataset(Dataset[TokenArray]):
     missing or too short and for token types that are unknown or differ; UserError if there is not a single sample.
     """
 
+    lengths: Callable[[Int64Array], Int64Array] | None = None
+    """All samples have the same."""
+
     def __init__(self, shards: Sequence[ShardSpan], sequence_length: int) -> None:
         usable = [shard for shard in shards if shard.tokens > sequence_length]
         if not usable:
@@ -95,6 +103,10 @@ class TokenDataset(Dataset[TokenArray]):
     def __getitem__(self, index: int) -> TokenArray:
         """Sample `index` as an array of shape (T + 1,), for code that expects a map-style dataset."""
         return self.read(np.array([index], dtype=np.int64))[0]
+
+    def buffer(self, rows: int, pin: bool) -> Tensor:
+        """Host memory for so many samples, page-locked with `pin`: shape (rows, T + 1), in the shards' type."""
+        return torch.empty((rows, self.sequence_length + 1), dtype=_TYPES[self.dtype], pin_memory=pin)
 
     def read(self, indices: Int64Array, out: TokenArray | None = None) -> TokenArray:
         """The samples `indices` (int64, shape (B,)) as an array of shape (B, T + 1) in the shards' type.
@@ -139,11 +151,14 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     Epochs follow one another by themselves: `set_epoch` has no effect. `num_replicas` and `rank` come from the
     default process group if they are not given (in a mesh, give the data parallel size and rank). Raises
     UserError if W does not divide G.
+
+    Where the dataset has `lengths` a rank takes as many samples of the same global batch, but which ones
+    is dealt so that the ranks' sums of lengths are even (`pipeline/order.py`, `deal`).
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenDataset | SampleDataset,
         *,
         global_batch: int,
         seed: int,
@@ -158,7 +173,11 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
                 f"train.global_batch ({global_batch}) is no multiple of {self.num_replicas} data parallel ranks"
             )
         self.global_batch = global_batch
-        self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
+        self.samples_consumed, self.left_out, self.lengths = (
+            samples_consumed,
+            sorted(left_out),
+            getattr(dataset, "lengths", None),
+        )
         self._size = len(dataset)
 
     def __len__(self) -> int:
@@ -166,20 +185,24 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         return -(-self._size // self.global_batch)
 
     def __iter__(self) -> Iterator[Int64Array]:
-        local = self.global_batch // self.num_replicas
+        local = self.global_batch // (1 if self.lengths else self.num_replicas)  # to be dealt, all of it is looked at
         steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # not many epochs of a small dataset
-        first = self.samples_consumed + self.rank * local
+        first = self.samples_consumed + (0 if self.lengths else self.rank * local)
         offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
         while True:
             positions = first + offsets
             for start, count in self.left_out:
                 positions[positions >= start] += count
-            yield from indices_of(self.seed, positions, self._size)
+            indices = indices_of(self.seed, positions, self._size)
+            if self.lengths:
+                yield from (batch[deal(self.lengths(batch), self.num_replicas)[self.rank]] for batch in indices)
+            else:
+                yield from indices
             first += steps * self.global_batch
 
 
 class Batches:
-    """Iterator over a rank's batches on `device`: int64 tensors `tokens_BT1` of shape (B, T + 1).
+    """Iterator over a rank's batches on `device`: int64 tensors `tokens_BT1` of shape (B, T + 1), or dicts of arrays.
 
     A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
     operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
@@ -192,13 +215,14 @@ class Batches:
     BLOCK_BYTES = 1 << 18  # what a core's own cache holds
 
     def __init__(
-        self, dataset: TokenDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
+        self, dataset: TokenDataset | SampleDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
     ) -> None:
         self.data_wait_s = 0.0
         """Seconds that the consumer waited for the last batch to be read."""
-        self._dataset, self._sampler, self._device = dataset, sampler, device
-        self._block: list[Tensor] = []  # what is left of the block in hand, last batch first
-        self._ready: queue.SimpleQueue[list[Tensor] | BaseException] = queue.SimpleQueue()
+        self._dataset: Any = dataset
+        self._sampler, self._device = sampler, device
+        self._block: list[Batch] = []  # what is left of the block in hand, last batch first
+        self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead
         for _ in range(depth):
             self._room.put(None)
@@ -211,12 +235,15 @@ class Batches:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Tensor:
+    def __next__(self) -> Any:
         self.data_wait_s = 0.0
         if not self._block:
             self._take_block()
         # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
-        return self._block.pop().to(self._device, non_blocking=True).to(torch.int64)
+        batch = self._block.pop()
+        if isinstance(batch, dict):
+            return {name: array.to(self._device, non_blocking=True) for name, array in batch.items()}
+        return batch.to(self._device, non_blocking=True).to(torch.int64)
 
     def _take_block(self) -> None:
         """Wait for the next block; raise what ended the thread."""
@@ -263,7 +290,7 @@ class Batches:
                         block = self._read(asked, cuda)
                         if block is None:
                             return
-                        size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, block[0].nbytes)))
+                        size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, _nbytes(block[0]))))
                         asked = []
             finally:
                 if asked and not self._closed:  # the sampler ended, or failed, inside a block
@@ -272,17 +299,24 @@ class Batches:
         except BaseException as error:
             self._ready.put(error)
 
-    def _read(self, asked: list[Int64Array], pin: bool) -> list[Tensor] | None:
-        """Read batches in one go, in the shards' type, each (B, T + 1), and hand them over; None if closed first."""
+    def _read(self, asked: list[Int64Array], pin: bool) -> list[Batch] | None:
+        """Read batches in one go, in the files' types, each of B samples, and hand them over; None if closed first."""
         self._room.get()
         if self._closed:
             return None
         sizes = [len(indices) for indices in asked]
-        host = torch.empty(
-            (sum(sizes), self._dataset.sequence_length + 1), dtype=_TYPES[self._dataset.dtype], pin_memory=pin
-        )
-        view: Any = host.numpy()
-        self._dataset.read(np.concatenate(asked), out=view)
-        block = list(host.split(sizes))
+        host = self._dataset.buffer(sum(sizes), pin)
+        block: list[Batch]
+        if isinstance(host, dict):
+            self._dataset.read(np.concatenate(asked), out={name: array.numpy() for name, array in host.items()})
+            rows = zip(*(array.split(sizes) for array in host.values()), strict=True)
+            block = [dict(zip(host, arrays, strict=True)) for arrays in rows]
+        else:
+            self._dataset.read(np.concatenate(asked), out=host.numpy())
+            block = list(host.split(sizes))
         self._ready.put(block[::-1])
         return block
+
+
+def _nbytes(batch: Batch) -> int:
+    return sum(array.nbytes for array in batch.values()) if isinstance(batch, dict) else batch.nbytes

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,9 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.layout import Layout
-from pipeline.model import Decoder
 
-# the model's only buffers are constant tables; torch 2.13 gave the option that says so another name
+# a model's only buffers are constant tables; torch 2.13 gave the option that says so another name
 _NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -49,28 +49,31 @@ def replicated(model: nn.Module, device: torch.device, bucket_mb: int) -> Distri
     )
 
 
-def shard(part: Decoder, mesh: DeviceMesh, *, free_after_forward: bool, offload: bool = False) -> None:
+def shard(
+    part: nn.Module,
+    groups: Iterable[tuple[list[nn.Module], bool]],
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    free_after_forward: bool,
+    offload: bool = False,
+) -> None:
     """Let FSDP2 keep `part` split over `mesh` (replicate × shard, or shard alone), in place.
 
-    With the part's `compute_dtype` set, parameters are gathered in that type; gradients are always reduced in fp32.
+    `groups` are gathered one by one, each with whether `free_after_forward` holds for it, the rest together. With
+    `dtype` parameters are gathered in that type; gradients are always reduced in fp32.
     """
     policy = MixedPrecisionPolicy()
-    if part.compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=part.compute_dtype, reduce_dtype=torch.float32)
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
-        "reshard_after_forward": free_after_forward,
     }
-    for block in part.model.blocks:
-        fully_shard(block, **options)
-    if not part.config.tie_word_embeddings:  # tied ones must stay in one group, that of the whole
-        if part.model.embed_tokens is not None:
-            fully_shard(part.model.embed_tokens, **options)
-        if part.model.norm is not None and part.lm_head is not None:
-            fully_shard([part.model.norm, part.lm_head], **options | {"reshard_after_forward": False})
-    fully_shard(part, **options)
+    for modules, free in groups:
+        fully_shard(modules, **options, reshard_after_forward=free_after_forward and free)
+    fully_shard(part, **options, reshard_after_forward=free_after_forward)
 
 
 def reduce_now(model: nn.Module, layout: Layout, last: bool) -> contextlib.AbstractContextManager[None]:

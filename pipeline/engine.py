@@ -24,18 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pipeline import data_parallel, tensor_parallel
+from pipeline import data_parallel, float8, tensor_parallel
 from pipeline.checkpoint import State
 from pipeline.compression import WITH_RESIDUALS, GradientHook
 from pipeline.config import Config
 from pipeline.groups import World, labels, make_mesh
 from pipeline.layout import Layout
 from pipeline.local_sgd import LocalSgd
-from pipeline.model import EMBEDDING, HEAD, Decoder, init_weights, loss_sum
+from pipeline.model import EMBEDDING, HEAD
 from pipeline.optimizer import LossScaler, fill_state, make_optimizer
 from pipeline.pipeline_parallel import Pipeline, add_from_peer
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from pipeline.task import DTYPES, Batch, Task, recompute
 
 
 def step_seed(seed: int, step: int, place: int, micro: int) -> int:
@@ -52,23 +51,24 @@ class Engine:
         config: Config,
         layout: Layout,
         world: World,
-        vocab_size: int,
+        task: Task,
         own: AbstractContextManager[None] | None = None,
     ) -> None:
         """`own` is entered around forward passes: this rank's own work, before it waits for others."""
         self.own: AbstractContextManager[None] = own or nullcontext()
-        self.config, self.layout, self.world = config, layout, world
+        self.config, self.layout, self.world, self.task = config, layout, world, task
         parallel = config.parallel
         whole = layout.pipeline == 1 and layout.tensor == 1
         mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
         self.groups = labels(mesh)
         """What each group that this engine talks in is for."""
-        self._cut_logits = layout.tensor > 1 and parallel.loss_parallel
+        self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
         self._place = layout.random_place(world.rank)
-        self._loss_weight = layout.data / (config.train.global_batch * config.data.sequence_length)
+        self._entries = task.per_step  # what the loss of the global batch is a sum over
+        self._batch: Batch = None
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
-        self.parts = [self._build(layout.stage_layers[number], mesh, vocab_size) for number in numbers]
+        self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
         self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
         fill_state(self.optimizer)
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
@@ -83,89 +83,94 @@ class Engine:
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
         elif mesh is None and parallel.local_sgd is not None:
-            self.replicas = LocalSgd(parallel.local_sgd, dict(self.parts[0].named_weights()))
+            self.replicas = LocalSgd(parallel.local_sgd, dict(task.weights(self.parts[0])))
         elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
             ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
-                self.replicas = GradientHook(parallel.hook, dict(self.parts[0].named_weights()), config.run.seed)
+                self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
                 self.replicas.register(ddp)
             self._fix_buckets()
 
-    def _build(self, layers: range, mesh: DeviceMesh | None, vocab_size: int) -> Decoder:
+    def _build(self, layers: range, mesh: DeviceMesh | None) -> nn.Module:
         """The part of the model with these blocks, with this rank's share of its weights."""
-        config, layout = self.config, self.layout
-        with torch.device("meta"):
-            part = Decoder(config.model, vocab_size, config.data.sequence_length, layers)
-        part.compute_dtype = DTYPES.get(config.train.precision)
+        config, layout, task = self.config, self.layout, self.task
+        part = task.build(layers)
+        if config.train.precision == "fp8":
+            float8.convert(task.blocks(part), self.world.device, layout.tensor)
         if mesh is not None and layout.tensor > 1:
-            tensor_parallel.cut(part, mesh["tp"], sequence=layout.sequence, keep_logits_cut=self._cut_logits)
-        for block in part.model.blocks:
-            block.recompute = config.parallel.activation_checkpointing
+            task.cut(part, mesh["tp"], layout)
+        for block in task.blocks(part):
+            recompute(block, config.parallel.activation_checkpointing)
             if config.train.compile:
                 block.compile()
         if mesh is not None and (layout.data > 1 or config.parallel.offload):
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
-            data_parallel.shard(part, over, free_after_forward=layout.zero == 3, offload=config.parallel.offload)
+            dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
+            groups = task.shard_groups(part)
+            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3, offload=offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        part.model.rotary.to(self.world.device)  # tables stay where they are used
-        init_weights(part, config.run.seed, config.model.initializer_range)
+        task.fill(part, self.world.device)
         return part
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def backward(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None] = lambda phase: None) -> Tensor:
+    def backward(self, batch: Batch, step: int, enter: Callable[[str], None] = lambda phase: None) -> Tensor:
         """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
 
-        tokens_BT1: int64 of shape (global_batch / data parallel size, sequence_length + 1), the same on all ranks
-        of a pipeline and of a tensor parallel group. Returns the mean loss over the global batch's tokens, float64,
-        the same on all ranks. `enter` is called with the name of each phase that begins.
+        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length), the same on
+        all ranks of a pipeline and of a tensor parallel group. Returns the mean loss over the global batch's tokens
+        (samples, entries), float64, the same on all ranks. `enter` is called with the name of each phase that begins.
         """
+        if (entries := self.task.entries(batch)) is not None:
+            dist.all_reduce(entries)
+            self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
         self._step = step
         if isinstance(self.replicas, GradientHook):
             self.replicas.step = step
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
-            mean = run(tokens_BT1, step, enter)
+            mean = run(batch, step, enter)
         enter("reduce")
         dist.all_reduce(mean)
         if self.layout.tensor > 1:
             self._settle_gradients()
         self._join_tied_gradients()
-        return mean / (self.layout.tensor * self.config.train.global_batch * self.config.data.sequence_length)
+        return mean / (self.layout.tensor * self._entries)
 
-    def _accumulate(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None]) -> Tensor:
+    def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        micro_batches = tokens_BT1.split(self.config.train.micro_batch)
-        for micro, micro_BT1 in enumerate(micro_batches):
+        micro_batches = self.task.micro_batches(batch, self.config.train.micro_batch)
+        for micro, piece in enumerate(micro_batches):
             torch.manual_seed(step_seed(self.config.run.seed, step, self._place, micro))
             with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter("forward")
                 with self.own:
-                    loss = loss_sum(self.model(micro_BT1[:, :-1]), micro_BT1[:, 1:])
+                    loss = self.task.loss(self.model(*self.task.inputs(piece)), piece)
                 enter("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
             total += _whole(loss.detach())
         return total
 
-    def _run_pipeline(self, tokens_BT1: Tensor, step: int, enter: Callable[[str], None]) -> Tensor:
+    def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
         assert self._pipeline is not None
         torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
         enter("pipeline")
-        losses = self._pipeline.run(tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        self._batch, inputs = batch, self.task.inputs(batch)
+        losses = self._pipeline.run(inputs, torch.arange(len(inputs[0]), device=self.world.device))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += _whole(loss.detach())
         return total / self._weight()
 
-    def _weighted_loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return loss_sum(logits_BTV, targets_BT) * self._weight()
+    def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
+        return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
 
     def _weight(self) -> float:
         """Factor of a micro-batch's summed loss before backward."""
-        return self._loss_weight * (1.0 if self.scaler is None else self.scaler.scale)
+        return self.layout.data / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _settle_gradients(self) -> None:
         """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""
@@ -229,10 +234,8 @@ class Engine:
         more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
-        length = self.config.data.sequence_length if self.config.train.compile else 1
-        rows = self.config.train.micro_batch if self.config.train.compile else 1
-        tokens_BT = torch.zeros((rows, length), dtype=torch.int64, device=self.world.device)
-        loss_sum(self.model(tokens_BT), tokens_BT).backward()
+        batch = self.task.smallest(self.world.device)
+        self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.replicas, GradientHook):
             self.replicas.commit(good=False)
@@ -266,7 +269,7 @@ class Engine:
         """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
         state: State = {}
         for part in self.parts:
-            for name, parameter in part.named_weights():
+            for name, parameter in self.task.weights(part):
                 if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
                     state[f"model.{name}"] = parameter.detach()
                     for key, value in self.optimizer.state[parameter].items():

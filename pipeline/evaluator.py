@@ -6,6 +6,8 @@ bits; the sums are gathered and added in batch order, in double precision. Each 
 first of a file from the end-of-text token, the first of any other window from the last token before it.
 Where training splits the model, one rank may not hold it, and evaluation splits it too: by ZeRO 3, on all ranks.
 
+A model of the user's own is evaluated the same way on its held-out samples (pipeline/samples.py).
+
 Bits per byte (loss in bits, per byte of UTF-8 text) does not depend on the tokenizer. Beside it stands the
 unigram figure: the entropy of the held-out tokens' own frequencies, in bits per byte: what a model that knew the
 frequencies of tokens, and nothing of their order, could reach at best.
@@ -14,25 +16,30 @@ frequencies of tokens, and nothing of their order, could reach at best.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from data_prep.manifest import Manifest, ShardEntry
+from data_prep.samples import SampleManifest
 from pipeline import checkpoint_files as files
 from pipeline import groups
 from pipeline.checkpoint import load, verified
 from pipeline.data_parallel import shard
-from pipeline.engine import DTYPES
 from pipeline.errors import CheckpointError
 from pipeline.files import write_json
 from pipeline.inputs import verify_shards
-from pipeline.model import Decoder, init_weights, loss_sum
+from pipeline.model import loss_sum
 from pipeline.run import Run
+from pipeline.samples import SampleHeldOut
 from pipeline.signals import StopFlag
+from pipeline.stages.evaluate import result_words
 from pipeline.stop import Agreement
+from pipeline.task import DTYPES, task_of
 
 IGNORED = -100
 """Target of padding: cross-entropy leaves it out."""
@@ -41,29 +48,27 @@ IGNORED = -100
 class Evaluator:
     """One rank of an evaluation; builds the model once and loads one checkpoint after another into it."""
 
-    def __init__(self, run: Run, manifest: Manifest, world: groups.World, flag: StopFlag) -> None:
-        self.run, self.manifest, self.world = run, manifest, world
+    def __init__(self, run: Run, manifest: Manifest | SampleManifest, world: groups.World, flag: StopFlag) -> None:
+        self.run, self.world = run, world
         self.group = groups.side_group()
         self.agreement = Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
-        with torch.device("meta"):
-            model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length)
-        model.compute_dtype = DTYPES.get(config.train.precision)
+        self.task = task = task_of(config, run.user_model, run.code, manifest)
+        model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
         if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
-            shard(model, init_device_mesh(world.device.type, (world.size,)), free_after_forward=True)
+            mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
+            shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        init_weights(self.model, config.run.seed, config.model.initializer_range)
-        self.windows = [
-            (s, start) for s in manifest.held_out for start in range(0, s.tokens, config.data.sequence_length)
-        ]
-        if config.evaluate.max_sequences is not None:
-            self.windows = self.windows[: config.evaluate.max_sequences]
-        self._maps = {
-            s.file: np.memmap(run.data / s.file, s.dtype, "r", s.offset, (s.tokens,)) for s in manifest.held_out
-        }
+        task.fill(self.model, world.device)
+        limit = config.evaluate.max_sequences
+        self.held_out: TextHeldOut | SampleHeldOut = (
+            TextHeldOut(run, manifest, world.device)
+            if isinstance(manifest, Manifest)
+            else SampleHeldOut(task, manifest, limit, world.device)
+        )
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
@@ -75,72 +80,88 @@ class Evaluator:
                 files.set_aside(self.run.checkpoints, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
-        load({f"model.{n}": p.detach() for n, p in self.model.named_weights()}, checkpoint, self.group)
+        load({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
         sums = self._batch_sums(step)
         if sums is None:
             return False
         if self.world.first:
-            tokens = sum(self._length(entry, start) for entry, start in self.windows)
-            loss = math.fsum(sums) / tokens
-            unigram_bits, text_bytes = self._unigram()
-            result = {
-                "step": step,
-                "loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),
-                "bits_per_byte": loss / math.log(2) * tokens / text_bytes,
-                "unigram_bits_per_byte": unigram_bits / text_bytes,
-                "tokens": tokens,
-                "bytes": text_bytes,
-                "checkpoint": sealed["sha256"],
-            }
+            result = {"step": step, **self.held_out.result(sums), "checkpoint": sealed["sha256"]}
             write_json(self.run.evaluation / f"{files.step_name(step)}.json", result)
-            self.run.event("evaluated", "evaluate", step=step, loss=loss, bits_per_byte=result["bits_per_byte"])
-            print(
-                f"step {step}: held-out loss {loss:.4f}, perplexity {result['perplexity']:.2f}, "
-                f"{result['bits_per_byte']:.4f} bits per byte (unigram {result['unigram_bits_per_byte']:.4f})",
-                flush=True,
-            )
+            known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
+            self.run.event("evaluated", "evaluate", step=step, **known)
+            print(result_words(result), flush=True)
         return True
 
-    def _batch_sums(self, step: int) -> list[float] | None:
-        """Summed loss of every batch, in batch order, on every rank; None where the ranks agreed to stop."""
+    @torch.no_grad()
+    def _batch_sums(self, step: int) -> list[dict[str, float]] | None:
+        """Sums of every batch, in batch order, on every rank; None where the ranks agreed to stop."""
         size = self.run.config.evaluate.batch
-        batches = range(0, len(self.windows), size)
-        mine: dict[int, float] = {}
+        batches = range(0, self.held_out.count, size)
+        mine: dict[int, dict[str, float]] = {}
         for first in range(0, len(batches), self.world.size):
             self.agreement.start()
             number = first + self.world.rank
             if number < len(batches):
                 start = batches[number]
-                mine[number] = self._batch_loss(self.windows[start : start + size])
+                mine[number] = self.held_out.sums(self.model, start, min(start + size, self.held_out.count))
             elif self.split:  # the others gather weights from this rank too
-                self._batch_loss(self.windows[:1])
+                self.held_out.sums(self.model, 0, 1)
             if self.agreement.stop():
                 return None
             if self.world.first and first // self.world.size % 10 == 0:
                 print(f"evaluating step {step}: batch {first}/{len(batches)}", flush=True)
-        merged: dict[int, float] = {}
+        merged: dict[int, dict[str, float]] = {}
         for part in groups.agree(self.group, lambda: mine):
             merged |= part
         return [merged[number] for number in range(len(batches))]
 
-    @torch.no_grad()
-    def _batch_loss(self, windows: list[tuple[ShardEntry, int]]) -> float:
-        length = self.run.config.data.sequence_length
+
+class TextHeldOut:
+    """The held-out windows of text; `sums` and `result` are what the evaluator asks."""
+
+    def __init__(self, run: Run, manifest: Manifest, device: torch.device) -> None:
+        self.config, self.manifest, self.device = run.config, manifest, device
+        length = self.config.data.sequence_length
+        self.windows = [(s, start) for s in manifest.held_out for start in range(0, s.tokens, length)]
+        if self.config.evaluate.max_sequences is not None:
+            self.windows = self.windows[: self.config.evaluate.max_sequences]
+        self.count = len(self.windows)
+        self._maps = {
+            s.file: np.memmap(run.data / s.file, s.dtype, "r", s.offset, (s.tokens,)) for s in manifest.held_out
+        }
+
+    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Summed loss of these windows."""
+        windows = self.windows[start:stop]
+        length = self.config.data.sequence_length
         inputs_BT = np.full((len(windows), length), self.manifest.eos_id, np.int64)
         targets_BT = np.full((len(windows), length), IGNORED, np.int64)
-        for row, (entry, start) in enumerate(windows):
-            tokens, count = self._maps[entry.file], self._length(entry, start)
-            targets_BT[row, :count] = tokens[start : start + count]
-            inputs_BT[row, 1:count] = tokens[start : start + count - 1]
-            if start > 0:
-                inputs_BT[row, 0] = tokens[start - 1]
-        logits_BTV = self.model(torch.from_numpy(inputs_BT).to(self.world.device))
-        return loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(self.world.device)).item()
+        for row, (entry, first) in enumerate(windows):
+            tokens, count = self._maps[entry.file], self._length(entry, first)
+            targets_BT[row, :count] = tokens[first : first + count]
+            inputs_BT[row, 1:count] = tokens[first : first + count - 1]
+            if first > 0:
+                inputs_BT[row, 0] = tokens[first - 1]
+        logits_BTV = model(torch.from_numpy(inputs_BT).to(self.device))
+        return {"loss": loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(self.device)).item()}
+
+    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Mean loss and what follows from it, from the sums of all batches."""
+        tokens = sum(self._length(entry, start) for entry, start in self.windows)
+        loss = math.fsum(part["loss"] for part in sums) / tokens
+        unigram_bits, text_bytes = self._unigram()
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) * tokens / text_bytes,
+            "unigram_bits_per_byte": unigram_bits / text_bytes,
+            "tokens": tokens,
+            "bytes": text_bytes,
+        }
 
     def _length(self, entry: ShardEntry, start: int) -> int:
         """Tokens of the window at `start`: the last one of a file is shorter."""
-        return min(self.run.config.data.sequence_length, entry.tokens - start)
+        return min(self.config.data.sequence_length, entry.tokens - start)
 
     def _evaluated(self) -> Iterator[tuple[ShardEntry, int]]:
         """Each held-out file and how many of its tokens the windows cover."""

@@ -1,7 +1,7 @@
 """Are the shards what the manifest says? Asked by all ranks together before anything reads them.
 
 A shard that fails is set aside under another name. So the shard stage counts as not done, and the next `resume`
-writes that one shard again, the same bytes as before.
+writes that one shard again, the same bytes as before. A file of the user's own samples is left where it is.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from data_prep.manifest import ShardEntry, check_shard
+from data_prep.manifest import Manifest, ShardEntry, check_shard, load_manifest
+from data_prep.samples import SampleFile, SampleManifest, check_file, load_sample_manifest
 from pipeline.errors import InputError
 from pipeline.groups import agree
 from pipeline.run import Run
 
 
-def verify_shards(run: Run, shards: Sequence[ShardEntry], group: dist.ProcessGroup, *, hashes: bool) -> None:
+def manifest_of(run: Run) -> Manifest | SampleManifest:
+    """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
+    return (
+        load_manifest(run.data) if run.config.model.target is None else load_sample_manifest(run.data / "manifest.json")
+    )
+
+
+def verify_shards(
+    run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, hashes: bool
+) -> None:
     """Check every shard once, split over the ranks. Raises InputError, on all ranks, naming the file."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def check() -> None:
         for entry in shards[rank::size]:
+            if isinstance(entry, SampleFile):
+                check_file(entry, hashes)
+                continue
             try:
                 check_shard(run.data, entry, hashes)
             except InputError as error:

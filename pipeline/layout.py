@@ -149,7 +149,7 @@ def layout_of(
         schedule=wanted.schedule,
         zero=wanted.zero,
         reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
-        sequence=wanted.sequence and tensor > 1,
+        sequence=wanted.sequence and tensor > 1 and config.model.target is None,
         stage_layers=split_layers(config, pipeline * virtual, vocab_size or 0),
     )
 
@@ -229,13 +229,17 @@ def _misfits(
     if (option := _between_replicas(config)) is not None and pipeline * tensor > 1:
         yield f"{option} is for whole replicas: parallel.pipeline ({pipeline}) and parallel.tensor ({tensor}) must be 1"
     if tensor > 1:
-        divided = {
-            "model.heads": model.heads,
-            "model.kv_heads": model.num_kv_heads,
-            "model.intermediate_size": model.ffn_size,
-            "the vocabulary (data.tokenizer.vocab_size)": vocab_size or 0,
-            "data.sequence_length": config.data.sequence_length if config.parallel.sequence else 0,
-        }
+        divided = (
+            {}
+            if model.target
+            else {
+                "model.heads": model.heads,
+                "model.kv_heads": model.num_kv_heads,
+                "model.intermediate_size": model.ffn_size,
+                "the vocabulary (data.tokenizer.vocab_size)": vocab_size or 0,
+                "data.sequence_length": config.data.sequence_length if config.parallel.sequence else 0,
+            }
+        )
         for name, size in divided.items():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
@@ -290,9 +294,10 @@ def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iter
 def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> list[str]:
     """Up to three layouts of `world` ranks that fit, the most similar first."""
     found = []
-    for pipeline in (n for n in range(1, min(world, config.model.layers, _MOST) + 1) if world % n == 0):
+    stages, cuts = (config.model.layers, config.model.heads) if config.model.target is None else (1, 1)
+    for pipeline in (n for n in range(1, min(world, stages, _MOST) + 1) if world % n == 0):
         rest = world // pipeline
-        for tensor in (n for n in range(1, min(rest, config.model.heads, _MOST) + 1) if rest % n == 0):
+        for tensor in (n for n in range(1, min(rest, cuts, _MOST) + 1) if rest % n == 0):
             data = world // pipeline // tensor
             if not list(_misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)):
                 away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(
@@ -323,8 +328,9 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
     block = model.dim * (heads + 3 * model.ffn_size) + model.heads * model.head_size * config.data.sequence_length
     extra = [0] * stages
-    extra[0] += model.dim
-    extra[-1] += model.dim * vocab_size
+    if model.target is None:
+        extra[0] += model.dim
+        extra[-1] += model.dim * vocab_size
     # so many blocks every stage gets in any case; only the rest is handed out one by one
     sizes = [max(1, model.layers // stages - max(extra) // block - 2)] * stages if stages > 1 else [model.layers]
     costs = [size * block + more for size, more in zip(sizes, extra, strict=True)]

@@ -41,6 +41,12 @@ def loss_words(line: Mapping[str, Any]) -> str:
     return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
 
 
+def speed_words(line: Mapping[str, Any]) -> str:
+    """How fast a step was: what its line counts per second."""
+    unit = "tokens" if "tokens_per_s" in line else "samples"
+    return f"{line[f'{unit}_per_s']:,.0f} {unit}/s"
+
+
 def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines beyond `step`: work that a restore of `step` loses."""
     return [line for line in read_jsonl(path) if line["step"] > step]

@@ -21,19 +21,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import checkpoint
 
 from pipeline.config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two parameters that may be tied."""
-_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 class Rotary(nn.Module):
@@ -126,28 +124,11 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
-        self.recompute = "none"
-        """What backward computes again: `none`, `selective` (all but matrix products and attention) or `full`."""
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Add attention's and the MLP's output to the residual stream."""
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._layer(x_BTD, rotary)
-        options: dict[str, Any] = {}
-        if self.recompute == "selective":
-            options["context_fn"] = lambda: checkpoint.create_selective_checkpoint_contexts(_keep_products)
-        result: Tensor = checkpoint.checkpoint(self._layer, x_BTD, rotary, use_reentrant=False, **options)
-        return result
-
-    def _layer(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
-
-
-def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Keep what is dear to compute; elementwise work is cheap to do again."""
-    keep = op in _KEPT or "scaled_dot_product" in str(op)
-    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Backbone(nn.Module):
@@ -232,15 +213,24 @@ def init_weights(model: Decoder, seed: int, std: float) -> None:
         if parameter.ndim == 1:
             parameter.fill_(1.0)
             continue
-        digest = hashlib.sha256(f"sluice init seed {seed} parameter {name}".encode()).digest()
-        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        values.normal_(0.0, residual_std if scaled else std, generator=generator)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(own_part(values, parameter))
-        else:
-            parameter.copy_(values)
+        generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
+        put(values.normal_(0.0, residual_std if scaled else std, generator=generator), parameter)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """What seeds the draw of one parameter's initial values."""
+    digest = hashlib.sha256(f"sluice init seed {seed} parameter {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def put(values: Tensor, parameter: Tensor) -> None:
+    """Write a whole parameter's `values` into it; of a DTensor, this rank's part."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(own_part(values, parameter))
+    else:
+        parameter.copy_(values)
 
 
 def own_part(values: Tensor, like: DTensor) -> Tensor:

@@ -28,6 +28,7 @@ Any change of the results is a change of :data:`ORDER_VERSION`, which checkpoint
 from __future__ import annotations
 
 import hashlib
+import heapq
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,29 @@ def indices_of(seed: int, samples: Int64Array, n: int) -> Int64Array:
 def sample_indices(seed: int, start: int, count: int, n: int) -> Int64Array:
     """Dataset indices, int64 of shape (count,), of the run-global samples `start` to `start + count - 1`."""
     return indices_of(seed, np.arange(start, start + count, dtype=np.int64), n)
+
+
+def deal(lengths: Int64Array, ranks: int) -> Int64Array:
+    """Which positions of a global batch each rank takes: int64 of shape (ranks, G / ranks), the longest sample first.
+
+    `lengths`: int64 of shape (G,). Longest processing time first (Graham, "Bounds on multiprocessing timing
+    anomalies", SIAM J. Appl. Math. 17 (1969)), with as many samples for each rank: from the longest to the shortest,
+    each goes to the rank with the least so far that has room, ties to the lower number. Where the greedy deal's largest
+    sum of lengths is larger than that of equal runs of positions (room makes that possible), those are taken.
+    """
+    room = len(lengths) // ranks
+    order = np.argsort(-lengths, kind="stable")
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for position in order.tolist():
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(position)
+        if len(hands[rank]) < room:
+            heapq.heappush(loads, (load + int(lengths[position]), rank))
+    dealt, plain = np.array(hands, dtype=np.int64), np.sort(order).reshape(ranks, room)
+    if lengths[dealt].sum(1).max() <= lengths[plain].sum(1).max():
+        return dealt
+    return np.take_along_axis(plain, np.argsort(-lengths[plain], axis=1, kind="stable"), axis=1)
 
 
 def _round_keys(seed: int, epoch: int) -> UInt64Array:

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from pipeline.layout import Layout
-from pipeline.model import Decoder
 
 NAMES = {
     "gpipe": "GPipe",
@@ -41,7 +40,7 @@ NAMES = {
 class _Stage(PipelineStage):
     def __init__(
         self,
-        part: Decoder,
+        part: nn.Module,
         number: int,
         stages: int,
         device: torch.device,
@@ -61,7 +60,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[Decoder],
+        parts: Sequence[nn.Module],
         numbers: Sequence[int],
         layout: Layout,
         device: torch.device,
@@ -69,7 +68,7 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         own: AbstractContextManager[None],
     ) -> None:
-        """`parts` are the stages `numbers` of this rank; `loss(logits, targets)` of one micro-batch is a scalar.
+        """`parts` are the stages `numbers` of this rank; `loss(outputs, rows)` of one micro-batch is a scalar.
 
         `own` is entered around each stage's forward.
         """
@@ -81,12 +80,15 @@ class Pipeline:
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
-    def run(self, inputs_BT: Tensor, targets_BT: Tensor) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses on the rank with the last stage, elsewhere []."""
+    def run(self, inputs: tuple[Tensor, ...], rows_B: Tensor) -> list[Tensor]:
+        """Forward and backward of all micro-batches; their losses on the rank with the last stage, elsewhere [].
+
+        `rows_B`: which samples of the batch `inputs` stand for; the loss of a micro-batch is told its own.
+        """
         losses: list[Tensor] = []
         self._schedule.step(
-            *([inputs_BT] if self.first else []),
-            target=targets_BT if self.last else None,
+            *(inputs if self.first else ()),
+            target=rows_B if self.last else None,
             losses=losses if self.last else None,
             return_outputs=False,
         )

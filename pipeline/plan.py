@@ -10,10 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.config import Config
 from pipeline.layout import Layout, layout_of
+from pipeline.run import CODE_ROOT
+from pipeline.user_model import found_for
 
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
@@ -208,6 +211,7 @@ def _ring(size: int, ranks: int) -> int:
 
 def plan(config: Config) -> Iterator[str]:
     """The lines of the plan."""
+    found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
     parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
@@ -221,6 +225,10 @@ def plan(config: Config) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
+    if config.model.target is not None:
+        yield ""
+        yield f"memory and communication of {config.model.target} are not estimated"
+        return
     single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
     orders = actions(layout) if layout.pipeline > 1 else single
     yield ""

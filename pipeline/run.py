@@ -40,6 +40,7 @@ from pipeline.config import Config, Sharing
 from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
 from pipeline.errors import UserError, storage_error
 from pipeline.files import append_line, read_jsonl, write_atomic
+from pipeline.user_model import UserModel, found_for
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
 """The folder that holds submit.py and the packages: a checkout, or a run's `code/`."""
@@ -113,6 +114,8 @@ class Run:
         config = with_absolute_paths(config)
         os.umask(_UMASK[config.run.sharing])
         run = cls(config.run.root / config.run.name)
+        if not run.config_file.exists():
+            found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
         run.path.mkdir(parents=True, exist_ok=True)
         with open(run.path / ".creating", "w") as lock:
             _flock(lock.fileno(), fcntl.LOCK_EX)  # two at once: the second finds the run made
@@ -127,9 +130,9 @@ class Run:
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
+            run.__dict__["config"] = config  # as it would be read back
             run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
-            run.__dict__["config"] = config  # as it would be read back
             run.event("created", config=str(run.config_file))
         return run
 
@@ -188,9 +191,15 @@ class Run:
                     "start a new run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
+        found_for(changed, [self.code])
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))
         self.event("changed", set=flatten(changes))
         self.__dict__["config"] = changed
+
+    @cached_property
+    def user_model(self) -> UserModel | None:
+        """The module in the run's code that gives its model; None where that is the decoder."""
+        return found_for(self.config, [self.code])
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -277,7 +286,13 @@ class Run:
     # -- code --------------------------------------------------------------------------------------------
 
     def snapshot_code(self) -> None:
-        """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced."""
+        """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
+
+        With a model of the user's own, its top-level package is copied, too.
+        """
+        model = found_for(self.config, [Path.cwd(), CODE_ROOT])
+        if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
+            raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
         new = self.path / f".code.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -288,6 +303,12 @@ class Run:
                 shutil.copytree(source, new / entry, ignore=ignore)
             elif source.is_file():
                 shutil.copy2(source, new / entry)
+        if model is not None and not (new / model.root.name).exists():
+            if model.root.is_dir():
+                no_code = shutil.ignore_patterns(".*", "__pycache__", "*.h5", "*.hdf5", self.config.run.root.name)
+                shutil.copytree(model.root, new / model.root.name, ignore=no_code)
+            else:
+                shutil.copy2(model.root, new)
         commit = _git("rev-parse", "HEAD")
         if commit is not None:
             (new / "COMMIT").write_text(commit)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from pipeline.model import Decoder
 
 
-class _Replicated(ParallelStyle):
+class Replicated(ParallelStyle):
     """Parameters are the same on all ranks, and so are inputs and outputs, as local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -53,7 +53,7 @@ def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: boo
     `keep_logits_cut`, else whole local tensors.
     """
     stream = Shard(1) if sequence else Replicate()
-    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else _Replicated()
+    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "model.norm": norm,

@@ -21,6 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data_prep.manifest import Manifest
+from data_prep.samples import SampleManifest
 from pipeline import groups
 from pipeline.checkpoint import Checkpointer
 from pipeline.communication import Meter
@@ -33,18 +34,19 @@ from pipeline.guard import Guard, recent
 from pipeline.inputs import verify_shards
 from pipeline.layout import layout_of
 from pipeline.metrics import Metrics, lost_lines, rewind
-from pipeline.model import flops_per_token
 from pipeline.optimizer import learning_rate, set_learning_rate
 from pipeline.order import ORDER_VERSION
 from pipeline.run import Run
+from pipeline.samples import SampleDataset
 from pipeline.signals import StopFlag
 from pipeline.stop import Agreement, Clock, SaveRequest
 from pipeline.stragglers import OwnTime, Stragglers
+from pipeline.task import Batch, task_of
 from pipeline.watchdog import Watchdog
 from slurm.environment import Place, time_left
 
 
-def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
+def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """What makes a training this training, wherever and however long it runs: kept in each checkpoint."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
@@ -63,7 +65,7 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        manifest: Manifest,
+        manifest: Manifest | SampleManifest,
         place: Place,
         world: groups.World,
         flag: StopFlag,
@@ -72,8 +74,8 @@ class Trainer:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
         self.run, self.config, self.world = run, config, world
-        self.layout = layout_of(config, world.size, place.local_world_size, manifest.vocab_size)
-        self.tokens_per_step = config.train.global_batch * config.data.sequence_length
+        self.layout = layout_of(config, world.size, place.local_world_size, getattr(manifest, "vocab_size", None))
+        self.task = task_of(config, run.user_model, run.code, manifest)
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)
@@ -92,16 +94,12 @@ class Trainer:
             on_saved=self._log_saved,
         )
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
-        self.dataset = TokenDataset(
-            [ShardSpan(run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train],
-            config.data.sequence_length,
-        )
-        self.engine = Engine(config, self.layout, world, manifest.vocab_size, self.own)
+        self.dataset = self._dataset(manifest)
+        self.engine = Engine(config, self.layout, world, self.task, self.own)
         self.meter: Meter | None = None
         if world.first and world.size > 1:
             ddp = isinstance(self.engine.model, DistributedDataParallel)
             self.meter = Meter(self.engine.groups, world.device, ddp)
-        self.flops_per_token = flops_per_token(config.model, manifest.vocab_size, config.data.sequence_length)
         self.samples_consumed = 0
         self.start_step = self._restore()
         self.guard = self._make_guard()
@@ -110,19 +108,25 @@ class Trainer:
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
 
+    def _dataset(self, manifest: Manifest | SampleManifest) -> TokenDataset | SampleDataset:
+        if isinstance(manifest, SampleManifest):
+            return SampleDataset(manifest)
+        spans = [ShardSpan(self.run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train]
+        return TokenDataset(spans, self.config.data.sequence_length)
+
     # -- one step ----------------------------------------------------------------------------------------
 
-    def step(self, step: int, tokens_BT1: torch.Tensor) -> dict[str, Any]:
+    def step(self, step: int, batch: Batch) -> dict[str, Any]:
         """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
 
-        tokens_BT1: int64 of shape (global_batch / data parallel size, sequence_length + 1).
+        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length).
         """
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(engine.optimizer, lr)
         if self.meter is not None:
             self.meter.begin()
-        mean_loss = engine.backward(tokens_BT1, step, lambda phase: self._enter(step, phase))
+        mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase))
         grad_norm = engine.clip(config.optimizer.clip_norm)
         self.agreement.start()
         # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
@@ -133,7 +137,7 @@ class Trainer:
         engine.update(norm, good=bad is None)
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
-        line["tokens"] = step * self.tokens_per_step
+        line[self.task.unit] = step * self.task.per_step
         if self.meter is not None:
             line |= self.meter.take()
         return line if bad is None else {**line, "skipped": bad}
@@ -166,14 +170,14 @@ class Trainer:
         with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
 
-    def _loop(self, tokens: Iterator[torch.Tensor], batches: Batches) -> Exit:
+    def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
         if self.world.first:
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s)
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")
-            line = self.step(step, next(tokens))
+            line = self.step(step, next(ready))
             self._enter(step, "agree")
             stopping = self.agreement.stop()
             end, saved_s = time.perf_counter(), self._checkpoint_s
@@ -199,10 +203,10 @@ class Trainer:
         if "skipped" in line:
             self._print(f"step {step} is left out: {line['skipped']}")
         elif step % self.config.train.log_every == 0 or step == 1:
-            tokens_per_s = self.tokens_per_step / seconds
+            speed = f"{self.task.per_step / seconds:,.0f} {self.task.unit}/s"
             self._print(
                 f"step {step}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
-                f"lr {line['lr']:.2e}  {tokens_per_s:,.0f} tokens/s"
+                f"lr {line['lr']:.2e}  {speed}"
             )
 
     def _leave(self, step: int) -> Exit:
@@ -224,12 +228,12 @@ class Trainer:
         return Exit.STOPPED
 
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
-        tokens_per_s = self.tokens_per_step / step_s
+        per_s = self.task.per_step / step_s
         values = {
             "step_time_s": round(step_s, 6),
             "data_wait_s": round(data_wait_s, 6),
-            "tokens_per_s": round(tokens_per_s, 1),
-            "tflops": round(tokens_per_s * self.flops_per_token / 1e12, 6),
+            f"{self.task.unit}_per_s": round(per_s, 1),
+            **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
             "memory_gb": round(self._memory_gb(), 3),
         }
         if self._checkpoint_s:

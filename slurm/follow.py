@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from data_prep.manifest import shard_progress
 from pipeline.files import last_object
-from pipeline.metrics import loss_words
+from pipeline.metrics import loss_words, speed_words
 from pipeline.run import Run
+from pipeline.stages.shard import counts
 
 if TYPE_CHECKING:  # importing submitit takes time
     from slurm.submission import LocalJob
@@ -30,7 +30,7 @@ PLAIN_EVERY_S = 10.0
 def position(run: Run, stage: str) -> tuple[float, float, str]:
     """Done, total (0: unknown) and a few words about a running stage."""
     if stage == "shard":
-        done, total = shard_progress(run.data)
+        done, total = counts(run)
         return done, total, f"{done}/{total} units"
     if stage == "train":
         steps = run.config.train.steps
@@ -41,8 +41,7 @@ def position(run: Run, stage: str) -> tuple[float, float, str]:
         return (
             last["step"],
             steps,
-            f"step {last['step']}/{steps}  {loss_words(last)}  {last['tokens_per_s']:,.0f} tokens/s  "
-            f"{clock(left)} left",
+            f"step {last['step']}/{steps}  {loss_words(last)}  {speed_words(last)}  {clock(left)} left",
         )
     return 0, 0, "running"
 

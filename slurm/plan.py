@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.config import Config, StageResources
 from pipeline.config_file import dump_config
 from pipeline.layout import layout_of
-from pipeline.run import Run, with_absolute_paths
+from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load
+from pipeline.user_model import found_for
 from slurm.sbatch import script
 
 _MASK = "*****"
@@ -48,14 +50,17 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """
     config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
-    train, ranks = config.train, config.stages.train.ranks
+    train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
+    model, length = config.model, config.data.sequence_length
+    arrays, batch = f"sequences of {length} tokens", f"sequences ({train.global_batch * length:,} tokens)"
+    what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
+    if own is not None:
+        arrays, batch, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
-        f"data      {', '.join(config.data.sources)}: sequences of {config.data.sequence_length} tokens",
-        f"model     {config.model.layers} layers, dim {config.model.dim}, {config.model.heads} heads "
-        f"({config.model.num_kv_heads} kv), {train.precision}",
-        f"training  {train.steps} steps of {train.global_batch} sequences "
-        f"({train.global_batch * config.data.sequence_length:,} tokens): {ranks} ranks × "
+        f"data      {', '.join(config.data.sources)}: {arrays}",
+        f"model     {what}, {train.precision}",
+        f"training  {train.steps} steps of {train.global_batch} {batch}: {ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]

@@ -18,7 +18,7 @@ from pipeline import stages, sweep
 from pipeline.checkpoint_files import saved_steps
 from pipeline.files import read_jsonl, write_atomic
 from pipeline.run import Run
-from pipeline.stages.evaluate import read_result
+from pipeline.stages.evaluate import read_result, result_words
 from slurm import html
 from slurm.cluster import uses_slurm
 from slurm.follow import clock
@@ -31,16 +31,11 @@ _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
 
 
 def outcome(run: Run) -> str:
-    """What the newest evaluation says, against the unigram figure."""
+    """What the newest evaluation says."""
     for step in saved_steps(run.checkpoints):
         result = read_result(run, step)
         if result is not None:
-            ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
-            return (
-                f"step {step}: held-out loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, "
-                f"{result['bits_per_byte']:.3f} bits per byte, {ratio:.2f} × the unigram "
-                f"{result['unigram_bits_per_byte']:.3f}"
-            )
+            return result_words(result)
     return "not evaluated yet"
 
 
@@ -134,7 +129,8 @@ def print_report(run: Run, console: Console) -> None:
 
 
 def _evaluations(run: Run) -> list[list[str]]:
-    keys = ("loss", "perplexity", "bits_per_byte")
     found = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
+    shown = ("loss", "perplexity", "bits_per_byte") if run.config.model.target is None else found[0] if found else ()
+    keys = [key for key in shown if key not in ("step", "samples", "entries", "checkpoint")]
     rows = [[str(result["step"]), *(f"{result[key]:.4f}" for key in keys)] for result in found]
     return [["step", *keys], *rows] if rows else []

@@ -17,7 +17,7 @@ from pipeline import stages
 from pipeline.errors import UserError
 from pipeline.files import last_object
 from pipeline.run import Run
-from pipeline.stages.evaluate import newest_result
+from pipeline.stages.evaluate import figure, newest_result
 from pipeline.sweep import points
 from slurm.states import JobState, call, query
 
@@ -94,8 +94,9 @@ def point_table(run: Run) -> list[list[str]]:
         result, last = newest_result(point), last_object(point.metrics)
         steps = f"{last['step'] if last else 0}/{point.config.train.steps}"
         loss = f"{last['loss']:.4f}" if last and last["loss"] is not None else "-"
-        bits = f"{result['bits_per_byte']:.4f}" if result else "-"
-        order = result["bits_per_byte"] if result else float("inf")
+        bits = f"{figure(result)[1]:.4f}" if result else "-"
+        order = figure(result)[1] if result else float("inf")
         rows.append((order, [point.path.name, *(str(v) for v in values.values()), steps, loss, bits]))
-    header = ["point", *sweep.points()[0], "steps", "loss", "bits per byte"]
+    compared = "bits per byte" if run.config.model.target is None else "held-out loss"
+    header = ["point", *sweep.points()[0], "steps", "loss", compared]
     return [header, *(cells for _, cells in sorted(rows, key=lambda row: row[0]))]

@@ -38,9 +38,10 @@ def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple
     """The engine after `steps` steps, and each step's loss and gradient norm."""
     from pipeline.engine import Engine
     from pipeline.layout import layout_of
+    from pipeline.task import Task
 
     layout = layout_of(config, world.size, place.local_world_size, VOCAB)
-    engine = Engine(config, layout, world, VOCAB)
+    engine = Engine(config, layout, world, Task(config, VOCAB))
     return engine, train_on(engine, place, 0, steps)
 
 

@@ -43,6 +43,7 @@ def engine_of(place: Place, config: Config) -> Any:
     from pipeline import data_parallel, groups
     from pipeline.engine import Engine
     from pipeline.layout import layout_of
+    from pipeline.task import Task
 
     world = groups.World(place.rank, place.world_size, __import__("torch").device("cpu"), "gloo")
     if not dist.is_initialized():
@@ -50,7 +51,8 @@ def engine_of(place: Place, config: Config) -> Any:
         world = groups.join(place, config)
         whole = data_parallel.replicated
         data_parallel.replicated = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
-    return Engine(config, layout_of(config, world.size, place.local_world_size, VOCAB), world, VOCAB)
+    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+    return Engine(config, layout, world, Task(config, VOCAB))
 
 
 def plain(value: Any) -> Any:

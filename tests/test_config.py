@@ -218,7 +218,7 @@ train:
   stepps: 3
   micro_batch: "4"
   precision:
-    fp8
+    fp4
   deterministic: no
 optimizer: {betas: [0.9], lr: .inf, schedule: [1]}
 site: {account: 0123, color: red}
@@ -235,7 +235,7 @@ modle: {}
             "run.yaml:3: train.steps is missing; it should be a whole number greater than 0",
             "run.yaml:4: train.stepps: there is no such key; did you mean steps?",
             'run.yaml:5: train.micro_batch: "4" should be a whole number greater than 0',
-            'run.yaml:7: train.precision: "fp8" should be one of fp32, bf16, fp16',
+            'run.yaml:7: train.precision: "fp4" should be one of fp32, bf16, fp16, fp8',
             'run.yaml:8: train.deterministic: "no" should be true or false',
             "run.yaml:9: optimizer.betas.1 is missing; it should be a number at least 0 and less than 1",
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
@@ -500,7 +500,9 @@ def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 def configs(draw: st.DrawFn) -> Config:
     nodes, tasks, micro, accumulate = (draw(st.integers(1, 4)) for _ in range(4))
     stage = st.fixed_dictionaries({"nodes": st.just(nodes), "tasks_per_node": st.just(tasks)}, optional={"time": TIME})
-    train = some(precision=st.sampled_from(["fp32", "bf16", "fp16"]), threads=POSITIVE, deterministic=st.booleans())
+    train = some(
+        precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]), threads=POSITIVE, deterministic=st.booleans()
+    )
     return Config.model_validate(
         {
             "run": {"name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True))}

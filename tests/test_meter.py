@@ -48,9 +48,10 @@ def account(config: Config, place: Place, world: Any, late_s: float) -> dict[str
 
     from pipeline.communication import Meter
     from pipeline.engine import Engine
+    from pipeline.task import Task
 
     layout = layout_of(config, world.size, place.local_world_size, VOCAB)
-    engine = Engine(config, layout, world, VOCAB)
+    engine = Engine(config, layout, world, Task(config, VOCAB))
     meter = Meter(engine.groups, world.device, isinstance(engine.model, DistributedDataParallel))
     for step, batch in list(enumerate(batches(config), 1))[:2]:
 

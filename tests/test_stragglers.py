@@ -18,9 +18,9 @@ from tests.tiny import make_run, stage_rank, write_config
 
 def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> int:
     """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
-    from pipeline import engine
+    from pipeline import task
 
-    loss_sum = engine.loss_sum
+    loss_sum = task.loss_sum
     calls = 0
 
     def delayed(*arguments: object) -> object:
@@ -30,7 +30,7 @@ def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> i
             time.sleep(0.06)
         return loss_sum(*arguments)  # type: ignore[arg-type]
 
-    engine.loss_sum = delayed  # type: ignore[assignment]
+    task.loss_sum = delayed  # type: ignore[assignment]
     return stage_rank(place, path, "train")
 
 

@@ -76,7 +76,7 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
         assert ours[1] == pytest.approx(loss, rel=1e-5) and ours[2] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
     more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)

@@ -40,6 +40,25 @@ def newest_result(run: Run) -> dict[str, Any] | None:
     return next((result for step in saved_steps(run.checkpoints) if (result := read_result(run, step))), None)
 
 
+def result_words(result: Mapping[str, Any]) -> str:
+    """An evaluation in one line, text against the unigram figure."""
+    words = f"step {result['step']}: held-out loss {result['loss']:.4f}"
+    if "bits_per_byte" not in result:
+        known = ("step", "loss", "samples", "entries", "checkpoint")
+        return words + "".join(f", {name} {value:.4f}" for name, value in result.items() if name not in known)
+    ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
+    return (
+        f"{words}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
+        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}"
+    )
+
+
+def figure(result: Mapping[str, Any]) -> tuple[str, float]:
+    """What evaluations are compared by, the less the better: bits per byte of text, else the loss."""
+    name, key = ("bits per byte", "bits_per_byte") if "bits_per_byte" in result else ("held-out loss", "loss")
+    return name, result[key]
+
+
 def wanted(run: Run, which: str | None) -> list[int]:
     """The steps to evaluate: `which` is a number, `newest`, `every`, or None for what the config says.
 
@@ -77,19 +96,22 @@ def progress(run: Run) -> str:
     if run.config.data.held_out == 0:
         return "nothing is held out (data.held_out: 0)"
     result = newest_result(run)
-    return f"step {result['step']}: {result['bits_per_byte']:.3f} bits per byte" if result else "-"
+    if result is None:
+        return "-"
+    name, value = figure(result)
+    return f"step {result['step']}: {name} {value:.3f}"
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
-    from data_prep.manifest import load_manifest
     from pipeline import groups
     from pipeline.evaluator import Evaluator
+    from pipeline.inputs import manifest_of
 
     if run.config.data.held_out == 0:
         print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
         return Exit.DONE
-    manifest = load_manifest(run.data)
+    manifest = manifest_of(run)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
     steps = groups.from_rank0(groups.side_group(), wanted(run, options.get("step")))

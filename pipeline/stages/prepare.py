@@ -1,10 +1,14 @@
-"""Stage prepare: fix the tokenizer and the work units before anything is sharded (one process)."""
+"""Stage prepare: fix the tokenizer and the work units before anything is sharded (one process).
+
+For a model of the user's own: list and look at the files of its samples.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
 
+from data_prep import samples
 from data_prep.manifest import prepare_missing
 from pipeline.errors import Exit
 from pipeline.run import Run
@@ -16,12 +20,15 @@ NEEDS: tuple[str, ...] = ()
 
 def missing(run: Run) -> str | None:
     """Why prepare is not done; None when tokenizer and units validate."""
+    if run.user_model is not None:
+        return samples.prepare_missing(run.config.data, run.user_model, run.data, run.code / "data_prep")
     return prepare_missing(run.config.data, run.data, run.code / "data_prep")
 
 
 def progress(run: Run) -> str:
     """A phrase for `status`."""
-    return "tokenizer and work units fixed" if missing(run) is None else "-"
+    what = "tokenizer and work units" if run.user_model is None else "files of samples"
+    return f"{what} fixed" if missing(run) is None else "-"
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
@@ -30,6 +37,14 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
 
     gc.enable()
     flag.leave_at_once()
-    if place.rank == 0:
-        prepare(run.config.data, run.data, log=lambda text: print(text, flush=True))
+    if place.rank > 0:
+        return Exit.DONE
+
+    def log(text: str) -> None:
+        print(text, flush=True)
+
+    if run.user_model is not None:
+        samples.prepare(run.config.data, run.user_model, run.data, log)
+    else:
+        prepare(run.config.data, run.data, log)
     return Exit.DONE

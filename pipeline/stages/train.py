@@ -41,9 +41,9 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         nonlocal since
         startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
 
-    from data_prep.manifest import load_manifest
     from pipeline import groups, health
     from pipeline.failure import report_error
+    from pipeline.inputs import manifest_of
     from pipeline.trainer import Trainer
     from pipeline.watchdog import Watchdog
 
@@ -55,7 +55,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
 
     watchdog = Watchdog(run.stage_folder("train"), place.rank, run.config.recovery, flag, stuck)
     watchdog.start()
-    manifest = load_manifest(run.data)
+    manifest = manifest_of(run)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
     mark("rendezvous")

@@ -1,0 +1,111 @@
+"""A small vision transformer (Dosovitskiy et al., arXiv 2010.11929) as a model of one's own: images to classes.
+
+`pipeline/user_model.py` says what each name here is for. Shapes: B images of C channels and H × W pixels, cut into T
+square patches: tokens of width D. The class is read from the mean over the tokens, so there is no class token.
+
+    python examples/make_images.py runs/images.h5
+    python submit.py examples/vit.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from pipeline.tensor_parallel import Replicated
+
+ARRAYS = ("images", "labels")
+INPUTS = ("images",)
+CUTS = True
+
+
+class Patches(nn.Module):
+    """uint8 images (B, C, H, W) to tokens (B, T, D), with a learned place for each."""
+
+    def __init__(self, size: int, channels: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Linear(channels * patch * patch, width)
+        self.place = nn.Parameter(torch.empty((size // patch) ** 2, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Cut, flatten, project."""
+        pixels = images.to(self.place.dtype) / 127.5 - 1
+        patches = pixels.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # B, C, rows, p, columns, p
+        return self.proj(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.place
+
+
+class Block(nn.Module):
+    """Attention over all tokens, then an MLP, both on normalised input and added to the stream."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) to the same; the number of heads follows from the tensor, which may be cut."""
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.dropout(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class ViT(nn.Module):
+    """The blocks `layers`, with the patches before the first of all and the classifier after the last."""
+
+    def __init__(self, options: dict[str, Any], layers: range) -> None:
+        super().__init__()
+        width, last = options["width"], options["layers"] == layers.stop
+        self.patches = None
+        if layers.start == 0:
+            self.patches = Patches(options["size"], options["channels"], options["patch"], width)
+        self.blocks = nn.ModuleDict({str(i): Block(width, options["heads"], options["dropout"]) for i in layers})
+        self.norm = nn.LayerNorm(width) if last else None
+        self.classes = nn.Linear(width, options["classes"]) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images, or tokens of the part before, to tokens, or logits (B, classes)."""
+        x = x if self.patches is None else self.patches(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.norm is None or self.classes is None else self.classes(self.norm(x).mean(1))
+
+
+def build(options: dict[str, Any], layers: range) -> ViT:
+    """The model, or a part of it."""
+    return ViT(options, layers)
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy in nats, summed over the images."""
+    return F.cross_entropy(outputs.float(), batch["labels"].long(), reduction="sum")
+
+
+def metrics(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """How many images got the right class."""
+    return {"accuracy": (outputs.argmax(-1) == batch["labels"]).sum()}
+
+
+def blocks(model: ViT) -> list[nn.Module]:
+    """The transformer's blocks."""
+    return list(model.blocks.values())
+
+
+def tensor_plan(options: dict[str, Any]) -> dict[str, Any]:
+    """Attention by heads, the MLP by its hidden width; the rest is whole."""
+    plan: dict[str, Any] = {"patches": Replicated(), "norm": Replicated(), "classes": Replicated()}
+    for name in ("norm1", "norm2"):
+        plan[f"blocks.*.{name}"] = Replicated()
+    for name in ("q", "k", "v", "up"):
+        plan[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in ("out", "down"):
+        plan[f"blocks.*.{name}"] = RowwiseParallel()
+    return plan
