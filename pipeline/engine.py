@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,10 @@ from pipeline.layout import Layout
 from pipeline.local_sgd import LocalSgd
 from pipeline.model import EMBEDDING, HEAD
 from pipeline.optimizer import LossScaler, fill_state, make_optimizer
-from pipeline.pipeline_parallel import Pipeline, add_from_peer
 from pipeline.task import DTYPES, Batch, Task, recompute
+
+if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
+    from pipeline.pipeline_parallel import Pipeline
 
 
 def step_seed(seed: int, step: int, place: int, micro: int) -> int:
@@ -78,6 +80,8 @@ class Engine:
         """What is between whole replicas instead of gradients."""
         self._pipeline: Pipeline | None = None
         if layout.pipeline > 1 and mesh is not None:
+            from pipeline.pipeline_parallel import Pipeline
+
             self._stage_group = mesh.get_group("pp")
             self._pipeline = Pipeline(
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
@@ -259,6 +263,8 @@ class Engine:
             embedding.grad.add_(copy.grad)
             copy.grad.copy_(embedding.grad)
         elif first or copy is not None:
+            from pipeline.pipeline_parallel import add_from_peer
+
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
             add_from_peer(_local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)

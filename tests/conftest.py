@@ -13,8 +13,15 @@ import pytest
 
 from tests.cluster import Cluster
 
-LONGEST_FIRST = ("test_chaos", "test_slurm", "test_sweep", "test_slurm_views", "test_succession", "test_mpi_launch")
-"""Files that mostly wait for Slurm: begun first, they end while others compute."""
+LONGEST_FIRST = (
+    "test_chaos", "test_doors", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
+    "test_succession", "test_mpi_launch", "test_parallel",
+)  # fmt: skip
+"""Files that mostly wait, for Slurm or others: begun first, they end while others compute."""
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # many processes on few cores: their threads would only wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

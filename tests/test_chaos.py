@@ -28,6 +28,7 @@ SHORT = (
     faults.fill_the_disk,
     faults.time_limit,
     faults.crash_a_node,
+    faults.cut_a_network,
 )
 
 
@@ -58,8 +59,8 @@ def live_through(
 
 @pytest.mark.timeout(1500)
 def test_one_of_each_kind(tmp_path: Path) -> None:
-    told = live_through(tmp_path, SHORT, seed=11)
-    assert {t.fault for t in told} == {f.__name__ for f in (*faults.QUICK, *faults.SLOW)}
+    told = live_through(tmp_path, SHORT, seed=11, netns=True)
+    assert {t.fault for t in told} == {f.__name__ for f in (*faults.QUICK, *faults.SLOW, faults.cut_a_network)}
 
 
 @pytest.mark.long
@@ -73,9 +74,3 @@ def test_drawn_faults(tmp_path: Path, seed: int) -> None:
 @pytest.mark.timeout(1500)
 def test_preempted_three_times_on_four_nodes(tmp_path: Path) -> None:
     live_through(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_a_network_that_is_cut(tmp_path: Path) -> None:
-    live_through(tmp_path, [faults.cut_a_network, faults.kill_a_rank], seed=3, netns=True)

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from pipeline import float8
+from pipeline.config import Config
 from pipeline.errors import UserError
-from tests.layouts import tiny_config, train_rank
+from slurm.environment import Place
+from tests.layouts import tiny_config, train
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -60,15 +62,26 @@ def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.Mo
         float8.convert([], CPU, tensor=1)
 
 
+def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of three steps under each config."""
+    from pipeline import groups
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(place, configs[0])
+    return [train(place, config, world, 3)[1] for config in configs]
+
+
 def test_layouts_stay_near_one_process() -> None:
-    """With and without recomputation: sharded, cut by tensor, a pipeline; matrices of 64 × 64 and more."""
-    model, train = {"dim": 64, "intermediate_size": 128}, {"global_batch": 8, "micro_batch": 2}
+    """Sharded, cut by tensor, a pipeline that recomputes; matrices of 64 × 64 and more."""
+
+    def config(ranks: int, precision: str, **parallel: Any) -> Config:
+        sizes = {"dim": 64, "layers": 2, "intermediate_size": 128}
+        batch = {"global_batch": 4, "micro_batch": 2, "precision": precision}
+        return tiny_config(ranks, model=sizes, parallel=parallel, train=batch)
+
     cases: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2}, {"pipeline": 2, "activation_checkpointing": "full"}]
-    configs = [tiny_config(2, model=model, parallel=case, train={**train, "precision": "fp8"}) for case in cases]
-    exact, alone = run_ranks(
-        1, train_rank, [tiny_config(1, model=model, train={**train, "precision": name}) for name in ("fp32", "fp8")]
-    )[0]
+    exact, alone = run_ranks(1, float8_rank, [config(1, "fp32"), config(1, "fp8")])[0]
     assert exact != alone
-    for trained in [alone, *run_ranks(2, train_rank, configs, timeout=200)[0]]:
+    for trained in [alone, *run_ranks(2, float8_rank, [config(2, "fp8", **case) for case in cases])[0]]:
         for (loss, norm), (want, want_norm) in zip(trained, exact, strict=True):
             assert loss == pytest.approx(want, rel=5e-3) and norm == pytest.approx(want_norm, rel=0.1)

@@ -119,7 +119,8 @@ def test_bytes_are_those_of_the_plan() -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=["dp", "zero", "tp", "pp"])
 def test_waiting_for_a_late_rank_is_exposed(parallel: dict[str, Any]) -> None:
-    found = run_ranks(2, metered_rank, [tiny_config(2, parallel=parallel, model=SIZES)], 1.5)
+    config = tiny_config(2, parallel=parallel, model=SIZES, train={"micro_batch": 8})
+    found = run_ranks(2, metered_rank, [config], 1.5)
     assert found[0][0]["exposed_comm_s"] > 1.0, found[0][0]
     assert found[1][0]["seconds"] - found[1][0]["exposed_comm_s"] > 1.4, "sleeping is no waiting"
 
