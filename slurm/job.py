@@ -8,6 +8,8 @@ without grace, after a node failure) `Restarts` is one more than this process wa
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,9 +41,16 @@ class JobFacts:
 
 
 def job_facts(job_id: str) -> JobFacts | None:
-    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say."""
-    text = call("scontrol", "show", "job", job_id)
-    return None if text is None else parse_facts(text)
+    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say, twice."""
+    command = ("scontrol", "show", "job", job_id)
+    text = call(*command)
+    if text is None:  # a busy controller refuses now and then, and a cause would be told wrong for it
+        time.sleep(0.5)
+        text = call(*command)
+    if text is None:
+        print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
+        return None
+    return parse_facts(text)
 
 
 def parse_facts(text: str) -> JobFacts:
