@@ -118,12 +118,19 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def backward(self, batch: Batch, step: int, enter: Callable[[str], None] = lambda phase: None) -> Tensor:
+    def backward(
+        self,
+        batch: Batch,
+        step: int,
+        enter: Callable[[str], None] = lambda phase: None,
+        also: Callable[[], float] = float,
+    ) -> Tensor:
         """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
 
         batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length), the same on
-        all ranks of a pipeline and of a tensor parallel group. Returns the mean loss over the global batch's tokens
-        (samples, entries), float64, the same on all ranks. `enter` is called with the name of each phase that begins.
+        all ranks of a pipeline and of a tensor parallel group. `enter` is called with the name of each phase that
+        begins. Returns float64 of shape (2,), the same on all ranks: the mean loss over the global batch's tokens
+        (samples, entries), and the sum of what `also()` says on each rank, which costs no message of its own.
         """
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
@@ -135,11 +142,13 @@ class Engine:
             run = self._run_pipeline if self._pipeline else self._accumulate
             mean = run(batch, step, enter)
         enter("reduce")
-        dist.all_reduce(mean)
+        sums = torch.stack([mean, torch.full_like(mean, also())])
+        dist.all_reduce(sums)
         if self.layout.tensor > 1:
             self._settle_gradients()
         self._join_tied_gradients()
-        return mean / (self.layout.tensor * self._entries)
+        sums[0] /= self.layout.tensor * self._entries
+        return sums
 
     def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""
