@@ -80,7 +80,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     def step(number: int) -> float:
         loss = engine.backward(tokens_BT1, number)
         norm = engine.clip(config.optimizer.clip_norm)
-        values: list[float] = torch.stack([loss[0], norm.double()]).tolist()
+        values: list[float] = torch.stack([loss, norm.double()]).tolist()
         engine.update(values[1])
         return values[0]
 

@@ -68,6 +68,7 @@ class Engine:
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
         self._place = layout.random_place(world.rank)
         self._entries = task.per_step  # what the loss of the global batch is a sum over
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = None
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
@@ -123,14 +124,14 @@ class Engine:
         batch: Batch,
         step: int,
         enter: Callable[[str], None] = lambda phase: None,
-        also: Callable[[], float] = float,
+        hand: Callable[[], bool] = bool,
     ) -> Tensor:
         """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
 
         batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length), the same on
         all ranks of a pipeline and of a tensor parallel group. `enter` is called with the name of each phase that
-        begins. Returns float64 of shape (2,), the same on all ranks: the mean loss over the global batch's tokens
-        (samples, entries), and the sum of what `also()` says on each rank, which costs no message of its own.
+        begins. Returns the mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all
+        ranks; NaN where `hand()` was true on any rank (pipeline/stop.py), and `loss_again` has the loss then.
         """
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
@@ -140,15 +141,23 @@ class Engine:
             self.replicas.step = step
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
-            mean = run(batch, step, enter)
+            self._loss = run(batch, step, enter)
         enter("reduce")
-        sums = torch.stack([mean, torch.full_like(mean, also())])
-        dist.all_reduce(sums)
+        loss = self._mean(self._loss * math.nan if hand() else self._loss)
         if self.layout.tensor > 1:
             self._settle_gradients()
         self._join_tied_gradients()
-        sums[0] /= self.layout.tensor * self._entries
-        return sums
+        return loss
+
+    def loss_again(self) -> Tensor:
+        """What `backward` would have returned had nobody raised a hand; all ranks call it."""
+        return self._mean(self._loss)
+
+    def _mean(self, part: Tensor) -> Tensor:
+        """All ranks' parts of a summed loss as the mean over the global batch."""
+        total = part.clone()
+        dist.all_reduce(total)
+        return total / (self.layout.tensor * self._entries)
 
     def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""

@@ -1,11 +1,11 @@
 """Stopping together: the ranks agree at a step boundary, and everybody leaves alike.
 
 A signal may reach one rank, some, or all, at different moments; a rank that simply left would hang the others
-in their next collective. So a signal only sets a flag (pipeline/signals.py). Once a step each rank contributes its
-votes: a number that travels with the loss, in the all-reduce over all ranks that a step has anyway, and is read with
-it. (On a group of their own votes cost each rank 0.5 ms of processor time per step.) Any vote to stop stops all ranks
-after the same step; then they save together. Where there is no loss to travel with, at the start and in an evaluation,
-:meth:`Agreement.start` and :meth:`Agreement.stop` use a small Gloo group.
+in their next collective. So a signal only sets a flag (pipeline/signals.py), and a rank with something to say raises
+its hand: in the all-reduce of the loss, which a step has anyway, it gives NaN instead of its part. All ranks read NaN
+then, tell each other on a small Gloo group what they know (:meth:`Agreement.start`, :meth:`Agreement.stop`), and take
+the sum of the loss again. So a step in which nobody has anything to say pays nothing; an exchange in each step cost a
+rank 0.5 ms of processor time. Where one rank wants to stop, all stop after the same step and save together.
 
 Ranks do not only wait for signals: a job knows when it ends (:class:`Clock`), and stops while there is time for the
 save that it has measured. A save that cannot end in time any more is left out: the one before it counts.
@@ -25,7 +25,7 @@ from pipeline.signals import OWN_CLOCK, SIGNALS, StopFlag
 SPARE_S = 10.0
 """Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
 REASONS = (None, OWN_CLOCK, *(number.name for number in SIGNALS))
-"""Where ranks have different ones, the last one here holds."""
+"""Why ranks stop, by number; where they have different reasons, the last one here holds."""
 
 
 class Clock:
@@ -61,51 +61,37 @@ class Clock:
 
 
 class Agreement:
-    """Once per step: `votes()` on every rank, their sum to `count()`: then all ranks know the same."""
+    """What any rank knows, known to all: every rank calls `start`, and some time later `stop`."""
 
     def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Clock | None = None) -> None:
         self.flag, self.group = flag, group
         self.clock = clock or Clock(flag, None, None)
         self.wants_save: Callable[[], bool] = lambda: False
         """Asked once a step: whether this rank knows of a request to save."""
-        self.stopping = self.save = self.too_late = False
-        """Whether any rank wanted to stop, wanted a save, would find a save cut off."""
-        self._base = dist.get_world_size(group) + 1
-        self._sum: torch.Tensor | None = None
+        self.reason: str | None = None
+        """Why the ranks stop: a signal's name, or `OWN_CLOCK`; None while none wants to."""
+        self.save = self.too_late = False
+        """Whether any rank wanted a save; whether any would find a save cut off."""
+        self._votes: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
-    def votes(self) -> float:
-        """What this rank knows now: three digits, of which each has room for the sum over all ranks.
-
-        One number, since Gloo's time for so small a message grows with its elements: eight took 1 ms more than one.
-        """
-        stop = bool(self.flag) or self.clock.due()
-        return float(stop + self._base * (self.wants_save() + self._base * self.clock.too_late()))
-
-    def count(self, total: float) -> None:
-        """Take the sum of all ranks' votes."""
-        rest, stop = divmod(int(total), self._base)
-        late, save = divmod(rest, self._base)
-        self.stopping, self.save, self.too_late = stop > 0, save > 0, late > 0
+    def hand(self) -> bool:
+        """Whether this rank has something to say; costs microseconds."""
+        return bool(self.flag) or self.clock.due() or self.wants_save()
 
     def start(self) -> None:
-        """Contribute this rank's votes, on the side group."""
-        self._sum = torch.tensor(self.votes(), dtype=torch.float64)
-        self._work = dist.all_reduce(self._sum, group=self.group, async_op=True)
+        """Contribute what this rank knows now."""
+        mine = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
+        self._votes = torch.tensor([REASONS.index(mine), self.wants_save(), self.clock.too_late()])
+        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop(self) -> bool:
-        """Whether any rank wanted to stop when it called `start`."""
-        assert self._sum is not None and self._work is not None, "start first"
+        """Whether any rank wanted to stop when it called `start`; sets `reason`, `save` and `too_late`."""
+        assert self._votes is not None and self._work is not None, "start first"
         self._work.wait()
-        self.count(self._sum.item())
-        return self.stopping
-
-    def reason(self) -> str | None:
-        """Why the ranks stop, the same on all (which all call it): a signal's name, or `OWN_CLOCK`."""
-        mine = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
-        index = torch.tensor(REASONS.index(mine))
-        dist.all_reduce(index, dist.ReduceOp.MAX, group=self.group)
-        return REASONS[int(index)]
+        reason, save, too_late = self._votes.tolist()
+        self.reason, self.save, self.too_late = REASONS[reason], save > 0, too_late > 0
+        return self.reason is not None
 
 
 class SaveRequest:
@@ -116,15 +102,17 @@ class SaveRequest:
     def __init__(self, run: Run) -> None:
         self.file = run.save_file
         self._next = 0.0
+        self._asked = False
 
     def __call__(self) -> bool:
         """Whether there is a request; asks the file system once a second at most."""
         now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + self.EVERY_S
-        return self.file.exists()
+        if not self._asked and now >= self._next:
+            self._next = now + self.EVERY_S
+            self._asked = self.file.exists()
+        return self._asked
 
     def honoured(self) -> None:
         """Forget the request: its save has begun."""
         self.file.unlink(missing_ok=True)
+        self._asked = False

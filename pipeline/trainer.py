@@ -126,11 +126,15 @@ class Trainer:
         set_learning_rate(engine.optimizer, lr)
         if self.meter is not None:
             self.meter.begin()
-        sums = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.votes)
+        mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         grad_norm = engine.clip(config.optimizer.clip_norm)
         # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
-        loss, votes, norm = torch.cat([sums, grad_norm.double().view(1)]).tolist()
-        self.agreement.count(votes)
+        loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
+        self.agreement.save = False
+        if math.isnan(loss):  # on all ranks alike: one of them has something to say, or the loss is not a number
+            self.agreement.start()
+            self.agreement.stop()
+            loss = engine.loss_again().item()
         overflow = engine.scaler is not None and not math.isfinite(norm)  # the scaler leaves such a step out by itself
         bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
         self.checkpointer.wait_staged()
@@ -182,7 +186,7 @@ class Trainer:
             self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
             self._look_back(step, end - previous_end - saved_s, batches.data_wait_s, line)
             previous_end = end
-            if self.agreement.stopping and step < steps:
+            if self.agreement.reason is not None and step < steps:
                 return self._leave(step)
             due = step % every == 0 or self.agreement.save
             if step == steps or (due and not self.guard.in_a_row):  # a row of bad steps may end in a return
@@ -214,9 +218,8 @@ class Trainer:
             why_not = f"too late to save: a save takes {self.clock.save_s:.1f} s"
         elif self.guard.in_a_row:
             why_not = "in a row of bad steps, which may end in a return"
-        reason = self.agreement.reason()
         if self.world.first:
-            self.run.event("stop_requested", "train", step=step, signal=reason)
+            self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
             if why_not is not None:
                 self.run.event("save_skipped", "train", step=step, reason=why_not)
         if why_not is None:

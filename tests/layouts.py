@@ -95,5 +95,5 @@ def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[flo
         loss = engine.backward(batch.chunk(engine.layout.data)[part], step)
         norm = engine.clip(engine.config.optimizer.clip_norm)
         engine.update(norm.item())
-        results.append((loss[0].item(), norm.item()))
+        results.append((loss.item(), norm.item()))
     return results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,26 +185,3 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
     monkeypatch.setattr(job.time, "sleep", sleep)
     monkeypatch.setattr(job.time, "monotonic", lambda: now)
     assert job.requeue("12", 2) == believed
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4096])
-def test_votes_of_many_ranks_stay_apart_in_their_sum(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline import stop
-    from pipeline.signals import StopFlag
-
-    monkeypatch.setattr(stop.dist, "get_world_size", lambda group: ranks)
-    flag = StopFlag()
-    clock = stop.Clock(flag, None, None)
-    agreement = stop.Agreement(flag, None, clock)  # type: ignore[arg-type]
-    kinds = list(product((0, 1, ranks), repeat=3))
-    for stopping, saving, late in kinds:
-        total = 0.0
-        for rank in {0, ranks - 1}:
-            times = 1 if rank == 0 else ranks - 1  # all but the first vote as the last does
-            flag.reason = "SIGTERM" if rank < stopping else None
-            agreement.wants_save = lambda rank=rank, saving=saving: rank < saving  # type: ignore[misc]
-            monkeypatch.setattr(clock, "too_late", lambda rank=rank, late=late: rank < late)
-            total += times * agreement.votes()
-        agreement.count(total)
-        found = (agreement.stopping, agreement.save, agreement.too_late)
-        assert found == (stopping > 0, saving > 0, late > 0), (stopping, saving, late)

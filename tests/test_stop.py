@@ -1,0 +1,105 @@
+"""The agreement between ranks: a hand that is raised, and what all know after it (real ranks over Gloo)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.run import Run
+from pipeline.stop import SaveRequest
+from slurm.environment import Place
+from tests.layouts import tiny_config
+from tests.ranks import run_ranks
+
+SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
+    # signals by rank, seconds left by rank, ranks that want a save; what all must know: reason, save, too late
+    ({}, {}, set(), (None, False, False)),
+    ({1: "SIGUSR1"}, {}, set(), ("SIGUSR1", False, False)),
+    ({2: "SIGTERM", 0: "SIGUSR2"}, {}, {1}, ("SIGUSR2", True, False)),
+    ({}, {2: 5.0}, set(), ("time limit", False, False)),
+    ({0: "SIGTERM"}, {1: 5.0}, set(), ("SIGTERM", False, False)),
+    ({}, {0: -1.0}, set(), ("time limit", False, True)),
+    ({}, {0: 1000.0}, {0}, (None, True, False)),
+]
+HANDS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
+
+
+def agree_rank(place: Place) -> list[Any]:
+    """What each of SAID leads to on this rank, and whether it raised its hand."""
+    from pipeline import groups
+    from pipeline.signals import StopFlag
+    from pipeline.stop import Agreement, Clock
+
+    groups.join(place, tiny_config(3, train={"global_batch": 12}))
+    group, found = groups.side_group(), []
+    for signals, left, saves, _ in SAID:
+        flag = StopFlag()
+        flag.since = time.monotonic()
+        flag.reason = signals.get(place.rank)
+        agreement = Agreement(flag, group, Clock(flag, left.get(place.rank), None))
+        agreement.wants_save = lambda asked=place.rank in saves: asked  # type: ignore[misc]
+        hand = agreement.hand()
+        agreement.start()
+        stopping = agreement.stop()
+        assert stopping == (agreement.reason is not None)
+        found.append(((agreement.reason, agreement.save, agreement.too_late), hand))
+    return found
+
+
+def test_all_ranks_know_what_any_of_them_knew() -> None:
+    for rank, found in enumerate(run_ranks(3, agree_rank)):
+        for (signals, left, saves, expected), (known, hand) in zip(SAID, found, strict=True):
+            assert known == expected
+            assert hand == (rank in signals or rank in saves or left.get(rank, 1000.0) < 10)
+
+
+def hand_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
+    """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
+    from pipeline import groups
+    from pipeline.engine import Engine
+    from pipeline.layout import layout_of
+    from pipeline.task import Task
+    from tests.layouts import VOCAB, batches
+
+    world = groups.join(place, configs[0])
+    found: list[list[tuple[float, float, float]]] = []
+    for config in configs:
+        layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        engine = Engine(config, layout, world, Task(config, VOCAB))
+        mine = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]
+        found.append([])
+        for up in HANDS:
+            loss = engine.backward(mine, 1, hand=lambda up=up: place.rank in up)  # type: ignore[misc]
+            norm = engine.clip(None).item()
+            engine.optimizer.zero_grad(set_to_none=True)
+            found[-1].append((loss.item(), engine.loss_again().item(), norm))
+    return found
+
+
+def test_a_raised_hand_is_seen_by_all_and_changes_no_bit() -> None:
+    layouts: list[dict[str, Any]] = [{}, {"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
+    configs = [tiny_config(4, parallel=parallel) for parallel in layouts]
+    ranks = run_ranks(4, hand_rank, configs)
+    for number in range(len(configs)):
+        plain, _, norm = ranks[0][number][0]
+        for rank in range(4):
+            for up, (loss, again, norm_then) in zip(HANDS, ranks[rank][number], strict=True):
+                assert (loss != loss) == bool(up), "not a number exactly where a hand is up"
+                assert (again, norm_then) == (plain, norm)
+
+
+def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    request = SaveRequest(run)
+    assert not request()
+    run.save_file.touch()
+    assert not request(), "the file system is asked once a second"
+    monkeypatch.setattr(SaveRequest, "EVERY_S", 0.0)
+    request = SaveRequest(run)
+    assert request() and request()
+    request.honoured()
+    assert not run.save_file.exists() and not request()
