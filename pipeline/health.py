@@ -83,7 +83,7 @@ def check_together(place: Place, world: World, group: dist.ProcessGroup) -> None
     """All ranks, within a bound: `group` (Gloo, with PATIENCE) names who does not come; then the training's own group.
 
     Raises NodeError for the first host that did not come: on rank 0, or elsewhere where that is rank 0's; else
-    PeerLostError.
+    PeerLostError, which blames nobody.
     """
     try:
         dist.monitored_barrier(group, timeout=TOGETHER, wait_all_ranks=True)
@@ -96,6 +96,9 @@ def check_together(place: Place, world: World, group: dist.ProcessGroup) -> None
         host = place.hosts[node] if node < len(place.hosts) else f"node {node}"
         raise NodeError(f"{host}: rank {rank} did not come within {TOGETHER}: {error}", host) from error
     total = torch.ones(1 << 16, device=world.device)
-    dist.all_reduce(total)
+    try:
+        dist.all_reduce(total, async_op=True).wait(TOGETHER)
+    except RuntimeError as error:
+        raise PeerLostError(f"an all-reduce over {world.size} ranks did not end within {TOGETHER}: {error}") from error
     if not bool((total == world.size).all()):
-        raise NodeError(f"an all-reduce over {world.size} ranks gives {total.min():g} to {total.max():g}")
+        raise PeerLostError(f"an all-reduce over {world.size} ranks gives {total.min():g} to {total.max():g}")

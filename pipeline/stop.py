@@ -13,6 +13,8 @@ save that it has measured. A save that cannot end in time any more is left out: 
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable
 
@@ -41,23 +43,31 @@ class Clock:
         self.step_s = 0.0
         """Longest of the last steps."""
         self.save_s = 0.0
-        """Longest save so far."""
+        """Longest save so far; known to rank 0, which measures it."""
+        self.saving = False
+        """Whether a save is in flight; the next one begins after it."""
+        self._steps = 0
 
     def due(self) -> bool:
         """Whether the job must stop now to save within its time limit."""
-        wanted = 2 * self.step_s + 1.5 * self.save_s + SPARE_S
+        wanted = 2 * self.step_s + 2.5 * self.save_s + SPARE_S
         return self.end is not None and time.monotonic() + wanted >= self.end
 
-    def too_late(self) -> bool:
-        """Whether a save begun now would be cut off."""
+    def left_s(self) -> float:
+        """Seconds until this rank is ended, as far as it knows."""
         ends = [self.end] if self.end is not None else []
         if self.flag.at is not None and self.grace_s is not None:
             ends.append(self.flag.at + self.grace_s)
-        return bool(ends) and time.monotonic() + self.save_s >= min(ends)
+        return min(ends) - time.monotonic() if ends else math.inf
+
+    def needed_s(self) -> float:
+        """Seconds that a save takes which is asked for now."""
+        return 2 * self.save_s if self.saving else self.save_s
 
     def stepped(self, seconds: float) -> None:
-        """Count a step; old ones fade."""
-        self.step_s = max(seconds, 0.9 * self.step_s)
+        """Count a step. Old ones fade, and the first one of a start, which compiles, with the next."""
+        self.step_s = seconds if self._steps < 2 else max(seconds, 0.9 * self.step_s)
+        self._steps += 1
 
 
 class Agreement:
@@ -71,7 +81,7 @@ class Agreement:
         self.reason: str | None = None
         """Why the ranks stop: a signal's name, or `OWN_CLOCK`; None while none wants to."""
         self.save = self.too_late = False
-        """Whether any rank wanted a save; whether any would find a save cut off."""
+        """Whether any rank wanted a save; whether a save would be cut off on any."""
         self._votes: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -82,15 +92,16 @@ class Agreement:
     def start(self) -> None:
         """Contribute what this rank knows now."""
         mine = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
-        self._votes = torch.tensor([REASONS.index(mine), self.wants_save(), self.clock.too_late()])
+        votes = [REASONS.index(mine), self.wants_save(), -self.clock.left_s(), self.clock.needed_s()]
+        self._votes = torch.tensor(votes, dtype=torch.float64)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop(self) -> bool:
         """Whether any rank wanted to stop when it called `start`; sets `reason`, `save` and `too_late`."""
         assert self._votes is not None and self._work is not None, "start first"
         self._work.wait()
-        reason, save, too_late = self._votes.tolist()
-        self.reason, self.save, self.too_late = REASONS[reason], save > 0, too_late > 0
+        reason, save, minus_left_s, needed_s = self._votes.tolist()
+        self.reason, self.save, self.too_late = REASONS[int(reason)], save > 0, needed_s >= -minus_left_s
         return self.reason is not None
 
 
@@ -102,17 +113,22 @@ class SaveRequest:
     def __init__(self, run: Run) -> None:
         self.file = run.save_file
         self._next = 0.0
-        self._asked = False
+        self._asked = self._answering = False
 
     def __call__(self) -> bool:
         """Whether there is a request; asks the file system once a second at most."""
         now = time.monotonic()
-        if not self._asked and now >= self._next:
+        if not (self._asked or self._answering) and now >= self._next:
             self._next = now + self.EVERY_S
-            self._asked = self.file.exists()
+            self._asked = os.path.exists(self.file)  # unlike Path.exists quiet where a file server stutters
         return self._asked
 
-    def honoured(self) -> None:
-        """Forget the request: its save has begun."""
-        self.file.unlink(missing_ok=True)
-        self._asked = False
+    def begun(self) -> None:
+        """A save begins, which answers a request."""
+        self._asked, self._answering = False, self._asked
+
+    def done(self) -> None:
+        """A checkpoint is there: the request that it answers is forgotten, and not before."""
+        if self._answering:
+            self.file.unlink(missing_ok=True)
+            self._answering = False

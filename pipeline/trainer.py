@@ -255,12 +255,13 @@ class Trainer:
         started = time.perf_counter()
         self._enter(step, "save")
         self.metrics.sync()
+        self.checkpointer.finish()
+        self.clock.saving = True
+        self.save_request.begun()
         state, replicas = self.engine.saved_state()
         extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
-        if self.world.first and self.agreement.save:
-            self.save_request.honoured()
 
     def _restore(self) -> int:
         """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
@@ -285,6 +286,8 @@ class Trainer:
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
+            saves = [event["seconds"] for event in self.run.read_events("train") if event["event"] == "saved"]
+            self.clock.save_s = saves[-1] if saves else 0.0
             lost = lost_lines(self.run.metrics, step)
             if lost:  # noted before it is cut, so that no crash in between loses it twice
                 self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
@@ -311,7 +314,8 @@ class Trainer:
         return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
 
     def _log_saved(self, step: int, seconds: float) -> None:
-        self.clock.save_s = max(self.clock.save_s, seconds)
+        self.clock.save_s, self.clock.saving = max(self.clock.save_s, seconds), False
+        self.save_request.done()
         self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
         self._print(f"saved step {step} ({seconds:.2f} s)")
 

@@ -7,7 +7,8 @@ the same moment, since in a collective one that is stuck stops all. Who caused i
 (`blame`, for the supervisor).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
-times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand).
+times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a
+collective may take before it fails by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipeline.errors import Exit
 from pipeline.files import write_json
 from pipeline.signals import StopFlag
 
-LEAST_S, TIMES = 300.0, 20.0
+LEAST_S, TIMES, MOST_S = 300.0, 20.0, 6000.0
 OTHERS_S = 3.0
 """How long, beyond the longest step, a rank that noticed waits before it leaves: the others then write their files, too
 (one that is stuck early in a step has been in its phase for longer than those that wait for it)."""
@@ -44,7 +45,7 @@ class Watchdog:
         """`folder`: where `hang-rank-N.json` goes; `leave(message)`: reports the error (the process ends after it)."""
         self.file = folder / f"hang-rank-{rank}.json"
         self.rank, self.limits, self.flag, self._leave = rank, limits, flag, leave
-        self._longest_s = 0.0
+        self._longest_s, self._steps = 0.0, 0
         self._now = (0, 0, "start", time.monotonic())  # step, phase's number in it, name, since: replaced as a whole
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)
@@ -60,8 +61,9 @@ class Watchdog:
         self._now = (step, number + 1 if step == last else 0, phase, time.monotonic())
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long; the limit follows the longest of the last ones."""
-        self._longest_s = max(seconds, 0.95 * self._longest_s)
+        """A step took so long; the limit follows the longest of the last ones, but for the first, which compiles."""
+        self._longest_s = seconds if self._steps < 2 else max(seconds, 0.95 * self._longest_s)
+        self._steps += 1
 
     def close(self) -> None:
         """Stop watching."""
@@ -75,7 +77,7 @@ class Watchdog:
             return self.limits.start_s
         if phase == "save":
             return self.limits.save_s
-        return self.limits.hang_s or max(LEAST_S, TIMES * self._longest_s)
+        return self.limits.hang_s or min(MOST_S, max(LEAST_S, TIMES * self._longest_s))
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.limit_s("step") / 4)):

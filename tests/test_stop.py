@@ -101,5 +101,34 @@ def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypat
     monkeypatch.setattr(SaveRequest, "EVERY_S", 0.0)
     request = SaveRequest(run)
     assert request() and request()
-    request.honoured()
+    request.begun()
+    assert run.save_file.exists() and not request(), "its save is under way; killed now, the next start would find it"
+    request.done()
     assert not run.save_file.exists() and not request()
+    run.save_file.touch()
+    request.done()
+    assert run.save_file.exists() and request(), "one that no save has answered"
+
+
+def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pipeline import stop
+    from pipeline.signals import StopFlag
+
+    now = 0.0
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now)
+    flag = StopFlag()
+    clock = stop.Clock(flag, 100.0, 20.0)
+    for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
+        clock.stepped(seconds)
+        assert clock.step_s == pytest.approx(longest)
+    clock.save_s = 8.0
+    assert (clock.left_s(), clock.needed_s(), clock.due()) == (100.0, 8.0, False)
+    now = 70.0
+    assert clock.due(), "10 spare, two steps, and two saves with room: one may be in flight"
+    flag.reason, flag.at = "SIGTERM", 75.0
+    now = 80.0
+    assert clock.left_s() == 15.0
+    clock.saving = True
+    assert clock.needed_s() == 16.0

@@ -88,7 +88,7 @@ class Story:
 
     def go(self, faults: Sequence[Callable[[Scene], str | None]]) -> list[Told]:
         """Submit the training, bring about the faults one after another, wait for the end; what was told of each."""
-        scene = Scene(self.cluster, self.run, self.folder / "chaos", self.random)
+        scene = self.scene = Scene(self.cluster, self.run, self.folder / "chaos", self.random)
         submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
         told: list[Told] = []
         for fault in faults:
@@ -163,6 +163,11 @@ class Story:
                 damaged.discard(event["step"])
             elif event["event"] == "restored" and event["step"] in damaged:
                 wrong.append(f"the damaged checkpoint {event['step']} was loaded")
+        if unseen := set(self.scene.damaged) - {event["step"] for event in events if event["event"] == "damaged"}:
+            wrong.append(f"damage to the checkpoints {sorted(unseen)} was not seen")
+        skipped = {line["position"] for line in self.decisions() if line["decision"] == "skip"}
+        if len(skipped) != self.scene.poisoned:
+            wrong.append(f"{len(skipped)} steps were left out, {self.scene.poisoned} were poisoned")
         if (found := digest(self.run)) != undisturbed:
             wrong.append(f"the digest is {found}, undisturbed {undisturbed}")
         return wrong

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -32,6 +32,9 @@ class Scene:
     """Where `inject/` looks."""
     random: random.Random
     filler: Path | None = None
+    poisoned: int = 0
+    damaged: list[int] = field(default_factory=list)
+    """What was really done: steps poisoned; steps of checkpoints that were damaged."""
 
     @property
     def job(self) -> str:
@@ -53,7 +56,7 @@ class Scene:
 
     def inject(self, kind: str, **more: object) -> None:
         """Leave a fault for a rank; it happens once."""
-        rank = 0 if "rename" in str(more.get("phase")) else self.random.randrange(RANKS)
+        rank = 0 if kind == "skew" or "rename" in str(more.get("phase")) else self.random.randrange(RANKS)
         (self.folder / "done.json").unlink(missing_ok=True)
         temporary = self.folder / "inject.tmp"
         temporary.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
@@ -137,22 +140,23 @@ def die_in_a_save(scene: Scene) -> str:
 
 def damage_the_newest_checkpoint(scene: Scene) -> str:
     """A file of the newest checkpoint is truncated, flipped or gone when the training starts again."""
+    scene.wait("a second checkpoint", lambda: len(saved_steps(scene.run.checkpoints)) > 1)
     ranks = scene.ranks()
     for process in ranks.values():
         process.send_signal(signal.SIGSTOP)  # nothing is saved while it is being damaged
-    newest = scene.run.checkpoints / step_name(newest_step(scene.run.checkpoints))
-    if len(saved_steps(scene.run.checkpoints)) > 1:
-        file = scene.random.choice(sorted(newest.iterdir()))
-        size = file.stat().st_size
-        how = scene.random.choice(["truncated", "flipped", "missing"])
-        if how == "missing":
-            file.unlink()
-        elif how == "truncated":
-            os.truncate(file, size // 2)
-        else:
-            content = bytearray(file.read_bytes())
-            content[scene.random.randrange(size)] ^= 1 << scene.random.randrange(8)
-            file.write_bytes(content)
+    step = newest_step(scene.run.checkpoints)
+    file = scene.random.choice(sorted((scene.run.checkpoints / step_name(step)).iterdir()))
+    size = file.stat().st_size
+    how = scene.random.choice(["truncated", "flipped", "missing"])
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        os.truncate(file, size // 2)
+    else:
+        content = bytearray(file.read_bytes())
+        content[scene.random.randrange(size)] ^= 1 << scene.random.randrange(8)
+        file.write_bytes(content)
+    scene.damaged.append(step)
     for process in ranks.values():
         process.kill()
     return "crashed"
@@ -175,10 +179,11 @@ def fill_the_disk(scene: Scene) -> str:
 
 def poison_a_step(scene: Scene) -> None:
     """The loss of one rank is no number, once."""
+    decided = len(list(read_jsonl(scene.run.decisions)))
     scene.inject("nan")
     scene.wait("the bad step", scene.happened)
-    decided = len(list(read_jsonl(scene.run.decisions)))
-    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions))) >= max(1, decided), 20)
+    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions))) > decided, 20)
+    scene.poisoned += 1
 
 
 def sleep_for_ever(scene: Scene) -> str:
@@ -189,7 +194,7 @@ def sleep_for_ever(scene: Scene) -> str:
 
 
 def skew_a_clock(scene: Scene) -> str:
-    """One rank's clock goes an hour ahead from the next start on."""
+    """The clock of rank 0, which writes what happens, goes an hour ahead in the next start."""
     scene.inject("skew")
     kill_a_rank(scene)
     return "crashed"
@@ -215,4 +220,4 @@ QUICK: tuple[Callable[[Scene], str | None], ...] = (
     sleep_for_ever,
     skew_a_clock,
 )
-SLOW: tuple[Callable[[Scene], str | None], ...] = (crash_a_node, time_limit, fill_the_disk)
+SLOW: tuple[Callable[[Scene], str | None], ...] = (crash_a_node, time_limit, fill_the_disk, cut_a_network)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("CHAOS", "/nonexistent"))
@@ -84,7 +85,14 @@ def patch_checkpoint(module):
     module.dcp.save, module.Checkpointer._commit = dying_write, dying_commit
 
 
+def patch_run(module):
+    if SKEWED:
+        true_now = module.now
+        module.now = lambda: (datetime.fromisoformat(true_now()) + timedelta(hours=1)).strftime("%FT%T.000Z")
+
+
 PATCHES = {
+    "pipeline.run": patch_run,
     "pipeline.model": patch_model,
     "pipeline.checkpoint": patch_checkpoint,
     "pipeline.trainer": patch_trainer,
@@ -114,6 +122,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 if FOLDER.is_dir() and "pipeline" in sys.orig_argv:
     sys.meta_path.insert(0, Finder())
-    if due("skew"):
+    SKEWED = due("skew")
+    if SKEWED:
         true_time = time.time
         time.time = lambda: true_time() + 3600
