@@ -9,15 +9,17 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
-from pipeline.guard import merged, position_of
+from pipeline.guard import Guard, merged, position_of
 from pipeline.run import Run
 from pipeline.watchdog import blame
 from slurm.environment import Place
@@ -25,6 +27,7 @@ from tests.ranks import run_ranks
 from tests.test_exact import digest, lines, new_run
 from tests.tiny import make_run, stage_rank
 
+QUICKSTART = Path(__file__).parent.parent / "configs/quickstart.yaml"
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
 
 
@@ -114,6 +117,31 @@ def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data
     shutil.copy(run.decisions, again.decisions)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {Exit.DONE}
     assert digest(again) == digest(run) and lines(again) == lines(run)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=130), st.floats(-3.0, 12.0))
+def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], deviations: float) -> None:
+    import statistics
+
+    config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
+    run = SimpleNamespace(config=config, decisions=Path(os.devnull), event=lambda *_, **__: None)
+    guard = Guard(run, decisions=[], metrics=[{"step": i, "loss": x} for i, x in enumerate(losses, 1)], writes=False)  # type: ignore[arg-type]
+    mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
+    if abs(deviations - 5) < 1e-6 or deviation < 1e-6:
+        return
+    reason = guard.judge(len(losses) + 1, mean + deviations * deviation, 1.0)
+    assert (reason is not None) == (deviations > 5)
+    assert reason is None or f"{deviations:.1f} deviations above" in reason
+    assert guard.in_a_row == (deviations > 5)
+
+
+def test_few_losses_know_no_spike() -> None:
+    config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
+    run = SimpleNamespace(config=config)
+    metrics = [{"step": i, "loss": 1.0 + i / 100} for i in range(1, 20)]
+    guard = Guard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
+    assert guard.judge(20, 1000.0, 1.0) is None
 
 
 def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) -> int:

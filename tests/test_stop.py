@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.checkpoint_files import saved_steps
 from pipeline.config import Config
+from pipeline.errors import Exit
 from pipeline.run import Run
 from pipeline.stop import SaveRequest
 from slurm.environment import Place
 from tests.layouts import tiny_config
 from tests.ranks import run_ranks
+from tests.test_exact import digest
+from tests.tiny import make_run, stage_rank
 
 SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
     # signals by rank, seconds left by rank, ranks that want a save; what all must know: reason, save, too late
@@ -132,3 +138,69 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     assert clock.left_s() == 15.0
     clock.saving = True
     assert clock.needed_s() == 16.0
+
+
+def told_rank(place: Place, path: Path, moment: str) -> int:
+    """A rank of a stage in which rank 1 gets a signal at some moment."""
+    from pipeline import evaluator, trainer
+
+    def then_told(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if place.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return real(*arguments, **options)
+
+        return call
+
+    owner: Any = {"build": trainer.Trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
+    name = {"build": "_dataset", "first step": "step", "evaluation": "sums"}[moment]
+    setattr(owner, name, then_told(getattr(owner, name)))
+    return stage_rank(place, path, "evaluate" if moment == "evaluation" else "train")
+
+
+def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for moment, saved in [("build", []), ("first step", [1])]:
+        assert set(run_ranks(2, told_rank, run.path, moment)) == {Exit.STOPPED}
+        assert saved_steps(run.checkpoints) == saved
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {Exit.STOPPED}
+    assert not list(run.evaluation.iterdir())
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    calm = make_run(tmp_path, "calm", data=run.data)
+    run_ranks(2, stage_rank, calm.path, "train")
+    assert digest(run) == digest(calm)
+
+
+def blocked_rank(place: Place) -> tuple[bool, bool]:
+    """Rank 1 waits in a collective for rank 0 and gets a signal: what its flag says to another thread, before and
+    after that looks."""
+    import threading
+
+    import torch.distributed as dist
+
+    from pipeline import groups
+    from pipeline.signals import StopFlag
+
+    flag, seen = StopFlag().install(), []
+    groups.join(place, tiny_config(2))
+
+    def watch() -> None:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        seen.append(bool(flag))
+        flag.look()
+        seen.append(bool(flag))
+
+    if place.rank == 0:
+        time.sleep(3)
+        seen = [False, True]
+    else:
+        threading.Thread(target=watch).start()
+    dist.barrier()
+    return seen[0], seen[1]
+
+
+def test_a_rank_that_is_blocked_in_a_collective_notices_a_signal() -> None:
+    assert run_ranks(2, blocked_rank) == [(False, True)] * 2
