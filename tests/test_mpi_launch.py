@@ -138,49 +138,41 @@ def test_no_mpirun_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mpi_launch.mpirun_command(2)
 
 
+def submit_template(
+    name: str, cluster: Cluster, run: Run, folder: Path, more: dict[str, str]
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Submit a template for `run` on two nodes and wait for its end; sbatch's result, and the job's log."""
+    command = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log"]
+    command += [str(CODE_ROOT / f"slurm/templates/{name}.sbatch"), str(run.path)]
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable, **more}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    log = folder / "job.log"
+    return done, log.read_text() if log.exists() else ""
+
+
 def test_the_template_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
     run = make_run(
         tmp_path,
         overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
         data=calm.data,
     )
-    template = CODE_ROOT / "slurm/templates/mpirun.sbatch"
-    command = [
-        "sbatch",
-        "--wait",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        f"--output={tmp_path}/job.log",
-        str(template),
-        str(run.path),
-    ]
-    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
+    done, log = submit_template("mpirun", cluster, run, tmp_path, {})
     assert done.returncode == 0, done.stdout + done.stderr + log
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
 
 
-def test_the_supervisor_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chosen", "launcher"), [("", "srun"), ("none", "mpirun")])
+def test_the_supervisor_trains_on_two_nodes(
+    cluster: Cluster, calm: Run, tmp_path: Path, chosen: str, launcher: str
+) -> None:
+    """By srun's pmix plugin, which a trial finds to work, or by mpirun inside the job."""
     run = make_run(
         tmp_path,
         overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
         data=calm.data,
     )
-    template = CODE_ROOT / "slurm/templates/train.sbatch"
-    command = [
-        "sbatch",
-        "--wait",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        f"--output={tmp_path}/job.log",
-        str(template),
-        str(run.path),
-    ]
-    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    log = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
-    assert done.returncode == 0, (
-        done.stdout + done.stderr + log + "".join(p.read_text() for p in (run.path / "jobs/train").glob("*.log"))
-    )
+    done, log = submit_template("train", cluster, run, tmp_path, {"SLURM_MPI_TYPE": chosen} if chosen else {})
+    logs = {path.name: path.read_text() for path in (run.path / "jobs/train").glob("*.log")}
+    assert done.returncode == 0, done.stdout + done.stderr + log + "".join(logs.values())
+    assert f"{launcher}.log" in logs and {"srun", "mpirun"} & {name[:-4] for name in logs} == {launcher}
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
