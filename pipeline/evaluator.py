@@ -16,6 +16,7 @@ frequencies of tokens, and nothing of their order, could reach at best.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from pipeline.signals import StopFlag
 from pipeline.stages.evaluate import result_words
 from pipeline.stop import Agreement
 from pipeline.task import DTYPES, task_of
+from pipeline.watchdog import Watchdog
 
 IGNORED = -100
 """Target of padding: cross-entropy leaves it out."""
@@ -48,8 +50,10 @@ IGNORED = -100
 class Evaluator:
     """One rank of an evaluation; builds the model once and loads one checkpoint after another into it."""
 
-    def __init__(self, run: Run, manifest: Manifest | SampleManifest, world: groups.World, flag: StopFlag) -> None:
-        self.run, self.world = run, world
+    def __init__(
+        self, run: Run, manifest: Manifest | SampleManifest, world: groups.World, flag: StopFlag, watchdog: Watchdog
+    ) -> None:
+        self.run, self.world, self.watchdog = run, world, watchdog
         self.group = groups.side_group()
         self.agreement = Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
@@ -99,6 +103,8 @@ class Evaluator:
         batches = range(0, self.held_out.count, size)
         mine: dict[int, dict[str, float]] = {}
         for first in range(0, len(batches), self.world.size):
+            began = time.monotonic()
+            self.watchdog.enter(first, "batch")
             self.agreement.start()
             number = first + self.world.rank
             if number < len(batches):
@@ -108,8 +114,10 @@ class Evaluator:
                 self.held_out.sums(self.model, 0, 1)
             if self.agreement.stop():
                 return None
+            self.watchdog.stepped(time.monotonic() - began)
             if self.world.first and first // self.world.size % 10 == 0:
                 print(f"evaluating step {step}: batch {first}/{len(batches)}", flush=True)
+        self.watchdog.enter(len(batches), "start")  # what comes now, another checkpoint too, depends on storage
         merged: dict[int, dict[str, float]] = {}
         for part in groups.agree(self.group, lambda: mine):
             merged |= part

@@ -81,7 +81,7 @@ class Trainer:
         self.save_request = SaveRequest(run)
         if world.first:
             self.agreement.wants_save = self.save_request
-        self.watchdog = watchdog or Watchdog(run.jobs, world.rank, config.recovery, flag, lambda message: None)
+        self.watchdog = watchdog or Watchdog(run, "train", place, flag)
         self.own = OwnTime(world.device)
         peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
         self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename, peers)

@@ -1,10 +1,10 @@
 """Noticing that a rank is stuck, which its main thread cannot: a thread looks at what the rank does, and how long.
 
-The trainer says what it does (`enter`). A phase that outlasts its limit ends the process: the stacks of all its threads
-and the phase go to `jobs/train/hang-rank-N.json`, and the rank leaves with HANG. The ranks notice at about
-the same moment, since in a collective one that is stuck stops all. Who caused it is the one that is *behind*: the least
-(step, phase); a rank that cannot even write its file (stopped, its node gone) is found by its absence
-(`blame`, for the supervisor).
+A stage says what it does (`enter`): training in each step, evaluation in each batch. A phase that outlasts its limit
+ends the process: the stacks of all its threads and the phase go to `jobs/STAGE/hang-rank-N.json`, and the rank leaves
+with HANG. The ranks notice at about the same moment, since in a collective one that is stuck stops all. Who caused it
+is the one that is *behind*: the least (step, phase); a rank that cannot even write its file (stopped, its node gone) is
+found by its absence (`blame`, for the supervisor).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
 times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a
@@ -16,17 +16,19 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.config_recovery import RecoveryConfig
 from pipeline.errors import Exit
+from pipeline.failure import report_error
 from pipeline.files import write_json
+from pipeline.run import Run
 from pipeline.signals import StopFlag
+from slurm.environment import Place
 
 LEAST_S, TIMES, MOST_S = 300.0, 20.0, 6000.0
 OTHERS_S = 3.0
@@ -39,12 +41,10 @@ REPORT_S = 30.0
 class Watchdog:
     """One rank's. `enter` costs a few hundred nanoseconds."""
 
-    def __init__(
-        self, folder: Path, rank: int, limits: RecoveryConfig, flag: StopFlag, leave: Callable[[str], None]
-    ) -> None:
-        """`folder`: where `hang-rank-N.json` goes; `leave(message)`: reports the error (the process ends after it)."""
-        self.file = folder / f"hang-rank-{rank}.json"
-        self.rank, self.limits, self.flag, self._leave = rank, limits, flag, leave
+    def __init__(self, run: Run, stage: str, place: Place, flag: StopFlag) -> None:
+        self.run, self.stage, self.place, self.flag = run, stage, place, flag
+        self.limits = run.config.recovery
+        self.file = run.stage_folder(stage) / f"hang-rank-{place.rank}.json"
         self._longest_s, self._steps = 0.0, 0
         self._now = (0, 0, "start", time.monotonic())  # step, phase's number in it, name, since: replaced as a whole
         self._closed = threading.Event()
@@ -96,11 +96,13 @@ class Watchdog:
             faulthandler.dump_traceback(stacks.fileno(), all_threads=True)
             stacks.seek(0)
             text = stacks.read().decode(errors="replace")
-        facts = {"rank": self.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
+        facts = {"rank": self.place.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
         facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
         facts["collectives"] = last_collectives()
         write_json(self.file, facts)
-        self._leave(f"rank {self.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}")
+        message = f"rank {self.place.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
+        print(message, file=sys.stderr, flush=True)
+        report_error(self.run, self.stage, self.place, Exit.HANG, message)
 
 
 def last_collectives(count: int = 3) -> list[dict[str, Any]]:

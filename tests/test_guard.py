@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -206,6 +207,34 @@ def test_who_did_not_arrive() -> None:
     assert (rank, host) == (1, "n1") and "no sign of life" in words
     rank, _, words = blame([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ())
     assert "all ranks were stuck" in words
+
+
+def sleepy_rank(place: Place, path: Path) -> int:
+    """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
+    from pipeline import evaluator
+
+    real, calls = evaluator.TextHeldOut.sums, []
+
+    def sums(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if place.rank == 1 and len(calls) == 2:
+            time.sleep(600)
+        return real(self, *arguments)
+
+    setattr(evaluator.TextHeldOut, "sums", sums)  # noqa: B010
+    return stage_rank(place, path, "evaluate")
+
+
+def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "sleepy", data, "recovery.hang_s=2", "train.steps=7")
+    run_ranks(2, stage_rank, run.path, "train")
+    assert run_ranks(2, sleepy_rank, run.path) == [None, None], "both left at once, without a word to their parent"
+    folder = run.stage_folder("evaluate")
+    hangs = [json.loads((folder / f"hang-rank-{rank}.json").read_text()) for rank in range(2)]
+    _, _, words = blame(hangs, ["n0", "n1"], ())
+    assert "sums" in hangs[1]["stacks"] and "'batch'" in words
+    told = [json.loads((folder / f"error-rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [error["code"] for error in told] == [Exit.HANG] * 2
 
 
 def broken_node_rank(place: Place, path: Path, what: str) -> str:

@@ -107,10 +107,13 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     from pipeline import groups
     from pipeline.evaluator import Evaluator
     from pipeline.inputs import manifest_of
+    from pipeline.watchdog import Watchdog
 
     if run.config.data.held_out == 0:
         print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
         return Exit.DONE
+    watchdog = Watchdog(run, "evaluate", place, flag)
+    watchdog.start()
     manifest = manifest_of(run)
     groups.make_deterministic(run.config)
     world = groups.join(place, run.config)
@@ -118,10 +121,11 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     if not steps:
         raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
     steps = groups.from_rank0(groups.side_group(), [step for step in steps if read_result(run, step) is None])
-    evaluator = Evaluator(run, manifest, world, flag)
+    evaluator = Evaluator(run, manifest, world, flag, watchdog)
     groups.end_of_startup()
     for step in sorted(steps):
         if not evaluator.evaluate(step):
             return Exit.STOPPED
+    watchdog.close()
     groups.leave()
     return Exit.DONE

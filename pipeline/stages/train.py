@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 
@@ -42,18 +41,13 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
 
     from pipeline import groups, health
-    from pipeline.failure import report_error
     from pipeline.inputs import manifest_of
     from pipeline.trainer import Trainer
     from pipeline.watchdog import Watchdog
 
     mark("imports")
 
-    def stuck(message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
-        report_error(run, "train", place, Exit.HANG, message)
-
-    watchdog = Watchdog(run.stage_folder("train"), place.rank, run.config.recovery, flag, stuck)
+    watchdog = Watchdog(run, "train", place, flag)
     watchdog.start()
     manifest = manifest_of(run)
     groups.make_deterministic(run.config)
