@@ -70,12 +70,7 @@ class Checkpointer:
         self.folder, self.group, self.keep, self.background = folder, group, keep, background
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.describe, self.on_saved = dict(describe), on_saved
-        cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
-            )
-        )
+        self._stager, self._reusable = new_stager(torch.cuda.is_available()), _stages_twice()
         self._staged: Future[State] | None = None
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -89,6 +84,9 @@ class Checkpointer:
         """
         self.finish()
         started = time.monotonic()
+        if not self._reusable:
+            self._stager.close()
+            self._stager = new_stager(torch.cuda.is_available())
         self._staged = cast("Future[State]", self._stager.stage(state))
         manifest = {
             "version": 1,
@@ -206,6 +204,27 @@ class Checkpointer:
         """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
         if state:
             load(state, self.folder / files.step_name(step), None)
+
+
+def new_stager(cuda: bool) -> DefaultStager:
+    """A stager that copies in a thread of its own, to pinned memory where there is a GPU."""
+    options = StagingOptions(
+        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
+    )
+    return DefaultStager(options)
+
+
+def _stages_twice() -> bool:
+    """Whether this torch's stager can be used again, with the buffers it has: that of 2.11 empties itself."""
+    stager = DefaultStager(StagingOptions(*[False] * 4))
+    try:
+        for _ in range(2):
+            stager.stage({"probe": torch.zeros(1)})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
 
 
 def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
