@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint_files import newest_step, saved_steps, step_name
+from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.run import CODE_ROOT, Run
 from tests.ranks import Ranks, run_ranks
@@ -152,6 +153,25 @@ def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) 
 def submit(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def test_a_disk_too_small_for_a_run_is_named_and_nothing_stays_on_it(tmp_path: Path, small_disk: Path) -> None:
+    config = write_config(tmp_path)
+    filler = small_disk / "filler"
+    with open(filler, "wb") as file, pytest.raises(OSError):
+        while True:
+            os.write(file.fileno(), b"x" * 65536)
+    os.truncate(filler, filler.stat().st_size - 300_000)  # a part of the code has room
+    before = shutil.disk_usage(small_disk).free
+    (left := small_disk / "tiny" / ".code.123.tmp").mkdir(parents=True)
+    (left / "half").write_bytes(bytes(1000))
+    done = submit([str(config), f"run.root={small_disk}"])
+    assert done.returncode == Exit.STORAGE and "Traceback" not in done.stderr, done.stderr
+    assert "no space" in done.stderr and str(small_disk) in done.stderr
+    assert not list((small_disk / "tiny").glob(".code*")) and shutil.disk_usage(small_disk).free == before
+    filler.unlink()
+    run = Run.create(load_config(config, [f"run.root={small_disk}"]))
+    assert (run.code / "submit.py").exists()
 
 
 def test_a_typo_in_the_config_is_one_message(tmp_path: Path) -> None:
