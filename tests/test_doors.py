@@ -298,6 +298,43 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
 
 
+def test_verify_names_a_flipped_bit(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+    victim = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    done = submit(tmp_path, "verify", "runs/tiny")
+    assert done.returncode == 23 and "digest" not in done.stdout
+    assert "step-00000060" in done.stderr and victim.name in done.stderr and "Traceback" not in done.stderr
+    assert submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another one is whole"
+
+
+def test_a_number_that_is_none_is_no_traceback(finished: Path) -> None:
+    for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
+        done = submit(finished, *arguments)
+        assert done.returncode == Exit.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
+
+
+def broken_code(folder: Path) -> None:
+    """Packages as a checkout has them, in the middle of a bad edit."""
+    for package in ("slurm", "pipeline"):
+        (folder / package).mkdir()
+        for name in ("__init__", "submission", "run"):
+            (folder / package / f"{name}.py").write_text("raise ImportError('the working directory, not the run')")
+
+
+def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+    broken_code(tmp_path)
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
+    done = submit(tmp_path, "resume", "runs/tiny")
+    assert done.returncode == 0, done.stdout
+    shutil.copy(finished / "tiny.yaml", tmp_path)
+    assert submit(tmp_path, "plan", "tiny.yaml").returncode == 0
+
+
 def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> None:
     shared_config(tmp_path, finished)
     both = [
