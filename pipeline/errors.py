@@ -114,7 +114,8 @@ _STORAGE_ERRNOS = {
 def storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
     """The :class:`StorageError` behind `error` (or behind what caused it), None if it is something else.
 
-    `path` is named where the system's own error has no file name.
+    `path` is named where the system's own error has no file name. What merely happened before `error` is not to
+    blame for it, but for torch's file writer: closing, it raises anew and names no cause.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -128,5 +129,5 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
                 number = re.match(r"\[Errno (\d+)\]", words)
                 if number and int(number[1]) in _STORAGE_ERRNOS:
                     return StorageError(f"cannot copy {source} to {copy}: {_STORAGE_ERRNOS[int(number[1])]}")
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__context__ if "inline_container" in str(seen) else seen.__cause__
     return None

@@ -333,8 +333,8 @@ class Run:
                 shutil.copy2(model.root, new)
         commit = _git("rev-parse", "HEAD")
         if commit is not None:
-            (new / "COMMIT").write_text(commit)
-            (new / "DIFF").write_text(_git("diff", "HEAD") or "")
+            (new / "COMMIT").write_bytes(commit)
+            (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
 
     @property
     def commit(self) -> str | None:
@@ -345,12 +345,13 @@ class Run:
         return None
 
 
-def _git(*arguments: str) -> str | None:
-    """Output of a git command in the code's folder; None without git, a repository or a commit."""
+def _git(*arguments: str) -> bytes | None:
+    """Output of a git command in the code's folder; None without git, a repository or a commit. A diff is in the files'
+    own encodings."""
     if not (CODE_ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
