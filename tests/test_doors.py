@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -14,14 +15,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
+from rich.console import Console
 
 from pipeline.checkpoint_files import newest_step
+from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
+from slurm import follow
 from tests.tiny import write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -199,9 +205,23 @@ def shared_config(folder: Path, finished: Path) -> Path:
     return config
 
 
+def change(path: Path, old: str, new: str) -> None:
+    """Edit a file of a run's own copy of the code."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has changed"
+    path.write_text(text.replace(old, new))
+
+
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:
-    shared_config(tmp_path, finished)
-    run = tmp_path / "runs/tiny"
+    """A save takes longer than the second after which submitit would kill, and the ranks count their signals."""
+    config = shared_config(tmp_path, finished)
+    run = Run.create(load_config(config)).path
+    change(
+        run / "code/pipeline/trainer.py",
+        "        if why_not is None:\n            self.save(step)\n",
+        "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
+        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.count))\n",
+    )
     terminal = Terminal(tmp_path, "tiny.yaml")
     wait_for_steps(run, 8)
     terminal.press_ctrl_c()
@@ -209,12 +229,25 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert "python submit.py resume runs/tiny" in terminal.text
     stopped_at = newest_step(run / "checkpoints")
     assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
+    assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s +[\d:]+ left", terminal.text)
     requests = [e for e in Run.open(run).read_events("train") if e["event"] == "stop_requested"]
     assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
     assert not processes_of(run)
     done = submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_where_there_is_no_terminal_progress_is_plain_lines(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "POLL_S", 0.0)
+    job: Any = SimpleNamespace(running=True)
+    console = Console(file=io.StringIO(), width=160)
+    ticks = iter([True, True, False])
+    follow.follow(Run.open(finished / "runs/tiny"), "train", job, lambda: next(ticks), console)
+    shown = cast(io.StringIO, console.file).getvalue()
+    assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 
 
 def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished: Path) -> None:
@@ -252,18 +285,13 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
 
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
     """A bug in one rank: the run's own copy of the code is broken for rank 1, as a bad edit would break it."""
-    shared_config(tmp_path, finished)
+    config = shared_config(tmp_path, finished)
     assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
-    from pipeline.config_file import load_config
-
-    run = Run.create(load_config(tmp_path / "tiny.yaml"))
-    trainer = run.code / "pipeline/trainer.py"
-    trainer.write_text(
-        trainer.read_text().replace(
-            "        lr = learning_rate(",
-            "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
-            "        lr = learning_rate(",
-        )
+    change(
+        Run.create(load_config(config)).code / "pipeline/trainer.py",
+        "        lr = learning_rate(",
+        "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
+        "        lr = learning_rate(",
     )
     done = submit(tmp_path, "tiny.yaml", timeout=60)
     assert done.returncode == Exit.CRASHED
@@ -414,8 +442,6 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
     shared_config(tmp_path, finished)
     (small_disk / "runs/tiny").mkdir(parents=True)
     (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
-    from pipeline.config_file import load_config
-
     overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]
     Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     filler = small_disk / "filler"
