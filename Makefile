@@ -8,7 +8,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
+# what builds our own package is pinned, too: by PIP_CONSTRAINT up to pip 25.2, later by PIP_BUILD_CONSTRAINT
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
 .PHONY: run install test test-long check format bench cluster cluster-down clean
@@ -53,6 +55,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.comm
 	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.recovery # root and Slurm, so it comes last
 
 cluster: $(VENV)/.tests
 	.ci/install-packages

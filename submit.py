@@ -85,7 +85,8 @@ def resume(
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.* and enlarge train.steps."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
+    enlarge train.steps."""
     from pipeline.run import Run
     from pipeline.sweep import points
 

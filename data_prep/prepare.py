@@ -54,6 +54,8 @@ def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Non
 
     trained = data.tokenizer.kind == "byte_bpe"
     sample = take_sample(data, inputs, groups, data.tokenizer.train_bytes if trained else _ESTIMATE_BYTES)
+    if not sample:
+        raise UserError(_why_nothing(data, inputs, groups))
     tokenizer_path = data_dir / "tokenizer.json"
     if trained:
         content = train_bpe(sample, data.tokenizer.vocab_size, data.tokenizer.eos_token).encode()
@@ -108,6 +110,21 @@ def take_sample(
                 share -= len(part)
                 left -= len(part)
     return sample
+
+
+def _why_nothing(data: DataConfig, inputs: Sequence[Input], groups: Mapping[int, Sequence[int]]) -> str:
+    """Words for a source without one document to train on, from its first unreadable document, if any."""
+    for number, start, end in cut(inputs, groups, 1)[0]:
+        for document in read_documents(inputs[number], start, end, data.text_field):
+            if document.reason is not None:
+                return (
+                    f"data.source: there is no document to train on. {inputs[number].path} line {document.line}: "
+                    f"{document.reason}. Mend the files, or set data.text_field ({data.text_field!r})"
+                )
+    return (
+        f"data.source: all documents of {', '.join(data.sources)} are empty or held out: name more files, or lower "
+        f"data.held_out ({data.held_out})"
+    )
 
 
 def _bytes_per_token(encoder: Encoder, sample: Sequence[str]) -> float:

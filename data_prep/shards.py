@@ -179,7 +179,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
     """Write `rejected.jsonl` and `manifest.json` once all units are done, and remove files that no unit lists.
 
     Checks sizes; hashes are those of the writing tasks. Raises InputError naming units that are missing or not
-    whole, UserError when more documents are unreadable than `data.max_rejected` allows or none has any text.
+    whole, UserError when more documents are unreadable than `data.max_rejected` allows or none is held out.
     """
     work = Work.load(data, data_dir)
     data_dir, prepared = work.data_dir, work.prepared
@@ -191,11 +191,6 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
         raise InputError(f"{data_dir / SHARDS}: units missing or not whole: {named}: {WAY_OUT}")
     manifest = _manifest(work, units)
     _reject(work, units, manifest)
-    if manifest.train_tokens == 0:
-        raise UserError(
-            f"data.source: {manifest.documents} documents with text, and none is left to train on after holding out "
-            f"{manifest.held_out_documents}: name more files or lower data.held_out"
-        )
     if data.held_out and not manifest.held_out:
         raise UserError(
             f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction {data.held_out}, "

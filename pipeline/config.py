@@ -78,7 +78,7 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """From documents to shards of tokens."""
 
-    source: str | list[str] = "python-stdlib"
+    source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
     """`python-stdlib` (the running interpreter's own library sources), or one or more globs of .txt, .jsonl,
     .jsonl.gz, .jsonl.zst or .parquet files."""
     text_field: str = "text"

@@ -79,11 +79,11 @@ class _Problem:
         where = self._where(self.at[:-1] if self.kind == "missing" else self.at)
         if self.kind == "missing":
             return f"{where}: {key} is missing; it should be {self._allowed()}"
-        if self.kind == "extra_forbidden":
-            return f"{where}: {key}: there is no such key{self._nearest()}"
         if self.kind == "json_invalid":  # pydantic's own limit of nesting
             return f"{where}: {self.message}"
         value = reduce(getitem, self.at, self.values)
+        if self.kind == "extra_forbidden":
+            return f"{where}: {key}: {show(value)}: there is no such key; {self._valid_keys()}"
         if self.kind == "value_error":
             if isinstance(value, Mapping):  # a rule between several keys: the message names them and their values
                 return f"{self._where_named() or where}: {key + ': ' if self.at else ''}{self.message}"
@@ -104,12 +104,11 @@ class _Problem:
         paths = ((*self.at, *name.split(".")) for name in names if self.at or "." in name)
         return ", ".join(dict.fromkeys(self.marks[path] for path in paths if path in self.marks))
 
-    def _nearest(self) -> str:
+    def _valid_keys(self) -> str:
         valid = [key for branch in _branches(_schema_at(self.at[:-1])) for key in branch.get("properties", {})]
         near = difflib.get_close_matches(str(self.at[-1]), valid, n=2, cutoff=0.5)
-        if near:
-            return f"; did you mean {' or '.join(near)}?"
-        return f"; {dotted(self.at[:-1]) or 'the config'} has {', '.join(valid)}"
+        mean = f"did you mean {' or '.join(near)}? " if near else ""
+        return f"{mean}{dotted(self.at[:-1]) or 'the config'} has {', '.join(valid)}"
 
     def _allowed(self) -> str:
         return _describe(_schema_at(self.at))
@@ -205,6 +204,6 @@ def _describe(node: dict[str, Any]) -> str:
     if "prefixItems" in node:
         return "a list of " + " and ".join(map(_describe, node["prefixItems"]))
     if "items" in node:
-        return f"a list, each item {_describe(node['items'])}"
+        return f"a list{' with at least one item' * bool(node.get('minItems'))}, each item {_describe(node['items'])}"
     limits = " and ".join(f"{words} {node[key]}" for key, words in _BOUNDS.items() if key in node)
     return f"{_KINDS.get(node.get('type', ''), '')} {limits}".strip()

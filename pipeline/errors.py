@@ -9,6 +9,8 @@ that escapes is a bug and is shown with its traceback.
 from __future__ import annotations
 
 import errno
+import re
+import shutil
 from enum import IntEnum
 from pathlib import Path
 
@@ -112,7 +114,8 @@ _STORAGE_ERRNOS = {
 def storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
     """The :class:`StorageError` behind `error` (or behind what caused it), None if it is something else.
 
-    `path` is named where the system's own error has no file name.
+    `path` is named where the system's own error has no file name. What merely happened before `error` is not to
+    blame for it, but for torch's file writer: closing, it raises anew and names no cause.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -121,5 +124,10 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
         if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
             where = seen.filename or path or "a file of the run"
             return StorageError(f"cannot use {where}: {_STORAGE_ERRNOS[seen.errno]}")
-        seen = seen.__cause__ or seen.__context__
+        if isinstance(seen, shutil.Error) and isinstance(seen.args[0], list):  # copytree: all files' errors, as text
+            for source, copy, words in seen.args[0]:
+                number = re.match(r"\[Errno (\d+)\]", words)
+                if number and int(number[1]) in _STORAGE_ERRNOS:
+                    return StorageError(f"cannot copy {source} to {copy}: {_STORAGE_ERRNOS[int(number[1])]}")
+        seen = seen.__context__ if "inline_container" in str(seen) else seen.__cause__
     return None

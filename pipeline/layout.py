@@ -15,10 +15,13 @@ it on the login node (so no torch here), the trainer calls it again with the ran
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.errors import UserError
@@ -122,10 +125,12 @@ def layout_of(
     train = config.stages.train
     world = world or train.ranks
     per_node = ranks_per_node or train.tasks_per_node
-    if vocab_size is None and config.data.tokenizer.kind == "byte_bpe":
-        vocab_size = config.data.tokenizer.vocab_size
-    wanted = config.parallel
+    wanted, tokenizer = config.parallel, config.data.tokenizer
     pipeline, tensor = wanted.pipeline, wanted.tensor
+    if vocab_size is None:
+        vocab_size = tokenizer.vocab_size if tokenizer.path is None else None
+        if tokenizer.path is not None and pipeline * tensor > 1:  # else it changes nothing here
+            vocab_size = _size_of(tokenizer.path.expanduser())
     problems = list(_sizes(config, world))
     data = max(1, world // (pipeline * tensor))
     if not problems:
@@ -152,6 +157,21 @@ def layout_of(
         sequence=wanted.sequence and tensor > 1 and config.model.target is None,
         stage_layers=split_layers(config, pipeline * virtual, vocab_size or 0),
     )
+
+
+@cache
+def _size_of(tokenizer: Path) -> int | None:
+    """The largest id of a `tokenizer.json` plus one, read without the package that it is for.
+
+    None where that cannot be told: the stage prepare says what is wrong with it.
+    """
+    try:
+        content = json.loads(tokenizer.read_bytes())
+        vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", ()))])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def usable_nodes(config: Config, granted: int) -> int:
@@ -236,7 +256,7 @@ def _misfits(
                 "model.heads": model.heads,
                 "model.kv_heads": model.num_kv_heads,
                 "model.intermediate_size": model.ffn_size,
-                "the vocabulary (data.tokenizer.vocab_size)": vocab_size or 0,
+                _vocabulary(config, vocab_size): vocab_size or 0,
                 "data.sequence_length": config.data.sequence_length if config.parallel.sequence else 0,
             }
         )
@@ -252,6 +272,14 @@ def _misfits(
             )
     if pipeline > 1:
         yield from _pipeline_misfits(config, pipeline, batch // (data * micro))
+
+
+def _vocabulary(config: Config, size: int | None) -> str:
+    tokenizer = config.data.tokenizer
+    if tokenizer.path is not None:
+        return f"the vocabulary (of data.tokenizer.path {tokenizer.path})"
+    fewer = f" {tokenizer.vocab_size}: the text gave fewer" if size is not None and size < tokenizer.vocab_size else ""
+    return f"the vocabulary (data.tokenizer.vocab_size{fewer})"
 
 
 def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iterator[str]:

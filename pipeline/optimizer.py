@@ -76,8 +76,12 @@ def fill_state(optimizer: torch.optim.AdamW) -> None:
 class LossScaler:
     """Scale of the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
 
-    A step whose gradient is not finite is skipped and halves the scale; `INTERVAL` good ones in a row double it. All
-    ranks see the same norm, so they agree without asking. The constants are those of torch.amp.GradScaler.
+    A step whose gradient is not finite is skipped and halves the scale; `INTERVAL` good ones in a row double it. At a
+    scale of 1 or less nothing overflowed by scaling: the trainer has such a step judged as a bad one.
+
+    The constants are those of torch.amp.GradScaler. That class itself looks for infinities in the gradients of its own
+    process, and torch's sharded one asks one group: under a pipeline or tensor parallelism ranks would part. Here the
+    norm of the whole model's gradient, the same on all ranks and needed for clipping anyway, says it for all.
     """
 
     INTERVAL = 2000

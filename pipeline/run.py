@@ -28,8 +28,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -117,8 +117,7 @@ class Run:
         if not run.config_file.exists():
             found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
         run.path.mkdir(parents=True, exist_ok=True)
-        with open(run.path / ".creating", "w") as lock:
-            _flock(lock.fileno(), fcntl.LOCK_EX)  # two at once: the second finds the run made
+        with run._alone():  # two at once: the second finds the run made
             if run.config_file.exists():
                 differences = describe_differences(load_config(run.config_file), config)
                 if differences:
@@ -131,7 +130,7 @@ class Run:
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
             run.__dict__["config"] = config  # as it would be read back
-            run.snapshot_code()
+            run._copy_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
@@ -285,17 +284,40 @@ class Run:
 
     # -- code --------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until nobody else makes this run or replaces its code."""
+        with open(self.path / ".creating", "w") as lock:
+            _flock(lock.fileno(), fcntl.LOCK_EX)
+            yield
+
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
 
-        With a model of the user's own, its top-level package is copied, too.
+        With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or OSError where the
+        copy cannot be written (errors.storage_error explains both); the older one stays then, and nothing of the new.
         """
+        with self._alone():
+            self._copy_code()
+
+    def _copy_code(self) -> None:
         model = found_for(self.config, [Path.cwd(), CODE_ROOT])
         if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
             raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
-        new = self.path / f".code.{os.getpid()}.tmp"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
+        new, old = self.path / ".code.new", self.path / ".code.old"
+        for left in self.path.glob(".code.*"):  # by one who was killed in the middle
+            shutil.rmtree(left)
+        try:
+            self._fill(new, model)
+            if self.code.exists():
+                os.rename(self.code, old)
+            os.rename(new, self.code)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def _fill(self, new: Path, model: UserModel | None) -> None:
+        new.mkdir()
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
         for entry in _SNAPSHOT:
             source = CODE_ROOT / entry
@@ -311,13 +333,8 @@ class Run:
                 shutil.copy2(model.root, new)
         commit = _git("rev-parse", "HEAD")
         if commit is not None:
-            (new / "COMMIT").write_text(commit)
-            (new / "DIFF").write_text(_git("diff", "HEAD") or "")
-        old = self.path / f".code.{os.getpid()}.old"
-        if self.code.exists():
-            os.rename(self.code, old)
-        os.rename(new, self.code)
-        shutil.rmtree(old, ignore_errors=True)
+            (new / "COMMIT").write_bytes(commit)
+            (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
 
     @property
     def commit(self) -> str | None:
@@ -328,12 +345,13 @@ class Run:
         return None
 
 
-def _git(*arguments: str) -> str | None:
-    """Output of a git command in the code's folder; None without git, a repository or a commit."""
+def _git(*arguments: str) -> bytes | None:
+    """Output of a git command in the code's folder; None without git, a repository or a commit. A diff is in the files'
+    own encodings."""
     if not (CODE_ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -135,7 +135,8 @@ class Trainer:
             self.agreement.start()
             self.agreement.stop()
             loss = engine.loss_again().item()
-        overflow = engine.scaler is not None and not math.isfinite(norm)  # the scaler leaves such a step out by itself
+        scaled = engine.scaler is not None and engine.scaler.scale > 1
+        overflow = scaled and not math.isfinite(norm)  # the scaler leaves such a step out, and tries a smaller scale
         bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
         self.checkpointer.wait_staged()
         engine.update(norm, good=bad is None)

@@ -15,7 +15,7 @@ def verify(run: Run, which: str | None) -> Exit:
         raise CheckpointError(f"{run.checkpoints} holds no checkpoint")
     step = steps[0]
     if which not in (None, "newest"):
-        if not which.isdigit() or int(which) not in steps:
+        if not which.isdecimal() or int(which) not in steps:
             raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
         step = int(which)
     checkpoint = run.checkpoints / files.step_name(step)

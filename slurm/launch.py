@@ -47,9 +47,12 @@ class Left:
 
 
 def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
-    """The environment with the run's copy of the code first on PYTHONPATH, before what a module file put there."""
-    rest = env.get("PYTHONPATH", "").split(os.pathsep)
-    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *(p for p in rest if p and p != str(code))])}
+    """The environment with the run's copy of the code first on PYTHONPATH, before what a module file put there.
+
+    PYTHONSAFEPATH: without it `python -m` looks into the working directory, often a checkout, before that.
+    """
+    rest = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
+    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *rest]), "PYTHONSAFEPATH": "1"}
 
 
 def free_listener(size: int) -> socket.socket:

@@ -26,7 +26,7 @@ def log_file(run: Run, stage: str, who: str) -> Path | None:
 
     Raises UserError where `who` is neither.
     """
-    if who != SUPERVISOR and not who.isdigit():
+    if who != SUPERVISOR and not who.isdecimal():
         raise UserError(f"--rank {who}: give a rank's number, or {SUPERVISOR}")
     names = "*_log.out" if who == SUPERVISOR else f"rank-{int(who)}.log"
     return max((run.jobs / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -72,7 +72,8 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
     # a person's own lines come later and win, but for the code that runs
     values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()] + site.setup
-    values["setup"].append(f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    path = f"PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
 
 

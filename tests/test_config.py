@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from pipeline.config import Config, DataParallel, SiteConfig
+from pipeline.config import Config, DataParallel, SiteConfig, TrainConfig
 from pipeline.config_file import (
     ConfigError,
     config_from_mapping,
@@ -230,10 +230,12 @@ modle: {}
         [
             "run.yaml:1: run.name: \"a b\": use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)",
             "run.yaml:1: run.seed: -1 should be a whole number at least 0",
-            "run.yaml:2: data.source: 5 should be text or a list, each item text; put it in quotes",
+            "run.yaml:2: data.source: 5 should be text or a list with at least one item, each item text; put it in "
+            "quotes",
             "run.yaml:2: data.held_out: 1 should be a number at least 0.0 and less than 1.0",
             "run.yaml:3: train.steps is missing; it should be a whole number greater than 0",
-            "run.yaml:4: train.stepps: there is no such key; did you mean steps?",
+            "run.yaml:4: train.stepps: 3: there is no such key; did you mean steps? train has "
+            + ", ".join(TrainConfig.model_fields),
             'run.yaml:5: train.micro_batch: "4" should be a whole number greater than 0',
             'run.yaml:7: train.precision: "fp4" should be one of fp32, bf16, fp16, fp8',
             'run.yaml:8: train.deterministic: "no" should be true or false',
@@ -241,11 +243,13 @@ modle: {}
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
             "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd",
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
-            f"run.yaml:10: site.color: there is no such key; site has {SITE_KEYS}",
+            f'run.yaml:10: site.color: "red": there is no such key; site has {SITE_KEYS}',
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
             "run.yaml:11: stages.evaluate.time: 20 should be text; put it in quotes",
-            "run.yaml:12: parallel.data.replicat: there is no such key; did you mean replicate?",
-            "run.yaml:13: modle: there is no such key; did you mean model?",
+            "run.yaml:12: parallel.data.replicat: 2: there is no such key; did you mean replicate? parallel.data has "
+            "replicate, shard",
+            "run.yaml:13: modle: {}: there is no such key; did you mean model? the config has "
+            + ", ".join(Config.model_fields),
         ]
     )
 
@@ -264,6 +268,10 @@ modle: {}
         (
             SMALL + "parallel: {data: many}",
             'run.yaml:3: parallel.data: "many" should be auto or a section with the keys replicate, shard',
+        ),
+        (
+            SMALL + "data: {source: []}",
+            "run.yaml:3: data.source: [] should be text or a list with at least one item, each item text",
         ),
         (SMALL + "data: {source: [a, 5]}", "run.yaml:3: data.source.1: 5 should be text; put it in quotes"),
         (SMALL + "run: {}", "run.yaml:3: run stands twice"),
@@ -353,7 +361,9 @@ def test_a_typo_is_answered_with_the_right_key(
     with pytest.raises(ConfigError) as caught:
         config_from_mapping(values, "x")
     name = re.escape(".".join((*PATHS[model], typo)))
-    found = re.search(rf"^x: {name}: there is no such key; did you mean (.*)\?$", str(caught.value), re.MULTILINE)
+    found = re.search(
+        rf"^x: {name}: 1: there is no such key; did you mean (.*)\? .* has ", str(caught.value), re.MULTILINE
+    )
     assert found and key in found[1].split(" or ")
 
 

@@ -365,13 +365,22 @@ def test_held_out_fraction_is_about_right_and_depends_on_the_text_alone(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("held_out", "documents", "message"),
-    [(0.999999, ["a", "b"], "none is left to train on"), (0.0, [""], "none is left to train on")],
+    ("documents", "more", "message"),
+    [
+        (["a", "b"], {"held_out": 0.999999}, r"are empty or held out: .* lower data\.held_out \(0\.999999\)"),
+        (["", ""], {"held_out": 0.0}, "are empty or held out: name more files"),
+        (
+            ["a", "b"],
+            {"text_field": "body"},
+            r"a\.jsonl line 1: no field 'body'\. Mend .* set data\.text_field \('body'\)",
+        ),
+    ],
 )
-def test_nothing_to_train_on_is_an_error(tmp_path: Path, held_out: float, documents: list[str], message: str) -> None:
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", documents))], held_out=held_out)
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, documents: list[str], more: Any, message: str) -> None:
+    data = config([str(write_jsonl(tmp_path / "a.jsonl", documents))], **more)
     with pytest.raises(UserError, match=message):
-        run_tasks(data, tmp_path / "data")
+        prepare(data, tmp_path / "data", quiet)
+    assert not (tmp_path / "data/prepare.json").exists()
 
 
 def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:

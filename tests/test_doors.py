@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -14,14 +15,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
+from rich.console import Console
 
 from pipeline.checkpoint_files import newest_step
+from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
+from slurm import follow
 from tests.tiny import write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -92,6 +98,19 @@ def test_one_command_goes_from_documents_to_an_evaluated_model(finished: Path) -
         ]  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_quickstart_learns_in_under_five_minutes(tmp_path: Path) -> None:
+    """The one test with a clock: that is what the README promises of two cores with nothing else to do."""
+    started = time.monotonic()
+    done = submit(tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), timeout=600)
+    seconds = time.monotonic() - started
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "runs/quickstart/evaluation/step-00000200.json").read_text())
+    assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
+    assert seconds < 300, f"{seconds:.0f} s"
+
+
 def test_a_second_time_everything_is_done(finished: Path) -> None:
     events = Run.open(finished / "runs/tiny").read_events()
     done = submit(finished, "tiny.yaml", timeout=10)
@@ -136,7 +155,8 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "import pipeline.stages, slurm.chain, slurm.submission, slurm.supervisor\n"
+        "import importlib, pkgutil, pipeline.stages, slurm\n"
+        "for module in pkgutil.walk_packages(slurm.__path__, 'slurm.'): importlib.import_module(module.name)\n"
         "for stage in pipeline.stages.STAGES: pipeline.stages.load(stage)\n"
         "heavy = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -199,9 +219,23 @@ def shared_config(folder: Path, finished: Path) -> Path:
     return config
 
 
+def change(path: Path, old: str, new: str) -> None:
+    """Edit a file of a run's own copy of the code."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has changed"
+    path.write_text(text.replace(old, new))
+
+
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:
-    shared_config(tmp_path, finished)
-    run = tmp_path / "runs/tiny"
+    """A save takes longer than the second after which submitit would kill, and the ranks count their signals."""
+    config = shared_config(tmp_path, finished)
+    run = Run.create(load_config(config)).path
+    change(
+        run / "code/pipeline/trainer.py",
+        "        if why_not is None:\n            self.save(step)\n",
+        "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
+        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.count))\n",
+    )
     terminal = Terminal(tmp_path, "tiny.yaml")
     wait_for_steps(run, 8)
     terminal.press_ctrl_c()
@@ -209,12 +243,25 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert "python submit.py resume runs/tiny" in terminal.text
     stopped_at = newest_step(run / "checkpoints")
     assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
+    assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s +[\d:]+ left", terminal.text)
     requests = [e for e in Run.open(run).read_events("train") if e["event"] == "stop_requested"]
     assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
     assert not processes_of(run)
     done = submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+
+
+def test_where_there_is_no_terminal_progress_is_plain_lines(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "POLL_S", 0.0)
+    job: Any = SimpleNamespace(running=True)
+    console = Console(file=io.StringIO(), width=160)
+    ticks = iter([True, True, False])
+    follow.follow(Run.open(finished / "runs/tiny"), "train", job, lambda: next(ticks), console)
+    shown = cast(io.StringIO, console.file).getvalue()
+    assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 
 
 def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished: Path) -> None:
@@ -252,18 +299,13 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
 
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
     """A bug in one rank: the run's own copy of the code is broken for rank 1, as a bad edit would break it."""
-    shared_config(tmp_path, finished)
+    config = shared_config(tmp_path, finished)
     assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
-    from pipeline.config_file import load_config
-
-    run = Run.create(load_config(tmp_path / "tiny.yaml"))
-    trainer = run.code / "pipeline/trainer.py"
-    trainer.write_text(
-        trainer.read_text().replace(
-            "        lr = learning_rate(",
-            "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
-            "        lr = learning_rate(",
-        )
+    change(
+        Run.create(load_config(config)).code / "pipeline/trainer.py",
+        "        lr = learning_rate(",
+        "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
+        "        lr = learning_rate(",
     )
     done = submit(tmp_path, "tiny.yaml", timeout=60)
     assert done.returncode == Exit.CRASHED
@@ -296,6 +338,43 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
     assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
     assert newest_step(tmp_path / "runs/tiny/checkpoints") == 70
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
+
+
+def test_verify_names_a_flipped_bit(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+    victim = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    done = submit(tmp_path, "verify", "runs/tiny")
+    assert done.returncode == 23 and "digest" not in done.stdout
+    assert "step-00000060" in done.stderr and victim.name in done.stderr and "Traceback" not in done.stderr
+    assert submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another one is whole"
+
+
+def test_a_number_that_is_none_is_no_traceback(finished: Path) -> None:
+    for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
+        done = submit(finished, *arguments)
+        assert done.returncode == Exit.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
+
+
+def broken_code(folder: Path) -> None:
+    """Packages as a checkout has them, in the middle of a bad edit."""
+    for package in ("slurm", "pipeline"):
+        (folder / package).mkdir()
+        for name in ("__init__", "submission", "run"):
+            (folder / package / f"{name}.py").write_text("raise ImportError('the working directory, not the run')")
+
+
+def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+    broken_code(tmp_path)
+    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
+    done = submit(tmp_path, "resume", "runs/tiny")
+    assert done.returncode == 0, done.stdout
+    shutil.copy(finished / "tiny.yaml", tmp_path)
+    assert submit(tmp_path, "plan", "tiny.yaml").returncode == 0
 
 
 def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> None:
@@ -377,8 +456,6 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
     shared_config(tmp_path, finished)
     (small_disk / "runs/tiny").mkdir(parents=True)
     (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
-    from pipeline.config_file import load_config
-
     overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]
     Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     filler = small_disk / "filler"

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoint_files import saved_steps, step_name
-from pipeline.errors import Exit
+from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.stages import load
+from pipeline.stages.evaluate import wanted
 from slurm.environment import Place
 from tests.ranks import run_ranks
 from tests.tiny import make_run, stage_rank
@@ -98,6 +99,9 @@ def test_which_checkpoints_are_evaluated(trained: Run) -> None:
     assert load("evaluate").missing(trained) is not None, "the newest one is not evaluated"
     assert evaluate(trained, 1)["step"] == steps[-1]
     assert load("evaluate").missing(trained) is None
+    for wrong in ("²", "-1", "22", ""):
+        with pytest.raises(UserError, match="--step"):
+            wanted(trained, wrong)
 
 
 def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:

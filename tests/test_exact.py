@@ -15,10 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from data_prep.manifest import load_manifest
+from pipeline.checkpoint_files import newest_step
 from pipeline.errors import Exit
-from pipeline.files import read_jsonl
+from pipeline.files import append_line, read_jsonl
+from pipeline.order import sample_indices
 from pipeline.run import Run
 from tests.ranks import Ranks, run_ranks
 from tests.tiny import make_run, stage_rank
@@ -74,8 +78,10 @@ def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
     raise AssertionError(f"step {step} was not reached")
 
 
-def interrupted(run: Run, size: int, number: signal.Signals, step: int, victims: list[int]) -> list[Any]:
-    ranks = Ranks(size, stage_rank, run.path, "train")
+def interrupted(
+    run: Run, size: int, number: signal.Signals, step: int, victims: list[int], rank: Any = stage_rank
+) -> list[Any]:
+    ranks = Ranks(size, rank, run.path, "train")
     wait_for_step(run, step, ranks)
     for victim in victims:
         with suppress(ProcessLookupError):  # it may have followed the one killed before it already
@@ -112,44 +118,67 @@ def test_three_sigkills_lose_only_what_was_not_saved(
 ) -> None:
     run = new_run(tmp_path, "killed", data)
     draw = random.Random(size)
+    left = []
     for _ in range(3):
         victims = list(range(size)) if who == "all" else [draw.randrange(size)]
         interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(8, 16), victims)
+        left.append((newest_step(run.checkpoints), lines(run)[-1][0]))
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
     assert digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
-    restored = [e for e in run.read_events("train") if e["event"] == "restored"]
+    restored = [(e["step"], e["lost_steps"]) for e in run.read_events("train") if e["event"] == "restored"]
     assert restored, "at least one attempt went on from a checkpoint"
-    for event in restored:  # saves every 7 steps; one may still have been under way when the kill came
-        assert event["lost_steps"] <= 2 * 7
+    assert restored == [(saved, reached - saved) for saved, reached in left if saved]
+    # saves every 7 steps; one may still have been under way when the kill came
+    assert all(reached - saved <= 2 * 7 for saved, reached in left)
 
 
-def test_other_numbers_of_ranks_see_the_same_samples(tmp_path: Path, data: Path, undisturbed: Any) -> None:
-    run = new_run(tmp_path, "elastic", data)
-    interrupted(run, 2, signal.SIGTERM, 15, [1])
-    first = len(lines(run))
-    interrupted(run, 1, signal.SIGTERM, first + 15, [0])
-    second = len(lines(run))
-    assert 15 <= first < second < STEPS
-    assert set(run_ranks(4, stage_rank, run.path, "train")) == {Exit.DONE}
-    ours, calm = lines(run), undisturbed[2][1]
-    assert [(s, n) for s, *_, n in ours] == [(s, n) for s, *_, n in calm]
-    assert ours[:first] == calm[:first]
+def recording_rank(place: Any, path: Path, stage: str) -> int:
+    """A rank that notes which samples it trains on."""
+    from pipeline.trainer import Trainer
+
+    real = Trainer.step
+
+    def step(self: Any, number: int, batch_BT1: Any) -> dict[str, Any]:
+        line = real(self, number, batch_BT1)
+        samples = {"step": number, "rank": place.rank, "samples": batch_BT1.tolist()}
+        append_line(path / "samples.jsonl", json.dumps(samples))
+        return line
+
+    setattr(Trainer, "step", step)  # noqa: B010
+    return stage_rank(place, path, stage)
 
 
-def test_losses_agree_across_layouts_without_dropout(tmp_path: Path, data: Path) -> None:
+def samples_of(run: Run, step: int) -> list[list[int]]:
+    """The tokens of the global batch of a step, by the definition of the order."""
+    config, manifest, samples = run.config, load_manifest(run.data), []
+    length, size = config.data.sequence_length, config.train.global_batch
+    for shard in manifest.train:
+        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
+        samples += [tokens[i : i + length + 1].tolist() for i in range(0, len(tokens) - length, length)]
+    return [samples[i] for i in sample_indices(config.run.seed, (step - 1) * size, size, len(samples))]
+
+
+def test_other_numbers_of_ranks_see_the_same_samples_and_losses(tmp_path: Path, data: Path) -> None:
     """Dropout draws differ by layout; without it 10 steps after a change agree to 1e-5 (contract 3)."""
-    calm = new_run(tmp_path, "calm", data, "model.dropout=0.0")
-    run_ranks(2, stage_rank, calm.path, "train")
-    reference = lines(calm)
-    for size in (1, 4):
-        run = new_run(tmp_path, f"moved{size}", data, "model.dropout=0.0")
-        interrupted(run, 2, signal.SIGTERM, 12, [0])
-        at = len(lines(run))
-        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
-        for ours, theirs in zip(lines(run)[at : at + 10], reference[at : at + 10], strict=True):
-            assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
-            assert ours[2] == pytest.approx(theirs[2], rel=1e-4)
+    calm, run = (new_run(tmp_path, name, data, "model.dropout=0.0") for name in ("calm", "elastic"))
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    interrupted(run, 2, signal.SIGTERM, 15, [1], recording_rank)
+    first = len(lines(run))
+    interrupted(run, 1, signal.SIGTERM, first + 15, [0], recording_rank)
+    second = len(lines(run))
+    assert 15 <= first < second < STEPS - 10
+    assert set(run_ranks(4, recording_rank, run.path, "train")) == {Exit.DONE}
+    ours, reference = lines(run), lines(calm)
+    assert ours[:first] == reference[:first] and len(ours) == STEPS
+    for changed in (first, second):
+        for mine, calm_line in zip(ours[changed : changed + 10], reference[changed : changed + 10], strict=True):
+            assert mine[1] == pytest.approx(calm_line[1], rel=1e-5)
+            assert mine[2] == pytest.approx(calm_line[2], rel=1e-4)
+    seen = sorted(read_jsonl(run.path / "samples.jsonl"), key=lambda line: (line["step"], line["rank"]))
+    for step in range(1, STEPS + 1):
+        batch = [sample for line in seen if line["step"] == step for sample in line["samples"]]
+        assert batch == samples_of(run, step), f"step {step}"
 
 
 def test_a_torn_metrics_line_is_mended(tmp_path: Path, data: Path, undisturbed: Any) -> None:

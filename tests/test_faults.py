@@ -5,6 +5,7 @@ The rank's own code runs in forked ranks; a full disk is a small tmpfs, which ne
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint_files import newest_step, saved_steps, step_name
-from pipeline.errors import Exit
+from pipeline.config_file import load_config
+from pipeline.errors import Exit, storage_error
 from pipeline.run import CODE_ROOT, Run
 from tests.ranks import Ranks, run_ranks
 from tests.test_exact import STEPS, digest, interrupted, lines, new_run
@@ -154,6 +156,43 @@ def submit(arguments: list[str], cwd: Path | None = None) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
+def test_a_disk_too_small_for_a_run_is_named_and_nothing_stays_on_it(tmp_path: Path, small_disk: Path) -> None:
+    config = write_config(tmp_path)
+    filler = small_disk / "filler"
+    with open(filler, "wb") as file, pytest.raises(OSError):
+        while True:
+            os.write(file.fileno(), b"x" * 65536)
+    os.truncate(filler, filler.stat().st_size - 300_000)  # a part of the code has room
+    before = shutil.disk_usage(small_disk).free
+    (left := small_disk / "tiny" / ".code.123.tmp").mkdir(parents=True)
+    (left / "half").write_bytes(bytes(1000))
+    done = submit([str(config), f"run.root={small_disk}"])
+    assert done.returncode == Exit.STORAGE and "Traceback" not in done.stderr, done.stderr
+    assert "no space" in done.stderr and str(small_disk) in done.stderr
+    assert not list((small_disk / "tiny").glob(".code*")) and shutil.disk_usage(small_disk).free == before
+    filler.unlink()
+    run = Run.create(load_config(config, [f"run.root={small_disk}"]))
+    assert (run.code / "submit.py").exists()
+
+
+def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
+    def raised(error: Exception, named: bool) -> Exception:
+        try:
+            try:
+                raise PermissionError(errno.EACCES, "Permission denied", "some/file")
+            except OSError as refusal:
+                raise error from (refusal if named else None)
+        except type(error) as found:
+            return found
+
+    assert storage_error(raised(KeyError("a bug"), named=False)) is None
+    for found in (
+        raised(RuntimeError(), named=True),
+        raised(RuntimeError("[enforce fail at inline_container.cc]"), False),
+    ):
+        assert "cannot use some/file: permission denied" in str(storage_error(found))
+
+
 def test_a_typo_in_the_config_is_one_message(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("global_batch", "global_bach"))
@@ -181,3 +220,17 @@ def test_a_checkpoint_that_was_killed_while_written_is_never_read(tmp_path: Path
     assert set(ranks.results()) == {Exit.DONE}
     assert not list(run.checkpoints.glob(".tmp-*"))
     assert max(saved_steps(run.checkpoints)) == STEPS
+
+
+def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "submit.py").write_bytes("# grün\n".encode("latin-1"))
+    git = ["git", "-C", str(checkout), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True, timeout=30)
+    (checkout / "submit.py").write_bytes("# rötlich\n".encode("latin-1"))
+    monkeypatch.setattr("pipeline.run.CODE_ROOT", checkout)
+    run = Run.create(load_config(write_config(tmp_path)))
+    assert "# rötlich".encode("latin-1") in (run.code / "DIFF").read_bytes()
+    assert run.commit is not None and run.commit.endswith("+")

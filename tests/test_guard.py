@@ -145,6 +145,13 @@ def test_few_losses_know_no_spike() -> None:
     assert guard.judge(20, 1000.0, 1.0) is None
 
 
+def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
+    assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {Exit.NON_FINITE}
+    judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions)]
+    assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
+
+
 def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) -> int:
     """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
     import pipeline.trainer as module

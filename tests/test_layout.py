@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import re
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
+from data_prep.tokenizer import load_encoder
 from pipeline.errors import UserError
 from pipeline.layout import LayoutError, layout_of, split_layers
 from tests.layouts import tiny_config
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
+
+
+def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path: Path) -> None:
+    vocabulary = {f"w{n}": n for n in range(32)}
+    models_of_33 = {
+        "bpe": models.BPE(vocabulary, []),
+        "words": models.WordLevel(vocabulary, unk_token="w0"),
+        "unigram": models.Unigram([(word, 0.0) for word in vocabulary], unk_id=0),
+    }
+    for name, model in models_of_33.items():
+        tokenizer = Tokenizer(model)
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+        tokenizer.save(str(path := tmp_path / f"{name}.json"))
+        assert load_encoder(path, "<|endoftext|>").vocab_size == 33
+        data = {"sequence_length": 16, "tokenizer": {"kind": "file", "path": str(path)}}
+        with pytest.raises(UserError, match=rf"{name}\.json\), 33, is no multiple of parallel\.tensor \(2\)"):
+            tiny_config(2, parallel={"tensor": 2}, data=data)
+    (tmp_path / "broken.json").write_text("{}")
+    data["tokenizer"] = {"kind": "file", "path": str(tmp_path / "broken.json")}
+    tiny_config(2, parallel={"tensor": 2}, data=data)  # what is wrong with it is for prepare to say
+
+
+def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
+    config = tiny_config(2, parallel={"tensor": 2}, data={"sequence_length": 16, "tokenizer": {"vocab_size": 512}})
+    with pytest.raises(
+        LayoutError, match=r"vocab_size 512: the text gave fewer\), 511, is no multiple .* that fit: pipe"
+    ):
+        layout_of(config, vocab_size=511)
 
 
 @pytest.mark.parametrize(

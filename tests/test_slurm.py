@@ -21,6 +21,7 @@ from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.test_doors import broken_code
 from tests.tiny import write_config
 
 cluster = cluster_fixture(grace=5)
@@ -205,6 +206,7 @@ def test_inside_salloc_the_allocation_is_used(tmp_path: Path, cluster: Cluster) 
 def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
+    broken_code(folder)  # nor is the working directory a place to take code from
     config = write_config(folder, steps=1)
     assert submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1", "optimizer.warmup_steps=1").returncode == 0
     run = folder / "runs/tiny"

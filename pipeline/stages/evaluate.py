@@ -72,7 +72,7 @@ def wanted(run: Run, which: str | None) -> list[int]:
     if which == "newest":
         newest = newest_step(run.checkpoints)
         return [newest] if newest else []
-    if not which.isdigit():
+    if not which.isdecimal():
         raise UserError(f"--step {which}: give a step's number, newest or every")
     if int(which) not in steps:
         there = ", ".join(map(str, steps)) or "none"
