@@ -3,7 +3,8 @@
 `scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
 preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
 without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
-`scancel` shows neither.
+`scancel` shows neither. Until the last process of a job is gone its state is COMPLETING, whatever ended it: only
+accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config_types import parse_time
 from slurm.states import call
@@ -50,7 +51,11 @@ def job_facts(job_id: str) -> JobFacts | None:
     if text is None:
         print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
         return None
-    return parse_facts(text)
+    facts = parse_facts(text)
+    if facts.state == "COMPLETING" and facts.preempted:
+        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
+        facts = replace(facts, state=states[0] if states else facts.state)  # such as CANCELLED by 0
+    return facts
 
 
 def parse_facts(text: str) -> JobFacts:

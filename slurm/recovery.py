@@ -23,6 +23,7 @@ from typing import Any
 from pipeline import stages
 from pipeline.checkpoint_files import saved_steps
 from pipeline.config_recovery import RecoveryConfig
+from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line, read_jsonl
 from pipeline.run import Run
@@ -118,19 +119,28 @@ def standing(run: Run, stage: str) -> str:
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 
-def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:
-    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with."""
+def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
+    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with.
+
+    A job that is ending (COMPLETING) before its time limit and without being put back was cancelled. So was one that
+    ends so after a preemption, where Slurm puts back what it preempts (`site.requeue`) and accounting does not say.
+    """
     if facts is None:
         return Exit.STOPPED
-    if facts.preempted or facts.restarts > restarts:
+    if facts.restarts > restarts:
         return Exit.PREEMPTED
-    if facts.left_s is not None and facts.left_s <= signal_s + EARLY_S:
+    ending = facts.state == "COMPLETING"
+    if facts.state == "CANCELLED" or (ending and facts.preempted and site.requeue):
+        return Exit.CANCELLED
+    if facts.preempted:
+        return Exit.PREEMPTED
+    if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
         return Exit.TIME_LIMIT
-    return Exit.CANCELLED if facts.state in ("CANCELLED", "COMPLETING") else Exit.STOPPED
+    return Exit.CANCELLED if ending else Exit.STOPPED
 
 
 def cause_in_slurm(
-    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, signal_s: float
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig
 ) -> tuple[Exit, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
@@ -144,7 +154,7 @@ def cause_in_slurm(
     lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm
     if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
         return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
-    cause = stop_cause(facts, place.restart_count, signal_s)
+    cause = stop_cause(facts, place.restart_count, site)
     if cause == Exit.STOPPED:
         return code, None
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"

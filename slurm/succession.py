@@ -16,8 +16,8 @@ from pipeline import stages
 from pipeline.run import Run
 from slurm.cluster import Submitted, jobs_of
 from slurm.environment import Place
-from slurm.job import job_facts
-from slurm.states import call
+from slurm.recovery import ENDS, newest
+from slurm.states import FORGOTTEN, call, query
 
 
 def _successors(run: Run, stage: str) -> list[dict[str, Any]]:
@@ -37,8 +37,7 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     if predecessor is None:
         return None
     children = [job.job_id for job in _waiting(run, stage)]
-    facts = job_facts(predecessor)
-    if facts is not None and facts.state == "CANCELLED":
+    if _cancelled(run, stage, predecessor):
         run.event("cancelled", stage, job_id=job, cause="cancelled", message=f"job {predecessor} was cancelled")
         if children:
             call("scancel", *children)
@@ -49,6 +48,13 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
         call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
     return None
+
+
+def _cancelled(run: Run, stage: str, job: str) -> bool:
+    """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
+    state = query([job])[job].state
+    told = newest([e for e in run.read_events(stage) if e.get("job_id") == job], "started", "stopping", *ENDS) or {}
+    return state == "CANCELLED" or (state == FORGOTTEN and told.get("cause") == "cancelled")
 
 
 def _waiting(run: Run, stage: str) -> list[Submitted]:

@@ -33,6 +33,8 @@ from slurm.launch import Left, LocalRanks, SrunRanks
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
+ANSWER_WAIT_S = 60.0
+"""How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
 EVALUATION_WAIT_S = 3600.0
 """How long an evaluation waits for another one of the same run, of a checkpoint before."""
 STOP_GRACE_S = 600.0
@@ -158,7 +160,7 @@ class Supervisor:
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         nodes = ",".join(allocated_hosts(os.environ))
-        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site.signal_s)
+        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
@@ -201,13 +203,22 @@ class Supervisor:
         A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
         for it; so the supervisor stays until it is killed.
         """
-        job = self.place.job_id or ""
-        facts = slurm_job.job_facts(job)
-        signals = self.flag.count
+        job, site = self.place.job_id or "", self.run.config.site
+        signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
+        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
+            time.sleep(1)
         if facts is not None and facts.restarts > self.place.restart_count:
             self._event("requeued", ended.code, progress, by="slurm")
-        elif not self.run.config.site.requeue:
+        elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
             self._event("handed_over", ended.code, progress)
+            return ended.code
+        elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
+            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
+            self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
+            succession.not_needed(self.run, self.stage, self.place, done=False)
+            return Exit.CANCELLED
+        elif facts is None:  # it may be cancelled
+            self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
             return ended.code
         elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
             self._event("requeued", ended.code, progress)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from hypothesis import strategies as st
 from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
+from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
 from pipeline.files import append_line
 from pipeline.run import Run
+from pipeline.signals import StopFlag
 from slurm import job
 from slurm.job import JobFacts, dead_nodes, parse_facts
 from slurm.launch import Left, SrunRanks
 from slurm.recovery import budget_of, refusal, standing, stop_cause
+from slurm.states import FORGOTTEN, JobState
+from tests.ranks import place
 from tests.tiny import write_config
 
 # what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
@@ -58,13 +64,93 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
         (shown(ran="00:07:30"), Exit.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
         (shown(ran="00:07:10"), Exit.STOPPED),
         (shown(state="COMPLETING", ran="00:10:01"), Exit.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:10:01"), Exit.TIME_LIMIT),
         (shown(state="COMPLETING"), Exit.CANCELLED),
         (shown(state="CANCELLED"), Exit.CANCELLED),
+        (shown(state="COMPLETING", ran="00:09:50"), Exit.CANCELLED),  # near its time limit, too
+        (shown(state="CANCELLED", ran="00:09:50"), Exit.CANCELLED),
+        (shown(state="CANCELLED", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),  # in its grace period
+        (shown(state="COMPLETING", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),
         (None, Exit.STOPPED),
     ],
 )
 def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: Exit) -> None:
-    assert stop_cause(facts, 0, 90) == cause
+    assert stop_cause(facts, 0, SiteConfig()) == cause
+
+
+def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
+    facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
+    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == Exit.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("accounting", "state"), [("CANCELLED by 0\n", "CANCELLED"), ("PREEMPTED\n", "PREEMPTED"), (None, "COMPLETING")]
+)
+def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
+    monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
+) -> None:
+    text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
+    monkeypatch.setattr(job, "call", lambda *words: text if words[0] == "scontrol" else accounting)
+    facts = job.job_facts("12")
+    assert facts is not None and facts.state == state
+
+
+def leave(run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch) -> tuple[Exit, list[str]]:
+    """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
+    from slurm import supervisor
+
+    asked: list[str] = []
+
+    def requeue(*arguments: object) -> bool:
+        asked.append("requeue")
+        return True
+
+    said, now = iter([*answers, *[answers[-1]] * 100]), itertools.count()
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    one = supervisor.Supervisor(run, "train", StopFlag())
+    one.place = place(0, 1, 1)
+    code = one._leave(supervisor.Ended(Exit.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    return code, asked
+
+
+def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (Exit.CANCELLED, [])
+    assert run.read_events("train")[-1]["event"] == "cancelled"
+    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
+    assert "did not say" in run.read_events("train")[-1]["message"]
+    assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
+    assert run.read_events("train")[-1]["event"] == "requeued"
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "goes_on"),
+    [
+        ("CANCELLED", "time_limit", False), ("TIMEOUT", "cancelled", True), ("NODE_FAIL", None, True),
+        (FORGOTTEN, "cancelled", False), (FORGOTTEN, "preempted", True), (FORGOTTEN, None, True),
+    ],
+)  # fmt: skip
+def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str | None, goes_on: bool
+) -> None:
+    from slurm import sbatch, succession
+
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
+    if told:
+        run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+    monkeypatch.setattr(succession, "call", lambda *words: "")
+    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
+    reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
+    assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
 
 
 CAUSES = [Exit.PREEMPTED, Exit.NODE_FAILURE, Exit.TIME_LIMIT, Exit.OUT_OF_MEMORY, Exit.CRASHED, Exit.HANG]
