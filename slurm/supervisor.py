@@ -89,10 +89,14 @@ class Supervisor:
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         run.refuse_cancelled()
-        recovery.close_open_attempt(run, stage, self.place)
-        if self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
-            print(reason, flush=True)
-            return Exit.CANCELLED
+        refused = recovery.close_open_attempt(run, stage, self.place)
+        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
+            refused = Exit.CANCELLED, reason
+        if refused is not None:
+            print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
+            succession.not_needed(run, stage, self.place, done=False)
+            os.close(lock)
+            return refused[0]
         while True:
             before = recovery.standing(run, stage)
             ended = self._attempt(lock, before)
@@ -164,13 +168,12 @@ class Supervisor:
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
-        names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.CANCELLED: "cancelled"}
-        name = names.get(ended.code, "stopped" if ended.code in (Exit.STOPPED, Exit.TIME_LIMIT) else "failed")
+        name = recovery.ending(ended.code, final=why_not is not None)
         if name == "stopped" and self.run.cancelled_file.exists():
             name = "cancelled"
         facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
         if why_not is not None:
-            name, message = "failed", str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
+            message = str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
             facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
         if name == "failed":
             print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)

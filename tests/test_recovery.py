@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,10 @@ from pipeline.errors import Exit
 from pipeline.files import append_line
 from pipeline.run import Run
 from pipeline.signals import StopFlag
-from slurm import job
+from slurm import job, recovery
 from slurm.job import JobFacts, dead_nodes, parse_facts
 from slurm.launch import Left, SrunRanks
-from slurm.recovery import budget_of, refusal, standing, stop_cause
+from slurm.recovery import budget_of, close_open_attempt, refusal, standing, stop_cause
 from slurm.states import FORGOTTEN, JobState
 from tests.ranks import place
 from tests.tiny import write_config
@@ -271,3 +272,92 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
     monkeypatch.setattr(job.time, "sleep", sleep)
     monkeypatch.setattr(job.time, "monotonic", lambda: now)
     assert job.requeue("12", 2) == believed
+
+
+# -- supervisors that died -----------------------------------------------------------------------------------
+
+
+def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
+    """A run whose attempt in job 6 began and saved nothing, with the successor 7 behind it, and these events since."""
+    folder.mkdir(exist_ok=True)
+    run = Run.create(load_config(write_config(folder), overrides))
+    run.event("submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing=standing(run, "train"))
+    for event, more in told:
+        run.event(event, "train", job_id="6", **more)
+    return run
+
+
+def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | None, list[dict[str, Any]]]:
+    """What a supervisor in that job finds, and writes."""
+    before = len(run.read_events("train"))
+    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts))
+    return *(refused or (None, None)), run.read_events("train")[before:]
+
+
+@pytest.fixture
+def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def say(state: str) -> None:
+        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
+        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "cause", "ends", "goes_on"),
+    [
+        ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
+        ("TIMEOUT", None, "time_limit", "failed", False), (FORGOTTEN, None, "crashed", "failed", False),
+        ("CANCELLED", None, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
+    ],
+)  # fmt: skip
+def test_a_successor_keeps_to_the_budgets_of_a_supervisor_that_died(
+    tmp_path: Path, slurm_says: Callable[[str], None], state: str, told: dict[str, str] | None, cause: str,
+    ends: str, goes_on: bool,
+) -> None:  # fmt: skip
+    """No new checkpoint: what is nobody's fault may go on some times, anything else may not."""
+    slurm_says(state)
+    run = silent(tmp_path, *([("stopping", told)] if told else []))
+    code, _, events = close(run, "7")
+    assert (code is None) == goes_on and [e["event"] for e in events] == [ends, *["handed_over"] * goes_on]
+    assert {e["cause"] for e in events} == {cause} and code in (None, Exit.__members__.get(cause.upper(), Exit.STOPPED))
+    again = close(run, "7")
+    assert again[2] == [] and again[0] == code, "it says the same when it is asked again"
+
+
+def test_caps_hold_for_supervisors_that_die_again_and_again(tmp_path: Path, slurm_says: Callable[[str], None]) -> None:
+    slurm_says("NODE_FAIL")
+    run, job = silent(tmp_path, overrides=["recovery.fruitless=2"]), 7
+    while (found := close(run, str(job)))[0] is None:
+        run.event("submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
+        here = {"job_id": str(job), "slurm_job": str(job), "standing": standing(run, "train")}
+        run.event("started", "train", attempt=job - 5, restarts=0, **here)
+        job += 1
+        assert job < 20, "it loops"
+    assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
+    run.event("resumed")
+    assert close(run, str(job))[0] is None, "a person said go on"
+
+
+def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
+    run = silent(tmp_path, overrides=["recovery.node_failure=1"])
+    assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
+    code, reason, events = close(run, "6", 2)
+    assert code == Exit.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
+    assert "not tried again" in events[-1]["message"] and len(events) == 1
+
+
+def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path: Path) -> None:
+    run = silent(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
+    assert [(e["event"], e.get("budget")) for e in close(run, "6", 1)[2]] == [("requeued", "preempted")]
+    assert close(run, "6", 1)[2] == []
+    final = silent(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
+    assert close(final, "6", 1)[:2] == (None, None), "a person put a job back that had failed for good"
+    assert close(final, "7")[0] == Exit.CRASHED, "but no successor goes on with it"
+    assert close(silent(tmp_path / "hand"), "99")[0] is None, "a person started another job"
