@@ -101,7 +101,7 @@ class Supervisor:
             before = recovery.standing(run, stage)
             ended = self._attempt(lock, before)
             progress = recovery.standing(run, stage) != before
-            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in ("cancelled", "stop file")
+            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in recovery.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
             why_not = None
@@ -152,12 +152,16 @@ class Supervisor:
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here
-            run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
+            late = _take_request(run)
+        if late is not None and ended.asked not in recovery.REQUESTS and ended.code != Exit.DONE:
+            ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
+            if ended.code == Exit.STOPPED:
+                ended.facts["cause"] = late
         # a task of an array does its part only; the job behind the array validates the whole
         whole = self.task is None and not self.evaluations.one_of_many(self.job)
         if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
             ended = Ended(Exit.CRASHED, facts={"cause": "outputs", "message": f"all ranks left with 0, but {reason}"})
-        elif self.on_slurm and place.job_id and ended.asked not in ("cancelled", "stop file"):
+        elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
@@ -299,7 +303,7 @@ class Supervisor:
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
-        if self.on_slurm and self.place.job_id and asked not in ("cancelled", "stop file"):
+        if self.on_slurm and self.place.job_id and asked not in recovery.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id)
             more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
         self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
@@ -315,6 +319,19 @@ def _request(run: Run) -> str | None:
     if run.cancelled_file.exists():
         return "cancelled"
     return "stop file" if run.stop_file.exists() else None
+
+
+def _take_request(run: Run) -> str | None:
+    """A person's request, the stop file taken away: honoured now, or too late, so the next start need not stop again.
+
+    Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
+    """
+    try:
+        run.stop_file.unlink()
+        stop = "stop file"
+    except FileNotFoundError:
+        stop = None
+    return "cancelled" if run.cancelled_file.exists() else stop
 
 
 def _reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
