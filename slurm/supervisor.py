@@ -94,7 +94,7 @@ class Supervisor:
             refused = Exit.CANCELLED, reason
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            succession.not_needed(run, stage, self.place, done=False)
+            self.leave_nothing_waiting(done=False)
             os.close(lock)
             return refused[0]
         while True:
@@ -110,7 +110,7 @@ class Supervisor:
                 why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
-                succession.not_needed(run, stage, self.place, done=ended.code == Exit.DONE)
+                self.leave_nothing_waiting(done=ended.code == Exit.DONE)
                 os.close(lock)
                 return ended.code
             if self.batch:
@@ -222,10 +222,11 @@ class Supervisor:
         elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
-            succession.not_needed(self.run, self.stage, self.place, done=False)
+            self.leave_nothing_waiting(done=False)
             return Exit.CANCELLED
         elif facts is None:  # it may be cancelled
             self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
+            self.leave_nothing_waiting(done=False)
             return ended.code
         elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
             self._event("requeued", ended.code, progress)
@@ -233,11 +234,17 @@ class Supervisor:
             self._write_end(
                 ended, "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
             )
+            self.leave_nothing_waiting(done=False)
             return ended.code
         deadline = time.monotonic() + REQUEUED_WAIT_S
         while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
             time.sleep(POLL_S)
         return ended.code
+
+    def leave_nothing_waiting(self, *, done: bool) -> None:
+        """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
+        if self.batch and self.task is None:
+            succession.not_needed(self.run, self.stage, self.place, done=done)
 
     def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
         """Wait for all ranks; the verdict and its facts."""
@@ -311,7 +318,12 @@ class Supervisor:
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     """Supervise `stage` here; the exit code."""
-    return Supervisor(run, stage, flag).supervise()
+    one = Supervisor(run, stage, flag)
+    try:
+        return one.supervise()
+    except Exception:  # it may not start: no successor may try the same for ever
+        one.leave_nothing_waiting(done=False)
+        raise
 
 
 def _request(run: Run) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.files import read_jsonl
@@ -69,3 +70,19 @@ def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: C
     assert "took_over" not in events(run, "train") and not evaluated(run)
     assert events(run, "train").count("started") == 1
     assert job_of(run, "evaluate")
+
+
+def test_a_supervisor_that_dies_without_progress_has_no_endless_line_of_successors(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    run = shared(tmp_path, calm)
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    wait_for("the start", lambda: "started" in events(run, "train"))
+    words = ["-m", "slurm", "train", str(run)]
+    supervisors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == words]
+    assert len(supervisors) == 1
+    supervisors[0].kill()  # not by the pid in the event: that is its node's
+    wait_for("an empty queue", lambda: not queue(cluster), 90)
+    told = [(e["event"], e.get("cause")) for e in Run.open(run).read_events("train")]
+    assert told[-1] == ("failed", "crashed") and events(run, "train").count("started") == 1, told
+    assert "no new checkpoint" in Run.open(run).read_events("train")[-1]["message"] and not evaluated(run)

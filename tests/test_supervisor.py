@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from pipeline.run import Run
 from pipeline.signals import StopFlag
 from slurm import supervisor
 from slurm.launch import Left
+from slurm.states import JobState
 from slurm.supervisor import Supervisor
+from tests.ranks import place
 from tests.tiny import write_config
 
 
@@ -67,3 +70,42 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
     monkeypatch.setattr(Supervisor, "_leave", lambda *words: pytest.fail("a person said stop"))
     assert one.supervise() == code
     assert run.read_events("train")[-1]["cause"] == cause and not run.stop_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "done", "cancelled"),
+    [
+        ("11", False, "16 20 15 14 13 12"),  # prepare: the whole chain, the newest first
+        ("13", False, "16 20 15 14"),  # shard's last word: training, its successor, evaluations
+        ("14", False, "20 15"), ("15", False, "16 20"), ("14", True, "15"), ("15", True, "16"), ("13", True, ""),
+        ("30", False, ""), ("30", True, ""),  # an evaluation of one checkpoint: the next one runs after it all the same
+    ],
+)  # fmt: skip
+def test_what_waits_in_vain_is_cancelled(
+    run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
+) -> None:
+    from slurm import succession
+
+    def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
+        run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
+
+    submitted("prepare", "11", "afterok")
+    submitted("shard", "12", "afterok", "11")
+    submitted("shard", "13", "afterany", "12")
+    submitted("train", "14", "afterok", "13")
+    submitted("train", "15", "afternotok", "14")
+    submitted("evaluate", "20", "afterok", "14")
+    submitted("evaluate", "30", "afterok", step=7)
+    submitted("evaluate", "31", "afterany", "30", step=14)
+    submitted("train", "16", "afternotok", "15")
+    run.event("took_over", "train", job_id="15", predecessor="14", children=["20"])
+    if job == "14":
+        run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-2]))
+    calls: list[str] = []
+    pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
+    states = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
+    monkeypatch.setattr(succession, "query", lambda jobs: states)
+    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
+    succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
+    assert calls == ([f"scancel {cancelled}"] if cancelled else [])
