@@ -15,8 +15,6 @@ How it goes on depends on where it runs:
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +23,7 @@ from pipeline.checkpoint_files import saved_steps
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
-from pipeline.files import append_line, read_jsonl
+from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
 from slurm.job import JobFacts, dead_nodes, job_facts
@@ -230,23 +228,3 @@ def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) 
     state = facts.state if facts is not None else query([job])[job].state
     left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
     return _STATES.get(state, left_with)  # a code, but no word: a full disk takes no events
-
-
-# -- nodes that failed ---------------------------------------------------------------------------------------
-
-
-def remember_bad_node(run: Run, host: str, cause: str) -> None:
-    """Note a node that failed the check at the start, or died under the job, in `bad_nodes.jsonl`."""
-    append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
-
-
-def bad_nodes(run: Run, now: float) -> list[str]:
-    """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones."""
-    limits = run.config.recovery
-    fresh = [
-        entry["host"]
-        for entry in read_jsonl(run.path / "bad_nodes.jsonl")
-        if now - entry["time"] < limits.exclude_hours * 3600
-    ]
-    newest_first = list(dict.fromkeys(reversed(fresh)))
-    return newest_first[: limits.exclude_at_most]

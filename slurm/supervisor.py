@@ -24,8 +24,8 @@ from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame
+from slurm import exclusion, mpi_launch, recovery, succession, topology
 from slurm import job as slurm_job
-from slurm import mpi_launch, recovery, succession, topology
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks
@@ -196,7 +196,7 @@ class Supervisor:
                 ended.facts["message"] = f"{words}\n{was}" if was else words
             ended.code = code
         if code == Exit.BAD_NODE:
-            recovery.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
+            exclusion.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
 
     def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
         self.run.event(
@@ -228,7 +228,7 @@ class Supervisor:
             self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
             self.leave_nothing_waiting(done=False)
             return ended.code
-        elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
+        elif slurm_job.requeue(job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts)):
             self._event("requeued", ended.code, progress)
         else:
             self._write_end(

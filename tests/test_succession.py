@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.files import read_jsonl
 from pipeline.run import Run
+from slurm.exclusion import remember_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import digest, evaluated, events, job_of, prepared, submit, wait_for
@@ -62,8 +63,11 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
 
 def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
     run = shared(tmp_path, calm)
+    remember_bad_node(Run.open(run), "n1", "device memory")
     assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
-    first = Run.open(run).read_events("train")[0]["job_id"]
+    first, heir = (e["job_id"] for e in Run.open(run).read_events("train")[:2])
+    for job in (first, heir, job_of(run, "evaluate")):
+        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=10)
     wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
     cluster.output(["scancel", first], timeout=10)
     wait_for("an empty queue", lambda: not queue(cluster), 90)
