@@ -365,11 +365,12 @@ def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict
 def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
     """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
 
-    A rank that a signal killed writes no report; its peers report a lost connection (or abort over it): they
-    are blamed last. Among reports the earliest counts.
+    A rank that a signal or a lack of memory killed writes no report; its peers report a lost connection (or abort over
+    it): they are blamed last. Among reports the earliest counts.
     """
     reports = _read(run, stage, "error", task)
-    killed = [left for left in first if left.code < 0]
+    told = {r["rank"] for r in reports}
+    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
     culprits = [left for left in killed if left.code != -signal.SIGABRT]
     blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))
     if blamed and not culprits:
@@ -379,6 +380,7 @@ def find_failure(run: Run, stage: str, first: list[Left], task: int | None = Non
     culprit = (culprits or killed or first)[0]
     host = culprit.host or os.uname().nodename
     log = run.stage_folder(stage) / f"rank-{culprit.rank if task is None else task}.log"
-    hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
+    hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
+    hint = hints.get(culprit.code, "")
     code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
     return Failure(code, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

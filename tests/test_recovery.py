@@ -19,6 +19,7 @@ from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
+from pipeline.failure import report_error
 from pipeline.files import append_line
 from pipeline.run import Run
 from pipeline.signals import StopFlag
@@ -27,6 +28,7 @@ from slurm.job import JobFacts, dead_nodes, parse_facts
 from slurm.launch import Left, SrunRanks
 from slurm.recovery import budget_of, close_open_attempt, refusal, standing, stop_cause
 from slurm.states import FORGOTTEN, JobState
+from slurm.supervisor import find_failure
 from tests.ranks import place
 from tests.tiny import write_config
 
@@ -226,6 +228,28 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
     assert SrunRanks.first_bad("nothing", 1) == Left(0, 1)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: error: n1: task 1: Out Of Memory\n",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: n1: task 1: Killed\n",
+        "srun: error: n1: task 1: Killed\nslurmstepd: error: Detected 1 oom-kill event(s) in step 5.0 cgroup. Some of "
+        "your processes may have been killed by the cgroup out-of-memory handler.\n",
+    ],
+)
+def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
+    left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    assert left == Left(1, Exit.OUT_OF_MEMORY, "n1")
+    run = Run.create(load_config(write_config(tmp_path)))
+    for rank, code in ((0, Exit.CRASHED), (2, Exit.PEER_LOST)):  # what the peers made of it
+        report_error(run, "train", place(rank, 3, 1), code, "lost it")
+    failure = find_failure(run, "train", [left])
+    assert (failure.code, failure.rank, failure.host) == (Exit.OUT_OF_MEMORY, 1, "n1")
+    report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
+    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).rank == 0, "the earliest report"
+
+
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
     run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
     assert run.unwritable() is None
@@ -311,6 +335,7 @@ def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
         ("TIMEOUT", None, "time_limit", "failed", False), (FORGOTTEN, None, "crashed", "failed", False),
         ("CANCELLED", None, "cancelled", "cancelled", False),
+        ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
         ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
         ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
         ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
