@@ -77,8 +77,9 @@ class Supervisor:
         self.since = facts.start if facts is not None else ""
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
-        if facts is not None and facts.left_s is not None:  # not the hour of its end: clocks of nodes may differ
-            os.environ[TIME_LEFT] = str(facts.left_s)
+        left_s = facts.left_s if facts is not None else None
+        self.ends = None if left_s is None else time.monotonic() + left_s
+        """The end of the job's time; not the hour, for clocks of nodes may differ."""
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
@@ -135,6 +136,8 @@ class Supervisor:
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
+        if self.ends is not None:
+            os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
         ranks: LocalRanks | SrunRanks
         per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
         if run.config.parallel.backend == "mpi" and stage in mpi_launch.STAGES:
@@ -288,8 +291,8 @@ class Supervisor:
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
-            told = [e["signal"] for e in run.read_events(stage, "stop_requested")]
-            return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
+            told = recovery.newest(run.read_events(stage), "started", "stop_requested") or {}  # of this attempt
+            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
         return Ended(Exit.DONE, asked)
 
     def _who_hangs(self, failure: Failure, size: int) -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from pipeline.errors import Exit
 from pipeline.run import Run
 from pipeline.signals import StopFlag
 from slurm import supervisor
+from slurm.environment import TIME_LEFT
+from slurm.job import JobFacts
 from slurm.launch import Left
 from slurm.states import JobState
 from slurm.supervisor import Supervisor
@@ -109,3 +112,29 @@ def test_what_waits_in_vain_is_cancelled(
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
+
+
+def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1)
+    run.event("stop_requested", "train", signal="SIGUSR2")
+    one = supervised(run, monkeypatch)
+    assert one.supervise() == Exit.STOPPED
+    assert run.read_events("train")[-1]["cause"] == "signal", "these ranks did not say why"
+    one = supervised(run, monkeypatch, act=lambda n: run.event("stop_requested", "train", signal="SIGINT"))
+    one.supervise()
+    assert run.read_events("train")[-1]["cause"] == "SIGINT"
+
+
+def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = JobFacts("RUNNING", 0, False, 100.0, False)
+    monkeypatch.setenv(TIME_LEFT, "")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: facts)
+    one = supervised(run, monkeypatch, code=Exit.DONE)
+    one.on_slurm, left = False, []
+    for waited in (0.0, 30.0, 100.0):  # for the lock, or the attempts before
+        if one.ends is not None:
+            one.ends -= waited
+        one._attempt(0, "")
+        left.append(float(os.environ[TIME_LEFT]))
+    assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
