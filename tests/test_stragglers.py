@@ -8,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipeline.config_file import load_config
+from pipeline.metrics import own_times_file
 from pipeline.run import Run
 from slurm import exclusion
 from slurm.environment import Place
 from slurm.exclusion import bad_nodes, remember_bad_node
 from slurm.job import JobFacts
+from slurm.report import print_report
 from tests.ranks import run_ranks
 from tests.tiny import make_run, stage_rank, write_config
 
@@ -100,6 +103,14 @@ def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own: list[fl
     run = config_run(tmp_path)
     judge = Stragglers.__new__(Stragglers)
     judge.run, judge.peers, judge.hosts, judge._slow = run, [0, 0, 1, 1], ["a", "b", "c", "d"], {}
+    judge._sums, judge._next = {}, 0.0
     for step in (1, 2, 3, 4):
         judge.judge(step, own)
     assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
+    medians = [min(own[:2])] * 2 + [min(own[2:])] * 2
+    ratios = {host: time / median for host, time, median in zip("abcd", own, medians, strict=True)}
+    assert json.loads(own_times_file(run).read_bytes()) == ratios
+    console = Console(width=200, record=True)
+    print_report(run, console)
+    worst = max(ratios, key=lambda host: ratios[host])
+    assert f"slowest first: {worst} {ratios[worst]:.2f}, " in console.export_text()
