@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import read_jsonl, write_atomic, write_line
+from pipeline.run import Run
 
 
 class Metrics:
@@ -58,3 +59,8 @@ def rewind(path: Path, step: int) -> None:
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)
+
+
+def own_times_file(run: Run) -> Path:
+    """For each host of the newest attempt its ranks' own time, divided by their peers' (pipeline/stragglers.py)."""
+    return run.stage_folder("train") / "own-times.json"

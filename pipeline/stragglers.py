@@ -1,9 +1,11 @@
 """Which rank is slow by itself. Step times cannot tell: in a collective everybody waits for the slowest.
 
-Each rank measures its own part of a step, before any rank waits for another: waiting for data, and the forward passes.
+Each rank measures its own part of a step, mostly before any rank waits for another: waiting for data, and the forward
+passes. (With ZeRO 3 and tensor parallelism a forward pass has collectives itself: ranks that share them look alike.)
 Every `log_every` steps the ranks gather that time. A rank that took 1.3 times the median of its peers (those that hold
 the same pipeline stages) three times in a row is a straggler: events.jsonl has it with its host, and again when it has
-recovered; `status` names those that have not.
+recovered; `status` names those that have not. `jobs/train/own-times.json` ranks the hosts of the newest attempt, once a
+minute, for `report`.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.files import write_json
+from pipeline.metrics import own_times_file
 from pipeline.run import Run
 
-RATIO, IN_A_ROW = 1.3, 3
+RATIO, IN_A_ROW, RANK_EVERY_S = 1.3, 3, 60.0
 
 
 class OwnTime:
@@ -69,6 +73,8 @@ class Stragglers:
         self.hosts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(self.hosts, host, group=group)
         self._slow: dict[int, int] = {}
+        self._sums: dict[str, list[float]] = {}
+        self._next = 0.0
 
     def gather(self, step: int, seconds: float) -> None:
         """Compare this rank's own time with the others'. Every rank must call it at the same steps."""
@@ -82,6 +88,8 @@ class Stragglers:
         for rank, own in enumerate(seconds):
             like = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
             median, host = statistics.median_low(like), self.hosts[rank]  # of two ranks the faster one's
+            sums = self._sums.setdefault(str(host), [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + own, sums[1] + median
             if median <= 0 or own <= RATIO * median:
                 if self._slow.pop(rank, 0) >= IN_A_ROW:
                     self.run.event("recovered", "train", step=step, rank=rank, host=host)
@@ -91,3 +99,7 @@ class Stragglers:
                 ratio = round(own / median, 2)
                 self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
                 print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + RANK_EVERY_S
+            ratios = {host: own / median for host, (own, median) in self._sums.items() if median > 0}
+            write_json(own_times_file(self.run), ratios)

@@ -3,7 +3,8 @@
 `scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
 preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
 without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
-`scancel` shows neither.
+`scancel` shows neither. Until the last process of a job is gone its state is COMPLETING, whatever ended it: only
+accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config_types import parse_time
 from slurm.states import call
@@ -38,6 +38,9 @@ class JobFacts:
     """When it started, as Slurm writes it."""
     exit_code: int = 0
     """What its batch script left with, once it has."""
+    partition: str = ""
+    excluded: str = ""
+    """The nodes that it may not run on, as a host list."""
 
 
 def job_facts(job_id: str) -> JobFacts | None:
@@ -50,7 +53,11 @@ def job_facts(job_id: str) -> JobFacts | None:
     if text is None:
         print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
         return None
-    return parse_facts(text)
+    facts = parse_facts(text)
+    if facts.state == "COMPLETING" and facts.preempted:
+        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
+        facts = replace(facts, state=states[0] if states else facts.state)  # such as CANCELLED by 0
+    return facts
 
 
 def parse_facts(text: str) -> JobFacts:
@@ -67,6 +74,8 @@ def parse_facts(text: str) -> JobFacts:
         left_s=left,
         batch=fields.get("BatchFlag") == "1",
         start=fields.get("StartTime", ""),
+        partition=fields.get("Partition", ""),
+        excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 
@@ -85,19 +94,19 @@ def dead_nodes(nodes: str, since: str = "") -> list[str]:
     return sorted(found)
 
 
-def requeue(job_id: str, restarts: int, exclude: Iterable[str] = ()) -> bool:
+def requeue(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
 
-    `restarts`: how often it was put back before. Slurm then ends this run of the job: it sends TERM, and KILL after
-    KillWait. The TERM may reach the scontrol that asked for it before that has left with 0, so a failure is only
-    believed once Slurm says that the job was not put back. In the time before KILL, not before, the job's list of
-    excluded nodes can be changed.
+    `restarts`: how often it was put back before. `exclude`: None leaves the list as it is. Slurm then ends this run of
+    the job: it sends TERM, and KILL after KillWait. The TERM may reach the scontrol that asked for it before that has
+    left with 0, so a failure is only believed once Slurm says that the job was not put back. In the time before KILL,
+    not before, the job's list of excluded nodes can be changed.
     """
     if call("scontrol", "requeue", job_id) is None and not _was_requeued(job_id, restarts):
         return False
-    if names := ",".join(exclude):
+    if exclude is not None:
         deadline = time.monotonic() + 4
-        while call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}") is None:
+        while call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}") is None:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)

@@ -29,6 +29,7 @@ SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
 _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
 _SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
+_OOM_EVENT = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -181,12 +182,17 @@ class SrunRanks:
 
     @staticmethod
     def first_bad(messages: str, code: int) -> Left:
-        """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's."""
-        found = []
+        """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's.
+
+        One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or slurmstepd saw it.
+        """
+        found, starved = [], _OOM_EVENT.search(messages) is not None
         for line in messages.splitlines():
             if match := _SRUN_TASK.match(line):
                 host, task, words = match.groups()
                 killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
+                if "Out Of Memory" in words or (killed == -signal.SIGKILL and starved):
+                    killed = int(Exit.OUT_OF_MEMORY)
                 exited = re.search(r"exit code (\d+)", words)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), Left(0, code)))

@@ -15,19 +15,19 @@ How it goes on depends on where it runs:
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import stages
 from pipeline.checkpoint_files import saved_steps
 from pipeline.config_recovery import RecoveryConfig
+from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
-from pipeline.files import append_line, read_jsonl
+from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
 from slurm.job import JobFacts, dead_nodes, job_facts
+from slurm.states import query
 
 ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
 """Events that end an attempt."""
@@ -48,6 +48,15 @@ _BUDGETS = {
     Exit.HANG: "hang",
     Exit.NON_FINITE: "non_finite",
 }
+REQUESTS = {"cancelled", "stop file"}
+"""Who asked for a stop, where it was a person."""
+_STATES = {
+    "PREEMPTED": Exit.PREEMPTED,
+    "TIMEOUT": Exit.TIME_LIMIT,
+    "NODE_FAIL": Exit.NODE_FAILURE,
+    "CANCELLED": Exit.CANCELLED,
+    "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
+}
 _BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
 
 
@@ -59,6 +68,12 @@ def newest(events: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any
 def budget_of(cause: Exit) -> str:
     """The key of `recovery:` that a cause is charged to."""
     return _BUDGETS.get(cause, "user_error")
+
+
+def ending(cause: Exit, *, final: bool) -> str:
+    """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
+    names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.STOPPED: "stopped", Exit.TIME_LIMIT: "stopped"}
+    return "cancelled" if cause == Exit.CANCELLED else "failed" if final else names.get(cause, "failed")
 
 
 def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
@@ -118,19 +133,28 @@ def standing(run: Run, stage: str) -> str:
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 
-def stop_cause(facts: JobFacts | None, restarts: int, signal_s: float) -> Exit:
-    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with."""
+def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
+    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with.
+
+    A job that is ending (COMPLETING) before its time limit and without being put back was cancelled. So was one that
+    ends so after a preemption, where Slurm puts back what it preempts (`site.requeue`) and accounting does not say.
+    """
     if facts is None:
         return Exit.STOPPED
-    if facts.preempted or facts.restarts > restarts:
+    if facts.restarts > restarts:
         return Exit.PREEMPTED
-    if facts.left_s is not None and facts.left_s <= signal_s + EARLY_S:
+    ending = facts.state == "COMPLETING"
+    if facts.state == "CANCELLED" or (ending and facts.preempted and site.requeue):
+        return Exit.CANCELLED
+    if facts.preempted:
+        return Exit.PREEMPTED
+    if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
         return Exit.TIME_LIMIT
-    return Exit.CANCELLED if facts.state in ("CANCELLED", "COMPLETING") else Exit.STOPPED
+    return Exit.CANCELLED if ending else Exit.STOPPED
 
 
 def cause_in_slurm(
-    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, signal_s: float
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig
 ) -> tuple[Exit, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
@@ -144,54 +168,64 @@ def cause_in_slurm(
     lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm
     if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
         return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
-    cause = stop_cause(facts, place.restart_count, signal_s)
+    cause = stop_cause(facts, place.restart_count, site)
     if cause == Exit.STOPPED:
         return code, None
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
 
 
-def close_open_attempt(run: Run, stage: str, place: Place) -> None:
-    """Write the missing end of an attempt whose supervisor died with its node, or was killed."""
+def close_open_attempt(run: Run, stage: str, place: Place) -> tuple[Exit, str] | None:
+    """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
+
+    Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
+    the cause and the reason where they forbid that. None where it may start, and where a person asked for it.
+    """
     task = place.array[0] if place.array else None
     events = [e for e in run.read_events(stage) if e.get("task") == task]
-    last = newest(events, "started", *ENDS)
-    if last is None or last["event"] != "started":
-        return
-    told = newest(events, "started", "stopping") or {}
-    same_job = place.job_id is not None and last.get("slurm_job") == place.job_id
-    if "cause" in told:
-        cause = Exit[told["cause"].upper()]
-    elif same_job and place.restart_count > last.get("restarts", 0):
-        cause = Exit.NODE_FAILURE
+    started, last = newest(events, "started"), newest(events, "started", *ENDS, *GOES_ON)
+    if started is None or last is None or last["event"] in ("done", *GOES_ON):
+        return None
+    job = started.get("slurm_job")
+    requeued = job is not None and job == place.job_id and place.restart_count > started.get("restarts", 0)
+    heirs = [e["job_id"] for e in events if e.get("kind") == "afternotok" and job in e["after"]]
+    before = history(run, stage, task)
+    by_itself = (requeued or place.job_id in heirs) and last in before
+    progress = standing(run, stage) != started.get("standing")
+    common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
+    if last is started:
+        told = newest(events, "started", "stopping") or {}
+        cause = _cause_of_silence(told, job, requeued)
+        message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        facts = job_facts(last["slurm_job"]) if last.get("slurm_job") and not same_job else None
-        names = {"PREEMPTED": Exit.PREEMPTED, "TIMEOUT": Exit.TIME_LIMIT, "NODE_FAIL": Exit.NODE_FAILURE}
-        left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
-        cause = names.get(facts.state if facts else "", left_with)  # a full disk takes no events
-    progress = standing(run, stage) != last.get("standing")
-    event = "preempted" if cause == Exit.PREEMPTED else "failed"
-    message = f"attempt {last['attempt']} ended without a word of its supervisor (on {last.get('host')})"
-    common = {"job_id": last.get("job_id"), "attempt": last["attempt"], "task": task, "cause": cause.name.lower()}
-    run.event(event, stage, **common, exit_code=int(cause), message=message, noticed_later=True)
-    if same_job:  # else a person went on
-        run.event("requeued", stage, **common, budget=budget_of(cause), progress=progress, noticed_later=True)
+        told, cause, message = last, Exit(last["exit_code"]), str(last.get("message", last["event"])).rstrip()
+    asked = REQUESTS & {str(told.get("by")), str(told.get("cause")), cause.name.lower()}
+    why_not = None
+    if by_itself:
+        why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
+    if why_not is not None and requeued and last is not started:
+        return None  # it was told so before, and somebody put the job back all the same
+    if last is started or (why_not is not None and "not tried again" not in message):
+        name = ending(cause, final=why_not is not None and not asked)
+        message += f"\nnot tried again: {why_not}" if why_not else ""
+        words = max(asked, default=cause.name.lower())
+        run.event(name, stage, **common, cause=words, exit_code=int(cause), message=message)
+    if by_itself and why_not is None:
+        how = "requeued" if requeued else "handed_over"
+        run.event(how, stage, **common, cause=cause.name.lower(), budget=budget_of(cause), progress=progress)
+    return None if why_not is None else (cause, why_not)
 
 
-# -- nodes that failed ---------------------------------------------------------------------------------------
-
-
-def remember_bad_node(run: Run, host: str, cause: str) -> None:
-    """Note a node that failed the check at the start, or died under the job, in `bad_nodes.jsonl`."""
-    append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
-
-
-def bad_nodes(run: Run, now: float) -> list[str]:
-    """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones."""
-    limits = run.config.recovery
-    fresh = [
-        entry["host"]
-        for entry in read_jsonl(run.path / "bad_nodes.jsonl")
-        if now - entry["time"] < limits.exclude_hours * 3600
-    ]
-    newest_first = list(dict.fromkeys(reversed(fresh)))
-    return newest_first[: limits.exclude_at_most]
+def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) -> Exit:
+    """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
+    if told.get("by") in REQUESTS:
+        return Exit.CANCELLED if told["by"] == "cancelled" else Exit.STOPPED
+    if "cause" in told:
+        return Exit[told["cause"].upper()]
+    if requeued:
+        return Exit.NODE_FAILURE
+    if job is None:
+        return Exit.CRASHED
+    facts = job_facts(job)
+    state = facts.state if facts is not None else query([job])[job].state
+    left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
+    return _STATES.get(state, left_with)  # a code, but no word: a full disk takes no events

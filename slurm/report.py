@@ -17,6 +17,7 @@ from rich.console import Console
 from pipeline import stages, sweep
 from pipeline.checkpoint_files import saved_steps
 from pipeline.files import read_jsonl, write_atomic
+from pipeline.metrics import own_times_file
 from pipeline.run import Run
 from pipeline.stages.evaluate import read_result, result_words
 from slurm import html
@@ -107,9 +108,15 @@ def print_report(run: Run, console: Console) -> None:
         ettr, progress = ratios(total(training))
         ratio = f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
         lines.insert(1, ratio)
+    if (own_times := own_times_file(run)).exists():
+        ratios_of = sorted(json.loads(own_times.read_bytes()).items(), key=lambda item: -item[1])
+        slowest = ", ".join(f"{host} {ratio:.2f}" for host, ratio in ratios_of[:8])
+        lines.append(f"hosts by their own time in a step, 1 being the median, slowest first: {slowest}")
     accounts = _accounts(attempts)
     console.print(title, highlight=False)
     console.print(grid(accounts, left=(0, 1, 3)))
+    if len(training) > 1:
+        console.print(grid(_causes(training)))
     if points:
         console.print(grid(points))
     for line in lines:

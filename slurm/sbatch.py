@@ -24,6 +24,7 @@ from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from pipeline.run import Run
 from slurm.environment import outside_job
+from slurm.exclusion import at_submission
 from slurm.submission import become, site_variables
 from slurm.topology import planned_mismatch
 
@@ -130,7 +131,10 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
     executor = submitit.SlurmExecutor(run.stage_folder(stage))
     dependency = f"{kind}:{':'.join(after)}" if after else None
     at_most = run.config.sweep.at_most if run.config.sweep and targets[0] is not run else None
-    executor.update_parameters(**parameters(run, run.config, stage, dependency), array_parallelism=at_most or 1000)
+    values = parameters(run, run.config, stage, dependency)
+    if (avoided := at_submission(targets, stage)) is not None:
+        values["additional_parameters"]["exclude"] = avoided
+    executor.update_parameters(**values, array_parallelism=at_most or 1000)
     try:
         with outside_job():
             if len(targets) == 1:

@@ -123,7 +123,7 @@ class Lookout:
         return list(rows.values())
 
     def _ask_slurm(self) -> None:
-        now, size = time.monotonic(), self.run.events.stat().st_size
+        now, size = time.monotonic(), self.run.events.stat().st_size if self.run.events.exists() else 0
         if now < self._ask_at and size == self._size:
             return
         self._jobs = jobs_of(self.run, self._forgotten) if uses_slurm(self.run) else []
@@ -141,6 +141,8 @@ class Lookout:
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         missing = work.missing(run)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
+        if state == "waiting" and run.cancelled_file.exists():
+            state = "cancelled"  # before it began
         step, loss, eta = _progress(run, stage, state == "running")
         nodes = (job.state.nodes if job and going else "") or (holder.host if holder else "")
         row = Row(

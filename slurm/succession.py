@@ -1,28 +1,47 @@
-"""Successor jobs, for sites whose jobs cannot be put back into the queue (`site.requeue: false`).
+"""Who comes after a job: successors that take over from it, and the jobs of later stages that wait for it.
+
+Sites whose jobs cannot be put back into the queue (`site.requeue: false`) have successors:
 
     train T1 ◄─afterok─ evaluate        T1 dies (preempted with PreemptMode=CANCEL, time limit, node failure …):
        ▲                                T2 starts, submits T3 behind itself, and lets evaluate wait for T2
        └─afternotok─ T2
 
-Slurm keeps a job whose dependency can no longer be satisfied pending for ever. So whoever makes a successor
-superfluous cancels it: a training that reached its end, one that may not go on, one that a person cancelled.
+Slurm keeps a job whose dependency can no longer be satisfied pending for ever. So whoever makes a job superfluous
+cancels it: a stage that is done cancels its successor; one that may not go on, or that a person cancelled, all that
+waits for it, with and without requeue. `resume` submits those again.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from pipeline import stages
+from pipeline import sweep
 from pipeline.run import Run
-from slurm.cluster import Submitted, jobs_of
 from slurm.environment import Place
-from slurm.job import job_facts
-from slurm.states import call
+from slurm.recovery import ENDS, newest
+from slurm.states import FORGOTTEN, call, query
 
 
-def _successors(run: Run, stage: str) -> list[dict[str, Any]]:
-    """The events that tell of successors submitted so far."""
-    return [e for e in run.read_events(stage, "submitted") if e.get("kind") == "afternotok"]
+def _predecessor(run: Run, stage: str, job: str) -> str | None:
+    """The job that `job` was submitted to succeed; None where it is no successor."""
+    told = run.read_events(stage, "submitted")
+    return next((str(e["after"][0]) for e in told if e["job_id"] == job and e.get("kind") == "afternotok"), None)
+
+
+def _waiting(run: Run, job: str) -> dict[str, str]:
+    """The pending jobs that cannot do without `job`, or without others that cannot, oldest first; with their kinds.
+
+    What waits for its end only (`afterany`), however that is, can do without.
+    """
+    kinds = {job: ""}
+    for one in (run, *sweep.points(run)):
+        for event in one.read_events(None, "submitted", "took_over"):
+            if event["event"] == "took_over" and event["job_id"] in kinds:
+                kinds.update(dict.fromkeys(event["children"], "afterok"))
+            elif event.get("kind") == "afterany" and job in event["after"]:
+                continue
+            elif not kinds.keys().isdisjoint(event.get("after", ())):
+                kinds[event["job_id"]] = event["kind"]
+    states = query(kinds)
+    return {waits: kind for waits, kind in kinds.items() if waits != job and states[waits].state == "PENDING"}
 
 
 def take_over(run: Run, stage: str, place: Place) -> str | None:
@@ -33,16 +52,12 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     from slurm.sbatch import submit
 
     job = place.job_id or ""
-    predecessor = next((str(e["after"][0]) for e in _successors(run, stage) if e["job_id"] == job), None)
-    if predecessor is None:
+    if (predecessor := _predecessor(run, stage, job)) is None:
         return None
-    children = [job.job_id for job in _waiting(run, stage)]
-    facts = job_facts(predecessor)
-    if facts is not None and facts.state == "CANCELLED":
+    if _cancelled(run, stage, predecessor):
         run.event("cancelled", stage, job_id=job, cause="cancelled", message=f"job {predecessor} was cancelled")
-        if children:
-            call("scancel", *children)
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
+    children = [waits for waits, kind in _waiting(run, predecessor).items() if kind != "afternotok"]
     if place.restart_count == 0:
         submit(run, stage, [job], kind="afternotok")
     for child in children:
@@ -51,20 +66,20 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     return None
 
 
-def _waiting(run: Run, stage: str) -> list[Submitted]:
-    """Jobs of later stages that are still pending, with hope or in vain; not those of single checkpoints."""
-    later = [name for name in stages.STAGES if stage in stages.load(name).NEEDS]
-    single = {e["job_id"] for e in run.read_events(None, "submitted") if "step" in e}
-    pending = [job for job in jobs_of(run) if job.stage in later and job.state.state == "PENDING"]
-    return [job for job in pending if job.job_id not in single]
+def _cancelled(run: Run, stage: str, job: str) -> bool:
+    """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
+    state = query([job])[job].state
+    told = newest([e for e in run.read_events(stage) if e.get("job_id") == job], "started", "stopping", *ENDS) or {}
+    return state == "CANCELLED" or (state == FORGOTTEN and told.get("cause") == "cancelled")
 
 
 def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
-    """Cancel what would succeed this job: the stage is done, or may not go on by itself.
+    """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
 
-    In the second case the jobs of later stages wait in vain, and go with it; `resume` submits them again.
+    The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
     """
-    for event in _successors(run, stage):
-        if place.job_id in event["after"]:
-            children = [] if done else [job.job_id for job in _waiting(run, stage)]
-            call("scancel", event["job_id"], *children)
+    job = place.job_id or ""
+    waiting = _waiting(run, job if done else _predecessor(run, stage, job) or job)
+    heirs = [waits for waits in waiting if _predecessor(run, stage, waits) == job]
+    if vain := heirs if done else list(reversed(waiting)):
+        call("scancel", *vain)

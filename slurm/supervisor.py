@@ -24,8 +24,8 @@ from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame
+from slurm import exclusion, mpi_launch, recovery, succession, topology
 from slurm import job as slurm_job
-from slurm import mpi_launch, recovery, succession, topology
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks
@@ -33,6 +33,8 @@ from slurm.launch import Left, LocalRanks, SrunRanks
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
+ANSWER_WAIT_S = 60.0
+"""How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
 EVALUATION_WAIT_S = 3600.0
 """How long an evaluation waits for another one of the same run, of a checkpoint before."""
 STOP_GRACE_S = 600.0
@@ -75,8 +77,9 @@ class Supervisor:
         self.since = facts.start if facts is not None else ""
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
-        if facts is not None and facts.left_s is not None:  # not the hour of its end: clocks of nodes may differ
-            os.environ[TIME_LEFT] = str(facts.left_s)
+        left_s = facts.left_s if facts is not None else None
+        self.ends = None if left_s is None else time.monotonic() + left_s
+        """The end of the job's time; not the hour, for clocks of nodes may differ."""
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
@@ -87,15 +90,19 @@ class Supervisor:
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         run.refuse_cancelled()
-        recovery.close_open_attempt(run, stage, self.place)
-        if self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
-            print(reason, flush=True)
-            return Exit.CANCELLED
+        refused = recovery.close_open_attempt(run, stage, self.place)
+        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
+            refused = Exit.CANCELLED, reason
+        if refused is not None:
+            print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
+            self.leave_nothing_waiting(done=False)
+            os.close(lock)
+            return refused[0]
         while True:
             before = recovery.standing(run, stage)
             ended = self._attempt(lock, before)
             progress = recovery.standing(run, stage) != before
-            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in ("cancelled", "stop file")
+            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in recovery.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
             why_not = None
@@ -104,7 +111,7 @@ class Supervisor:
                 why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
-                succession.not_needed(run, stage, self.place, done=ended.code == Exit.DONE)
+                self.leave_nothing_waiting(done=ended.code == Exit.DONE)
                 os.close(lock)
                 return ended.code
             if self.batch:
@@ -129,6 +136,8 @@ class Supervisor:
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
+        if self.ends is not None:
+            os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
         ranks: LocalRanks | SrunRanks
         per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
         if run.config.parallel.backend == "mpi" and stage in mpi_launch.STAGES:
@@ -146,29 +155,32 @@ class Supervisor:
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here
-            run.stop_file.unlink(missing_ok=True)  # honoured, or too late: what is started next need not stop again
+            late = _take_request(run)
+        if late is not None and ended.asked not in recovery.REQUESTS and ended.code != Exit.DONE:
+            ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
+            if ended.code == Exit.STOPPED:
+                ended.facts["cause"] = late
         # a task of an array does its part only; the job behind the array validates the whole
         whole = self.task is None and not self.evaluations.one_of_many(self.job)
         if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
             ended = Ended(Exit.CRASHED, facts={"cause": "outputs", "message": f"all ranks left with 0, but {reason}"})
-        elif self.on_slurm and place.job_id and ended.asked not in ("cancelled", "stop file"):
+        elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         nodes = ",".join(allocated_hosts(os.environ))
-        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site.signal_s)
+        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
-        names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.CANCELLED: "cancelled"}
-        name = names.get(ended.code, "stopped" if ended.code in (Exit.STOPPED, Exit.TIME_LIMIT) else "failed")
+        name = recovery.ending(ended.code, final=why_not is not None)
         if name == "stopped" and self.run.cancelled_file.exists():
             name = "cancelled"
         facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
         if why_not is not None:
-            name, message = "failed", str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
+            message = str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
             facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
         if name == "failed":
             print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
@@ -187,7 +199,7 @@ class Supervisor:
                 ended.facts["message"] = f"{words}\n{was}" if was else words
             ended.code = code
         if code == Exit.BAD_NODE:
-            recovery.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
+            exclusion.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
 
     def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
         self.run.event(
@@ -201,25 +213,41 @@ class Supervisor:
         A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
         for it; so the supervisor stays until it is killed.
         """
-        job = self.place.job_id or ""
-        facts = slurm_job.job_facts(job)
-        signals = self.flag.count
+        job, site = self.place.job_id or "", self.run.config.site
+        signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
+        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
+            time.sleep(1)
         if facts is not None and facts.restarts > self.place.restart_count:
             self._event("requeued", ended.code, progress, by="slurm")
-        elif not self.run.config.site.requeue:
+        elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
             self._event("handed_over", ended.code, progress)
             return ended.code
-        elif slurm_job.requeue(job, self.place.restart_count, recovery.bad_nodes(self.run, time.time())):
+        elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
+            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
+            self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
+            self.leave_nothing_waiting(done=False)
+            return Exit.CANCELLED
+        elif facts is None:  # it may be cancelled
+            self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
+            self.leave_nothing_waiting(done=False)
+            return ended.code
+        elif slurm_job.requeue(job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts)):
             self._event("requeued", ended.code, progress)
         else:
             self._write_end(
                 ended, "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
             )
+            self.leave_nothing_waiting(done=False)
             return ended.code
         deadline = time.monotonic() + REQUEUED_WAIT_S
         while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
             time.sleep(POLL_S)
         return ended.code
+
+    def leave_nothing_waiting(self, *, done: bool) -> None:
+        """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
+        if self.batch and self.task is None:
+            succession.not_needed(self.run, self.stage, self.place, done=done)
 
     def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
         """Wait for all ranks; the verdict and its facts."""
@@ -263,8 +291,8 @@ class Supervisor:
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
-            told = [e["signal"] for e in run.read_events(stage, "stop_requested")]
-            return Ended(Exit.STOPPED, asked, {"cause": asked or (told[-1] if told else "signal")})
+            told = recovery.newest(run.read_events(stage), "started", "stop_requested") or {}  # of this attempt
+            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
         return Ended(Exit.DONE, asked)
 
     def _who_hangs(self, failure: Failure, size: int) -> Failure:
@@ -285,7 +313,7 @@ class Supervisor:
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
-        if self.on_slurm and self.place.job_id and asked not in ("cancelled", "stop file"):
+        if self.on_slurm and self.place.job_id and asked not in recovery.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id)
             more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
         self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
@@ -293,7 +321,12 @@ class Supervisor:
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
     """Supervise `stage` here; the exit code."""
-    return Supervisor(run, stage, flag).supervise()
+    one = Supervisor(run, stage, flag)
+    try:
+        return one.supervise()
+    except Exception:  # it may not start: no successor may try the same for ever
+        one.leave_nothing_waiting(done=False)
+        raise
 
 
 def _request(run: Run) -> str | None:
@@ -301,6 +334,19 @@ def _request(run: Run) -> str | None:
     if run.cancelled_file.exists():
         return "cancelled"
     return "stop file" if run.stop_file.exists() else None
+
+
+def _take_request(run: Run) -> str | None:
+    """A person's request, the stop file taken away: honoured now, or too late, so the next start need not stop again.
+
+    Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
+    """
+    try:
+        run.stop_file.unlink()
+        stop = "stop file"
+    except FileNotFoundError:
+        stop = None
+    return "cancelled" if run.cancelled_file.exists() else stop
 
 
 def _reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
@@ -322,11 +368,12 @@ def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict
 def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
     """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
 
-    A rank that a signal killed writes no report; its peers report a lost connection (or abort over it): they
-    are blamed last. Among reports the earliest counts.
+    A rank that a signal or a lack of memory killed writes no report; its peers report a lost connection (or abort over
+    it): they are blamed last. Among reports the earliest counts.
     """
     reports = _read(run, stage, "error", task)
-    killed = [left for left in first if left.code < 0]
+    told = {r["rank"] for r in reports}
+    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
     culprits = [left for left in killed if left.code != -signal.SIGABRT]
     blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))
     if blamed and not culprits:
@@ -336,6 +383,7 @@ def find_failure(run: Run, stage: str, first: list[Left], task: int | None = Non
     culprit = (culprits or killed or first)[0]
     host = culprit.host or os.uname().nodename
     log = run.stage_folder(stage) / f"rank-{culprit.rank if task is None else task}.log"
-    hint = " (out of memory, or somebody's kill)" if culprit.code == -signal.SIGKILL else ""
+    hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
+    hint = hints.get(culprit.code, "")
     code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
     return Failure(code, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,19 @@ from hypothesis import strategies as st
 from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
+from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
+from pipeline.failure import report_error
 from pipeline.files import append_line
 from pipeline.run import Run
-from slurm import job
+from pipeline.signals import StopFlag
+from slurm import job, recovery
 from slurm.job import JobFacts, dead_nodes, parse_facts
 from slurm.launch import Left, SrunRanks
-from slurm.recovery import budget_of, refusal, standing, stop_cause
+from slurm.recovery import budget_of, close_open_attempt, refusal, standing, stop_cause
+from slurm.states import FORGOTTEN, JobState
+from slurm.supervisor import find_failure
+from tests.ranks import place
 from tests.tiny import write_config
 
 # what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
@@ -58,13 +67,93 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
         (shown(ran="00:07:30"), Exit.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
         (shown(ran="00:07:10"), Exit.STOPPED),
         (shown(state="COMPLETING", ran="00:10:01"), Exit.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:10:01"), Exit.TIME_LIMIT),
         (shown(state="COMPLETING"), Exit.CANCELLED),
         (shown(state="CANCELLED"), Exit.CANCELLED),
+        (shown(state="COMPLETING", ran="00:09:50"), Exit.CANCELLED),  # near its time limit, too
+        (shown(state="CANCELLED", ran="00:09:50"), Exit.CANCELLED),
+        (shown(state="CANCELLED", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),  # in its grace period
+        (shown(state="COMPLETING", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),
         (None, Exit.STOPPED),
     ],
 )
 def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: Exit) -> None:
-    assert stop_cause(facts, 0, 90) == cause
+    assert stop_cause(facts, 0, SiteConfig()) == cause
+
+
+def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
+    facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
+    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == Exit.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("accounting", "state"), [("CANCELLED by 0\n", "CANCELLED"), ("PREEMPTED\n", "PREEMPTED"), (None, "COMPLETING")]
+)
+def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
+    monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
+) -> None:
+    text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
+    monkeypatch.setattr(job, "call", lambda *words: text if words[0] == "scontrol" else accounting)
+    facts = job.job_facts("12")
+    assert facts is not None and facts.state == state
+
+
+def leave(run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch) -> tuple[Exit, list[str]]:
+    """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
+    from slurm import supervisor
+
+    asked: list[str] = []
+
+    def requeue(*arguments: object) -> bool:
+        asked.append("requeue")
+        return True
+
+    said, now = iter([*answers, *[answers[-1]] * 100]), itertools.count()
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    one = supervisor.Supervisor(run, "train", StopFlag())
+    one.place = place(0, 1, 1)
+    code = one._leave(supervisor.Ended(Exit.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    return code, asked
+
+
+def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (Exit.CANCELLED, [])
+    assert run.read_events("train")[-1]["event"] == "cancelled"
+    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
+    assert "did not say" in run.read_events("train")[-1]["message"]
+    assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
+    assert run.read_events("train")[-1]["event"] == "requeued"
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "goes_on"),
+    [
+        ("CANCELLED", "time_limit", False), ("TIMEOUT", "cancelled", True), ("NODE_FAIL", None, True),
+        (FORGOTTEN, "cancelled", False), (FORGOTTEN, "preempted", True), (FORGOTTEN, None, True),
+    ],
+)  # fmt: skip
+def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str | None, goes_on: bool
+) -> None:
+    from slurm import sbatch, succession
+
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
+    if told:
+        run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+    monkeypatch.setattr(succession, "call", lambda *words: "")
+    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
+    reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
+    assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
 
 
 CAUSES = [Exit.PREEMPTED, Exit.NODE_FAILURE, Exit.TIME_LIMIT, Exit.OUT_OF_MEMORY, Exit.CRASHED, Exit.HANG]
@@ -139,6 +228,28 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
     assert SrunRanks.first_bad("nothing", 1) == Left(0, 1)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: error: n1: task 1: Out Of Memory\n",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: n1: task 1: Killed\n",
+        "srun: error: n1: task 1: Killed\nslurmstepd: error: Detected 1 oom-kill event(s) in step 5.0 cgroup. Some of "
+        "your processes may have been killed by the cgroup out-of-memory handler.\n",
+    ],
+)
+def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
+    left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    assert left == Left(1, Exit.OUT_OF_MEMORY, "n1")
+    run = Run.create(load_config(write_config(tmp_path)))
+    for rank, code in ((0, Exit.CRASHED), (2, Exit.PEER_LOST)):  # what the peers made of it
+        report_error(run, "train", place(rank, 3, 1), code, "lost it")
+    failure = find_failure(run, "train", [left])
+    assert (failure.code, failure.rank, failure.host) == (Exit.OUT_OF_MEMORY, 1, "n1")
+    report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
+    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).rank == 0, "the earliest report"
+
+
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
     run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
     assert run.unwritable() is None
@@ -185,3 +296,93 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
     monkeypatch.setattr(job.time, "sleep", sleep)
     monkeypatch.setattr(job.time, "monotonic", lambda: now)
     assert job.requeue("12", 2) == believed
+
+
+# -- supervisors that died -----------------------------------------------------------------------------------
+
+
+def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
+    """A run whose attempt in job 6 began and saved nothing, with the successor 7 behind it, and these events since."""
+    folder.mkdir(exist_ok=True)
+    run = Run.create(load_config(write_config(folder), overrides))
+    run.event("submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing=standing(run, "train"))
+    for event, more in told:
+        run.event(event, "train", job_id="6", **more)
+    return run
+
+
+def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | None, list[dict[str, Any]]]:
+    """What a supervisor in that job finds, and writes."""
+    before = len(run.read_events("train"))
+    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts))
+    return *(refused or (None, None)), run.read_events("train")[before:]
+
+
+@pytest.fixture
+def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def say(state: str) -> None:
+        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
+        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "cause", "ends", "goes_on"),
+    [
+        ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
+        ("TIMEOUT", None, "time_limit", "failed", False), (FORGOTTEN, None, "crashed", "failed", False),
+        ("CANCELLED", None, "cancelled", "cancelled", False),
+        ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
+        ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
+    ],
+)  # fmt: skip
+def test_a_successor_keeps_to_the_budgets_of_a_supervisor_that_died(
+    tmp_path: Path, slurm_says: Callable[[str], None], state: str, told: dict[str, str] | None, cause: str,
+    ends: str, goes_on: bool,
+) -> None:  # fmt: skip
+    """No new checkpoint: what is nobody's fault may go on some times, anything else may not."""
+    slurm_says(state)
+    run = silent(tmp_path, *([("stopping", told)] if told else []))
+    code, _, events = close(run, "7")
+    assert (code is None) == goes_on and [e["event"] for e in events] == [ends, *["handed_over"] * goes_on]
+    assert {e["cause"] for e in events} == {cause} and code in (None, Exit.__members__.get(cause.upper(), Exit.STOPPED))
+    again = close(run, "7")
+    assert again[2] == [] and again[0] == code, "it says the same when it is asked again"
+
+
+def test_caps_hold_for_supervisors_that_die_again_and_again(tmp_path: Path, slurm_says: Callable[[str], None]) -> None:
+    slurm_says("NODE_FAIL")
+    run, job = silent(tmp_path, overrides=["recovery.fruitless=2"]), 7
+    while (found := close(run, str(job)))[0] is None:
+        run.event("submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
+        here = {"job_id": str(job), "slurm_job": str(job), "standing": standing(run, "train")}
+        run.event("started", "train", attempt=job - 5, restarts=0, **here)
+        job += 1
+        assert job < 20, "it loops"
+    assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
+    run.event("resumed")
+    assert close(run, str(job))[0] is None, "a person said go on"
+
+
+def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
+    run = silent(tmp_path, overrides=["recovery.node_failure=1"])
+    assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
+    code, reason, events = close(run, "6", 2)
+    assert code == Exit.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
+    assert "not tried again" in events[-1]["message"] and len(events) == 1
+
+
+def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path: Path) -> None:
+    run = silent(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
+    assert [(e["event"], e.get("budget")) for e in close(run, "6", 1)[2]] == [("requeued", "preempted")]
+    assert close(run, "6", 1)[2] == []
+    final = silent(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
+    assert close(final, "6", 1)[:2] == (None, None), "a person put a job back that had failed for good"
+    assert close(final, "7")[0] == Exit.CRASHED, "but no successor goes on with it"
+    assert close(silent(tmp_path / "hand"), "99")[0] is None, "a person started another job"

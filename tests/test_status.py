@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from pipeline.run import Run
 from slurm import states, status
 from slurm.cluster import Submitted
+from slurm.report import print_report
 from slurm.states import JobState
 from tests.tiny import make_run
 
@@ -112,3 +114,24 @@ def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
     assert status.slow_ranks([STARTED, slow, worse]).startswith("rank 0 on n1 takes 2.5")
     assert status.slow_ranks([STARTED, slow, {"event": "recovered", "rank": 2}]) == ""
     assert status.slow_ranks([STARTED, slow, STARTED]) == ""
+
+
+def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.events.unlink()  # killed between config.yaml and the first event
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "waiting", "waiting"]
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert "0/30" in console.export_text()
+    run.request(run.cancelled_file, "by a test")
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
+
+
+def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
+        run.event("started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)
+        run.event(event, "train", job_id="1", attempt=attempt + 1, task=None, cause=cause, exit_code=1)
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert re.search(r"^cause +attempts .*\n(.*\n)*node_failure +2 .*\npreempted +2 ", console.export_text(), re.M)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.files import read_jsonl
 from pipeline.run import Run
+from slurm.exclusion import remember_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import digest, evaluated, events, job_of, prepared, submit, wait_for
@@ -61,11 +63,30 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
 
 def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
     run = shared(tmp_path, calm)
+    remember_bad_node(Run.open(run), "n1", "device memory")
     assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
-    first = Run.open(run).read_events("train")[0]["job_id"]
+    first, heir = (e["job_id"] for e in Run.open(run).read_events("train")[:2])
+    for job in (first, heir, job_of(run, "evaluate")):
+        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=10)
     wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
     cluster.output(["scancel", first], timeout=10)
     wait_for("an empty queue", lambda: not queue(cluster), 90)
     assert "took_over" not in events(run, "train") and not evaluated(run)
     assert events(run, "train").count("started") == 1
     assert job_of(run, "evaluate")
+
+
+def test_a_supervisor_that_dies_without_progress_has_no_endless_line_of_successors(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    run = shared(tmp_path, calm)
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    wait_for("the start", lambda: "started" in events(run, "train"))
+    words = ["-m", "slurm", "train", str(run)]
+    supervisors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == words]
+    assert len(supervisors) == 1
+    supervisors[0].kill()  # not by the pid in the event: that is its node's
+    wait_for("an empty queue", lambda: not queue(cluster), 90)
+    told = [(e["event"], e.get("cause")) for e in Run.open(run).read_events("train")]
+    assert told[-1] == ("failed", "crashed") and events(run, "train").count("started") == 1, told
+    assert "no new checkpoint" in Run.open(run).read_events("train")[-1]["message"] and not evaluated(run)
