@@ -55,7 +55,7 @@ class _Stage(PipelineStage):
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """In V shapes neighbours may lie on one rank, and torch 2.11 says hello to them all; Gloo knows no such pair."""
+        """In V shapes neighbours may be one rank; torch 2.11 greets them all the same, and Gloo knows no such pair."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 

@@ -33,7 +33,7 @@ from slurm.launch import Left, LocalRanks, SrunRanks
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
-ANSWER_WAIT_S = 60.0
+ANSWER_WAIT_S = 600.0
 """How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
 EVALUATION_WAIT_S = 3600.0
 """How long an evaluation waits for another one of the same run, of a checkpoint before."""
