@@ -14,11 +14,12 @@ from pipeline.model import flops_per_token
 
 SMALL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",
-    "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.compile=false", "train.threads=1",
+    "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.threads=1",
 )  # fmt: skip
+RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "train.compile=false")
 
 
-@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full", "train.micro_batch=1")])
+@pytest.mark.parametrize("options", [(), RECOMPUTED], ids=["as it comes: compiled, selective", "recomputed"])
 def test_one_measurement(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--steps", "3", "--one", "configs/lm-8b.yaml", *SMALL, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -178,7 +178,9 @@ def test_matrix_of_all_three(zero: int, model: dict[str, Any]) -> None:
     "parallel",
     [
         {"zero": 3},
+        {"zero": 3, "activation_checkpointing": "selective"},
         {"pipeline": 2},
+        {"pipeline": 2, "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "gpipe"},
         {**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"},
     ],
