@@ -44,6 +44,8 @@ OPTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("selective activation checkpointing", ("parallel.activation_checkpointing=selective",)),
     ("full activation checkpointing", ("parallel.activation_checkpointing=full",)),
     ("micro-batch 1", ("train.micro_batch=1",)),
+    ("micro-batch 1, selective", ("train.micro_batch=1", "parallel.activation_checkpointing=selective")),
+    ("micro-batch 1, full", ("train.micro_batch=1", "parallel.activation_checkpointing=full")),
     ("micro-batch 8", ("train.micro_batch=8",)),
     ("fp32 instead of bf16", ("train.precision=fp32",)),
     ("fp8 instead of bf16", ("train.precision=fp8",)),
