@@ -98,6 +98,16 @@ def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says:
         tiny_config(ranks, **sections)
 
 
+def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
+    for stage, more in (("train", {}), ("evaluate", {"backend": "nccl"})):
+        sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": more}
+        said = rf"stages\.{stage}\.tasks_per_node \(4\) is more than site\.gpus_per_node \(2\): .*backend gloo"
+        with pytest.raises(UserError, match=said):
+            tiny_config(1, site={"gpus_per_node": 2}, **sections)
+        for good in ({"site": {"gpus_per_node": 4}}, {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}}):
+            tiny_config(1, **sections | good)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipe_v"])
 @pytest.mark.parametrize(
     "sections",

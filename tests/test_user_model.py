@@ -348,6 +348,7 @@ WHOLE = "ARRAYS = ('x',)\nINPUTS = ('x',)\ndef build(options, layers): ...\ndef 
         (WHOLE + "PADDED = ('x',)\n", (), r"lengths of .* is not among its ARRAYS"),
         (WHOLE, ("parallel.tensor=2",), r"parallel.tensor 2 needs a function tensor_plan: nothing_here has none"),
         (WHOLE, ("parallel.pipeline=2",), r"parallel.pipeline 2 needs CUTS = True"),
+        (WHOLE + "CUTS = False\n", ("parallel.pipeline=2",), r"parallel.pipeline 2 needs CUTS = True"),
         (WHOLE, ("parallel.activation_checkpointing=full",), r"activation_checkpointing full needs a function blocks"),
         (WHOLE, ("train.compile=true",), r"train.compile needs a function blocks"),
         (WHOLE, ("model.target=os.path",), r"there is no module os"),
