@@ -87,6 +87,25 @@ def move_rank(
     return results
 
 
+def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
+    """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
+    from pipeline import checkpoint_files as files
+    from pipeline import groups
+    from pipeline.checkpoint import Checkpointer, digest
+    from pipeline.inputs import manifest_of
+    from pipeline.run import Run
+    from pipeline.trainer import Trainer
+    from tests.tiny import HarmlessFlag
+
+    run = Run.open(path)
+    world = groups.join(place, run.config)
+    trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
+    assert trainer.start_step
+    saver = Checkpointer(folder, groups.side_group(), keep=1, background=False, describe={}, on_saved=lambda *_: None)
+    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
+    return digest(folder / files.step_name(1))
+
+
 def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
     limit = engine.config.optimizer.clip_norm
