@@ -273,7 +273,7 @@ def test_a_deal_of_skewed_lengths_is_nearly_even(seed: int, ranks: int, room: in
         dealt = lengths[deal(lengths, ranks)].sum(1)
         assert np.ptp(dealt) <= lengths.max()
         better += np.ptp(dealt) < np.ptp(lengths.reshape(ranks, room).sum(1))
-    assert better >= 18
+    assert better >= 16
 
 
 def test_a_greedy_deal_that_would_be_worse_is_not_taken() -> None:
