@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipeline.config import Config
 from pipeline.layout import Layout, layout_of
 from pipeline.run import CODE_ROOT
-from pipeline.user_model import found_for
+from pipeline.user_model import UserModel, found_for
 
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
@@ -227,9 +227,20 @@ def _ring(size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks
 
 
+def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterator[int]:
+    """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
+    import torch
+
+    module, options = facts.load(facts.root.parent), {**config.model.options, "layers": config.model.layers}
+    for rank in range(layout.pipeline):
+        with torch.device("meta"):
+            parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+        yield sum(parameter.numel() for part in parts for parameter in part.parameters())
+
+
 def plan(config: Config) -> Iterator[str]:
     """The lines of the plan."""
-    found_for(config, [Path.cwd(), CODE_ROOT])
+    facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
     parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
@@ -243,12 +254,21 @@ def plan(config: Config) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
-    if config.model.target is not None:
-        yield ""
-        yield f"memory and communication of {config.model.target} are not estimated"
-        return
     single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
     orders = actions(layout) if layout.pipeline > 1 else single
+    if layout.pipeline > 1:
+        rows = timeline(orders, layout.stages)
+        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+        yield ""
+        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
+        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
+        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
+    if facts is not None:
+        yield ""
+        yield f"{facts.target}: memory and communication are not estimated"
+        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tensor > 1 else "")
+        yield from (f"{rank:>5} {count:>15,}" for rank, count in enumerate(_own_parameters(config, layout, facts)))
+        return
     yield ""
     yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
     heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
@@ -259,13 +279,6 @@ def plan(config: Config) -> Iterator[str]:
         yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
     if parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
-    if layout.pipeline > 1:
-        rows = timeline(orders, layout.stages)
-        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
-        yield ""
-        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
-        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
-        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
     yield ""
     yield "a rank sends in a step"
     sent = list(traffic(config, layout, max(part.parameters for part in found)))

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
+from examples import vit
 from pipeline.config import Config
 from pipeline.config_file import load_config
 from pipeline.layout import layout_of
@@ -130,6 +131,17 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
         main()
     assert stopped.value.code == 2
     assert "parallel.tensor (3) = 3 does not divide the number of training ranks, 2" in capfd.readouterr().err
+
+
+def test_the_plan_of_a_model_of_ones_own() -> None:
+    """Timeline and parameters of each pipeline rank, which add up to those of the model built for real."""
+    cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
+    config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
+    text = list(plan(config))
+    assert any(line.startswith("zbv: a digit is") for line in text) and any("▓" in line for line in text)
+    whole = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
+    counts = [int(line.split()[1].replace(",", "")) for line in text[-2:]]
+    assert sum(counts) == sum(parameter.numel() for parameter in whole.parameters()) and min(counts) > 0
 
 
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
