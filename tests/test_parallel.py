@@ -111,10 +111,10 @@ def test_all_three_on_eight_ranks() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("micro", [2, 8], ids=["accumulating", "one micro-batch"])
+@pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_matrix_of_data_parallel(ranks: int, micro: int, model: dict[str, Any]) -> None:
-    micro = min(micro, 16 // ranks)
+def test_matrix_of_data_parallel(ranks: int, accumulate: int, model: dict[str, Any]) -> None:
+    micro = 16 // ranks // accumulate
     cases = [{"zero": zero, "reduce": reduce} for zero, reduce in product((0, 1, 2, 3), ("auto", "step"))]
     if ranks == 4:
         cases += [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)]
@@ -172,6 +172,30 @@ def test_matrix_of_all_three(zero: int, model: dict[str, Any]) -> None:
             for case in cases
         ),
     )
+
+
+HYBRID = {"data": {"replicate": 2, "shard": 2}}
+MIXTURES: list[tuple[int, dict[str, Any]]] = [
+    (4, {"pipeline": 2, "offload": True}),
+    (4, {"pipeline": 2, "zero": 1, "offload": True}),
+    (4, {"tensor": 2, "zero": 2, "offload": True}),
+    (4, {"pipeline": 2, "tensor": 2, "offload": True}),
+    (4, {"pipeline": 2, "tensor": 2, "schedule": "gpipe"}),
+    (4, {**V, "tensor": 2, "schedule": "interleaved_zero_bubble"}),
+    (4, {**V, "tensor": 2, "schedule": "dualpipe_v"}),
+    (8, {"tensor": 2, "zero": 1, **HYBRID}),
+    (8, {"tensor": 2, "zero": 3, **HYBRID}),
+    (8, {"pipeline": 2, "zero": 2, **HYBRID}),
+    (8, {**V, "schedule": "zbv", "zero": 1, **HYBRID}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_mixtures(ranks: int) -> None:
+    """Each kind of thing that is accepted together, once."""
+    cases = [parallel for size, parallel in MIXTURES if size == ranks]
+    check(ranks, *({"parallel": case, "train": {"micro_batch": 32 // ranks // 4}} for case in cases))
 
 
 @pytest.mark.long

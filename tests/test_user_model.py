@@ -155,10 +155,20 @@ MORE: list[tuple[int, tuple[str, ...]]] = [
     (4, ("parallel.tensor=2", "parallel.zero=3")),
     (4, ("parallel.tensor=2", "parallel.pipeline=2")),
     (4, ("parallel.pipeline=2", "parallel.zero=2")),
+    (2, ("parallel.offload=true", "parallel.zero=3")),
+    (4, ("parallel.zero=3", "parallel.data={replicate: 2, shard: 2}")),
 ]
+V = ("model.layers=4", "parallel.pipeline=2", "parallel.virtual_stages=2")
+STAGED: list[tuple[int, tuple[str, ...]]] = [
+    (2, (*V, f"parallel.schedule={name}"))
+    for name in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+]
+STAGED.append((4, (*V, "parallel.schedule=zbv", "parallel.tensor=2")))
 
 
-@pytest.mark.parametrize("cases", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "cases", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.long), pytest.param(STAGED, marks=pytest.mark.long)]
+)
 def test_every_layout_of_the_example_equals_plain_code(
     pictures: Path, cases: list[tuple[int, tuple[str, ...]]], tmp_path: Path
 ) -> None:
@@ -211,7 +221,9 @@ def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path
 
 def test_samples_of_different_lengths_equal_plain_code(series: Path) -> None:
     plain = None
-    for ranks, more in [(1, ()), (2, ()), (2, ("parallel.zero=3",)), (4, ("train.micro_batch=4",))]:
+    cut = ("parallel.pipeline=2", "parallel.tensor=2")
+    more: tuple[str, ...]
+    for ranks, more in [(1, ()), (2, ()), (2, ("parallel.zero=3",)), (4, ("train.micro_batch=4",)), (4, cut)]:
         run = new_run(series, f"ragged{ranks}{len(more)}", *more, text=RAGGED, ranks=ranks)
         plain = plain or run_ranks(1, plain_rank, run.path, 10)[0]
         compare(trained(run, ranks), plain, f"{ranks} ranks {more}")
@@ -394,8 +406,8 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
 
 def test_resume_refuses_what_the_module_lacks(series: Path) -> None:
     run = new_run(series, "resumed", text=RAGGED, ranks=2)
-    with pytest.raises(UserError, match=r"parallel.tensor 2 needs a function tensor_plan: ragged has none"):
-        run.change(["parallel.tensor=2"])
+    with pytest.raises(UserError, match=r"activation_checkpointing full needs a function blocks: ragged has none"):
+        run.change(["parallel.activation_checkpointing=full"])
     assert not run.changes.exists()
 
 
