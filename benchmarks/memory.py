@@ -1,10 +1,11 @@
 """What each ZeRO level holds on a rank, measured: it must fall as 1/ranks where the level says so.
 
-    python -m benchmarks.memory [--ranks 4]
+    python -m benchmarks.memory [--ranks 2 4]
 
-A model of 27 M parameters on the given number of ranks, two micro-batches in a step. Bytes are those of the tensors
-that exist: weights and optimizer state between steps; gradients, and weights gathered whole, at the moment between the
-two micro-batches. (The peak of a process on the CPU says little: code that is loaded on first use outweighs all.)
+A model of 27 M parameters on each of the given numbers of ranks, two micro-batches in a step. Bytes are those of
+the tensors that exist: weights and optimizer state between steps; gradients, and weights gathered whole, at the
+moment between the two micro-batches. (The peak of a process on the CPU says little: code that is loaded on first
+use outweighs all.)
 """
 
 from __future__ import annotations
@@ -91,17 +92,18 @@ def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     rows = []
     for name, parallel in LEVELS:
-        results = run_ranks(ranks, measure, config_of(ranks, parallel))
-        rows.append([name, *(f"{max(column) / 1e6:.1f}" for column in zip(*results, strict=True))])
+        for ranks in parser.parse_args().ranks:
+            results = run_ranks(ranks, measure, config_of(ranks, parallel))
+            most = (f"{max(column) / 1e6:.1f}" for column in zip(*results, strict=True))
+            rows.append([name, f"{ranks}", *most])
     write_table(
         "memory",
-        f"Memory by ZeRO level on {ranks} ranks",
-        f"MB on the fullest of {ranks} ranks, 27 M parameters in fp32; `python -m benchmarks.memory`.",
-        ["level", "weights", "optimizer", "gradients, between micro-batches", "weights gathered, then"],
+        "Memory by ZeRO level",
+        "MB on the fullest rank, 27 M parameters in fp32; `python -m benchmarks.memory`.",
+        ["level", "ranks", "weights", "optimizer", "gradients, between micro-batches", "weights gathered, then"],
         rows,
     )
 

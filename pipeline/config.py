@@ -408,6 +408,13 @@ class Config(Section):
         train = self.stages.train
         for nodes in {train.most_nodes, train.fewest_nodes}:
             layout_of(self, nodes * train.tasks_per_node)
+        gpus = self.site.gpus_per_node if self.parallel.backend in ("auto", "nccl") else 0
+        for name, stage in {"train": train, "evaluate": self.stages.evaluate}.items():
+            if 0 < gpus < stage.tasks_per_node:
+                raise ValueError(
+                    f"stages.{name}.tasks_per_node ({stage.tasks_per_node}) is more than site.gpus_per_node ({gpus}): "
+                    "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
+                )
         if self.optimizer.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) is more than train.steps ({self.train.steps})"

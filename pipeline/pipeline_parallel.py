@@ -77,6 +77,9 @@ class Pipeline:
         `own` is entered around each stage's forward.
         """
         self.first, self.last = 0 in numbers, layout.stages - 1 in numbers
+        for part, number in zip(parts, numbers, strict=True):
+            if number < layout.stages - 1:  # what is sent must be contiguous, and torch asks the stage for its strides
+                part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
         stages = [
             _Stage(part, number, layout.stages, device, own, group) for part, number in zip(parts, numbers, strict=True)
         ]

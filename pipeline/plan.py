@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipeline.config import Config
 from pipeline.layout import Layout, layout_of
 from pipeline.run import CODE_ROOT
-from pipeline.user_model import found_for
+from pipeline.user_model import UserModel, found_for
 
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
@@ -41,7 +41,7 @@ class Memory:
     weights: int
     """fp32 weights between steps."""
     gathered: int
-    """Weights that ZeRO holds whole beside its shard during a step."""
+    """Weights that ZeRO holds whole beside its shard during a step; without ZeRO, their copies in the low precision."""
     gradients: int
     optimizer: int
     activations: int
@@ -120,19 +120,33 @@ def _stage_parameters(config: Config, layout: Layout, stage: int, vocab: int) ->
     return count + (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
 
 
-def _block_activations(config: Config, layout: Layout) -> int:
-    """Bytes that one block keeps for the backward pass of one micro-batch, estimated from its tensors' shapes."""
+def _through_fsdp(config: Config, layout: Layout) -> bool:
+    """Whether FSDP2 holds the weights, and gathers them in the precision's type (pipeline/engine.py)."""
+    whole = layout.pipeline == layout.tensor == 1 and not layout.zero
+    return config.parallel.offload or (layout.data > 1 and not whole)
+
+
+def _stream_width(config: Config, layout: Layout) -> int:
+    """Bytes of a value of the residual stream: it is in the type of the embedding's weights."""
+    return 2 if _through_fsdp(config, layout) and config.train.precision != "fp32" else 4
+
+
+def _block_activations(config: Config, layout: Layout, kind: str) -> int:
+    """Bytes that one block keeps for the backward pass of one micro-batch, estimated from its tensors' shapes.
+
+    `kind`: of activation checkpointing.
+    """
     model, width = config.model, 4 if config.train.precision == "fp32" else 2
+    wide = _stream_width(config, layout)
     tokens = config.train.micro_batch * config.data.sequence_length
     heads = (model.heads + 2 * model.num_kv_heads) * model.head_size
     stream = layout.tensor if layout.sequence else 1
-    kind = config.parallel.activation_checkpointing
-    whole, cut = {
-        "none": (5 * model.dim, 2 * heads + 2 * model.heads * model.head_size + 4 * model.ffn_size),
-        "selective": (3 * model.dim, heads + model.heads * model.head_size + 2 * model.ffn_size),
-        "full": (model.dim, 0),
+    streams, whole, cut = {
+        "none": (2, 3, 2 * heads + 2 * model.heads * model.head_size + 4 * model.ffn_size),
+        "selective": (1, 2, heads + model.heads * model.head_size + 2 * model.ffn_size),
+        "full": (1, 0, 0),
     }[kind]
-    return tokens * width * (whole // stream + cut // layout.tensor)
+    return tokens * ((wide * streams + width * whole) * model.dim // stream + width * cut // layout.tensor)
 
 
 def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action]) -> Memory:
@@ -141,30 +155,33 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     parameters = sum(_stage_parameters(config, layout, stage, vocab) for stage in stages)
     width = 4 if config.train.precision == "fp32" else 2
     share = layout.shard if layout.zero else 1
-    gathered = 0
-    if layout.zero:
-        whole = parameters * width
+    gathered, last = 0, layout.stages - 1 in stages
+    table = vocab * config.model.dim // layout.tensor * width
+    if _through_fsdp(config, layout):
+        gathered = whole = parameters * width
         if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
             blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
-            table = vocab * config.model.dim // layout.tensor * width * 2
-            whole = min(whole, table + 2 * (whole - table) // max(1, blocks))
-        gathered = whole
-    held, peak, block = 0, 0, _block_activations(config, layout)
+            gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
+    elif width == 2:  # autocast's copies, of which blocks that are compiled and recomputed keep none
+        recomputed = config.train.compile and config.parallel.activation_checkpointing != "none"
+        gathered = table * last if recomputed else parameters * width
+    kind = config.parallel.activation_checkpointing
+    held, peak, block = 0, 0, _block_activations(config, layout, kind)
     for action in order:
         size = len(layout.stage_layers[action.stage]) * block
         held += {"F": size, "B": -size, "I": 0, "W": -size}[action.kind]
         peak = max(peak, held)
-    logits = 0
-    if layout.stages - 1 in stages:
+    again = 0 if kind == "none" else _block_activations(config, layout, "none")  # of the block in backward
+    if last:  # three times in fp32: log-softmax, its gradient, that of the logits
         cut = layout.tensor if config.parallel.loss_parallel else 1
-        logits = config.train.micro_batch * config.data.sequence_length * vocab // cut * (width + 4)
+        again = max(again, config.train.micro_batch * config.data.sequence_length * vocab // cut * 12)
     return Memory(
         parameters=parameters,
         weights=4 * parameters // share,
         gathered=gathered,
         gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
         optimizer=8 * parameters // share,
-        activations=peak + logits,
+        activations=peak + again,
     )
 
 
@@ -201,7 +218,8 @@ def traffic(config: Config, layout: Layout, parameters: int) -> Iterator[tuple[s
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:
         cut = layout.tensor if layout.sequence else 1
-        size = 2 * hidden // cut * micro * layout.virtual_stages
+        wide = hidden // width * _stream_width(config, layout)
+        size = 2 * wide // cut * micro * layout.virtual_stages
         yield "pipeline", size, "hidden states to the next stage, their gradients back"
 
 
@@ -209,9 +227,20 @@ def _ring(size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks
 
 
+def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterator[int]:
+    """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
+    import torch
+
+    module, options = facts.load(facts.root.parent), {**config.model.options, "layers": config.model.layers}
+    for rank in range(layout.pipeline):
+        with torch.device("meta"):
+            parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+        yield sum(parameter.numel() for part in parts for parameter in part.parameters())
+
+
 def plan(config: Config) -> Iterator[str]:
     """The lines of the plan."""
-    found_for(config, [Path.cwd(), CODE_ROOT])
+    facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
     parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
@@ -225,12 +254,21 @@ def plan(config: Config) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
-    if config.model.target is not None:
-        yield ""
-        yield f"memory and communication of {config.model.target} are not estimated"
-        return
     single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
     orders = actions(layout) if layout.pipeline > 1 else single
+    if layout.pipeline > 1:
+        rows = timeline(orders, layout.stages)
+        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+        yield ""
+        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
+        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
+        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
+    if facts is not None:
+        yield ""
+        yield f"{facts.target}: memory and communication are not estimated"
+        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tensor > 1 else "")
+        yield from (f"{rank:>5} {count:>15,}" for rank, count in enumerate(_own_parameters(config, layout, facts)))
+        return
     yield ""
     yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
     heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
@@ -241,13 +279,6 @@ def plan(config: Config) -> Iterator[str]:
         yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
     if parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
-    if layout.pipeline > 1:
-        rows = timeline(orders, layout.stages)
-        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
-        yield ""
-        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
-        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
-        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
     yield ""
     yield "a rank sends in a step"
     sent = list(traffic(config, layout, max(part.parameters for part in found)))

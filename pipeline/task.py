@@ -246,10 +246,14 @@ def recompute(block: nn.Module, kind: str) -> None:
             return layer(*inputs)
         options: dict[str, Any] = {}
         if kind == "selective":
-            options["context_fn"] = lambda: checkpoint.create_selective_checkpoint_contexts(_keep_products)
+            options["context_fn"] = _selective  # of the module, not a closure: that one torch.compile refuses
         return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
 
     block.forward = forward
+
+
+def _selective() -> Any:
+    return checkpoint.create_selective_checkpoint_contexts(_keep_products)
 
 
 def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:

@@ -131,6 +131,9 @@ def _read(target: str, root: Path, file: Path) -> UserModel:
                 if isinstance(name, ast.Name):
                     names[name.id] = node.value
 
+    if isinstance(cuts := names.get("CUTS"), ast.Constant) and not cuts.value:
+        del names["CUTS"]
+
     def tuple_of(name: str) -> tuple[str, ...]:
         try:
             found = ast.literal_eval(names.get(name) or ast.Tuple([], ast.Load()))

@@ -18,7 +18,7 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
         "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
         "model": {"dim": 16, "layers": 4, "heads": 4, "intermediate_size": 32},
         "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 2},
-        "optimizer": {"lr": 2e-3, "clip_norm": 0.5},
+        "optimizer": {"lr": 2e-3, "clip_norm": 0.1},  # gradients have a norm of about 0.35
         "stages": {"train": {"tasks_per_node": ranks}},
     }
     for name, values in sections.items():
@@ -87,13 +87,35 @@ def move_rank(
     return results
 
 
+def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
+    """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
+    from pipeline import checkpoint_files as files
+    from pipeline import groups
+    from pipeline.checkpoint import Checkpointer, digest
+    from pipeline.inputs import manifest_of
+    from pipeline.run import Run
+    from pipeline.trainer import Trainer
+    from tests.tiny import HarmlessFlag
+
+    run = Run.open(path)
+    world = groups.join(place, run.config)
+    trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
+    assert trainer.start_step
+    saver = Checkpointer(folder, groups.side_group(), keep=1, background=False, describe={}, on_saved=lambda *_: None)
+    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
+    return digest(folder / files.step_name(1))
+
+
 def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:
-    """Losses and gradient norms of `steps` more steps."""
+    """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
+    limit = engine.config.optimizer.clip_norm
     part = engine.layout.coordinates(place.rank).data
     results = []
     for step, batch in list(enumerate(batches(engine.config), 1))[done : done + steps]:
         loss = engine.backward(batch.chunk(engine.layout.data)[part], step)
-        norm = engine.clip(engine.config.optimizer.clip_norm)
+        norm = engine.clip(limit)
+        clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
+        assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
         engine.update(norm.item())
         results.append((loss.item(), norm.item()))
     return results

@@ -6,30 +6,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from pipeline.tensor_parallel import Replicated
 
 ARRAYS = ("series", "lengths")
 INPUTS = ("series",)
 PADDED = ("series",)
+CUTS = True
 
 
 class Causal(nn.Module):
     times: Tensor
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, first: bool, last: bool) -> None:
         super().__init__()
-        self.first, self.last = nn.Conv1d(2, width, 3, padding=2), nn.Linear(width, 1)
+        self.first = self.last = None
+        if first:
+            self.first = nn.Conv1d(2, width, 3, padding=2)
+        if last:
+            self.last = nn.Linear(width, 1)
         self.register_buffer("times", torch.empty(64), persistent=False)
 
     def reset_buffers(self) -> None:
         self.times.copy_(torch.linspace(0, 1, 64))
 
-    def forward(self, series: Tensor) -> Tensor:
-        x = torch.stack([series, self.times[: series.shape[1]].expand_as(series)], dim=1)
-        return self.last(torch.tanh(self.first(x)[..., : x.shape[-1]]).transpose(1, 2))[..., 0]
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is not None:
+            length = x.shape[1]
+            x = torch.stack([x, self.times[:length].expand_as(x)], dim=1)
+            x = torch.tanh(self.first(x)[..., :length]).transpose(1, 2)
+        return x if self.last is None else self.last(x)[..., 0]
 
 
 def build(options: dict[str, Any], layers: range) -> nn.Module:
-    return Causal(options["width"])
+    return Causal(options["width"], layers.start == 0, layers.stop == options["layers"])
+
+
+def tensor_plan(options: dict[str, Any]) -> dict[str, ParallelStyle]:
+    return {"first": Replicated(), "last": Replicated()}
 
 
 def init(name: str, values: Tensor, options: dict[str, Any]) -> None:

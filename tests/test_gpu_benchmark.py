@@ -8,17 +8,19 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import OPTIONS, ROOT, peak_of
+from benchmarks.gpu import DEFINITION, OPTIONS, ROOT, peak_of
+from benchmarks.table import RESULTS
 from pipeline.config_file import load_config
 from pipeline.model import flops_per_token
 
 SMALL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",
-    "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.compile=false", "train.threads=1",
+    "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.threads=1",
 )  # fmt: skip
+RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "train.compile=false")
 
 
-@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full", "train.micro_batch=1")])
+@pytest.mark.parametrize("options", [(), RECOMPUTED], ids=["as it comes: compiled, selective", "recomputed"])
 def test_one_measurement(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--steps", "3", "--one", "configs/lm-8b.yaml", *SMALL, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -28,6 +30,13 @@ def test_one_measurement(options: tuple[str, ...]) -> None:
     per_token = flops_per_token(config.model, 300, 32)
     assert found["tflops"] == pytest.approx(found["tokens_per_s"] * per_token / 1e12)
     assert found["losses"][1] < found["losses"][0], "it trains"
+
+
+def test_the_bar_is_one_in_tokens_and_in_share_of_the_peak() -> None:
+    config = load_config(ROOT / "configs/lm-8b.yaml", [])
+    share = 10_471 * flops_per_token(config.model, 128_256, 4096) / 989.4e12
+    assert share == pytest.approx(0.578, abs=5e-4) and "57.8 %" in DEFINITION and "10,471 tokens/s" in DEFINITION
+    assert DEFINITION in (RESULTS / "gpu.md").read_text()
 
 
 def test_every_option_is_a_config_and_devices_are_known() -> None:

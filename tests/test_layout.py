@@ -129,6 +129,16 @@ def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says:
         tiny_config(ranks, **sections)
 
 
+def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
+    for stage, more in (("train", {}), ("evaluate", {"backend": "nccl"})):
+        sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": more}
+        said = rf"stages\.{stage}\.tasks_per_node \(4\) is more than site\.gpus_per_node \(2\): .*backend gloo"
+        with pytest.raises(UserError, match=said):
+            tiny_config(1, site={"gpus_per_node": 2}, **sections)
+        for good in ({"site": {"gpus_per_node": 4}}, {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}}):
+            tiny_config(1, **sections | good)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipe_v"])
 @pytest.mark.parametrize(
     "sections",
@@ -218,15 +228,17 @@ def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: in
         assert found == set(layout.stages_of(rank))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=120, derandomize=True)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.data())
-def test_coordinates_are_those_of_torch(sizes: list[int], data: st.DataObject) -> None:
-    """On the fake process group: a mesh of up to 64 ranks in one process."""
+def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObject) -> None:
+    """On the fake process group, a mesh of up to 64 ranks in one process: each group's ranks, each rank's part."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from pipeline.groups import World, make_mesh
+    from pipeline.model import own_part
 
     pipeline, replicate, shard, tensor = sizes
     world = pipeline * replicate * shard * tensor
@@ -238,21 +250,36 @@ def test_coordinates_are_those_of_torch(sizes: list[int], data: st.DataObject) -
     parallel = {
         "pipeline": pipeline,
         "tensor": tensor,
-        "zero": 1,
-        "data": config.parallel.data if replicate * shard == 1 else {"replicate": replicate, "shard": shard},
+        "zero": 0 if shard == 1 else data.draw(st.integers(1, 3)),
+        "data": "auto" if replicate == 1 or shard == 1 else {"replicate": replicate, "shard": shard},
         "schedule": "gpipe",
     }
-    assume(not (replicate > 1 and shard == 1))
     values = type(config.parallel).model_validate(parallel)
     train = config.train.model_copy(update={"micro_batch": 1, "global_batch": replicate * shard})
     layout = layout_of(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
+    assert (layout.replicate, layout.shard) == (replicate, shard)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = make_mesh(layout, World(rank, world, torch.device("cpu"), "fake"))
         at = layout.coordinates(rank)
-        where = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-        assert where["pp"] == at.pipeline and where["tp"] == at.tensor
-        assert where["dp_replicate"] * shard + where["dp_shard"] == at.data
+        where = {other: layout.coordinates(other) for other in range(world)}
+        expected = {
+            "pp": [r for r, there in where.items() if there[1:] == at[1:]],
+            "tp": [r for r, there in where.items() if there[:2] == at[:2]],
+        }
+        copies = [r for r, there in where.items() if (there.pipeline, there.tensor) == (at.pipeline, at.tensor)]
+        expected["dp_shard"] = [r for r in copies if where[r].data // shard == at.data // shard]
+        expected["dp_replicate"] = [r for r in copies if where[r].data % shard == at.data % shard]
+        assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
+        rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
+        cut, whole = data.draw(st.sampled_from([0, 1, None])), torch.arange(rows * columns).view(rows, columns)
+        inner = Replicate() if cut is None else Shard(cut)
+        both = mesh["dp_shard", "tp"]
+        like = DTensor.from_local(whole, both, [Shard(0), inner], run_check=False)
+        once = distribute_tensor(whole, mesh["tp"], [inner], src_data_rank=None).to_local()
+        twice = distribute_tensor(once, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
+        part = own_part(whole, like)
+        assert torch.equal(part, twice) or part.numel() == twice.numel() == 0
     finally:
         dist.destroy_process_group()
 

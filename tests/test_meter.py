@@ -101,6 +101,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero": 1, "data": {"replicate": 2, "shard": 2}},
     {"pipeline": 2},
     {"tensor": 2},
+    {"zero": 2},
+    {"zero": 2, "reduce": "step"},
+    {"zero": 3, "reduce": "step"},
 ]
 
 
@@ -114,6 +117,8 @@ def test_bytes_are_those_of_the_plan() -> None:
     reduced = plain["comm"]["dp"]["all_reduce"]
     assert reduced["bytes"] == 4 * plain["parameters"] * 2 * 3 // 4 + 8 * 2 * 3 // 4, "gradients, and the loss"
     assert reduced["calls"] == 2 and "seconds" in reduced
+    often, once = (found[0][n]["comm"]["dp_shard"]["reduce_scatter"]["bytes"] for n in (9, 10))
+    assert often == 2 * once, "after each of two micro-batches, or once per step"
     assert "seconds" not in found[0][7]["comm"]["pp"].get("send", {}), "the end of a message over Gloo is not known"
 
 

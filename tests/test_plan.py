@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
+from benchmarks.gpu import ALONE, ROOT
+from examples import vit
 from pipeline.config import Config
 from pipeline.config_file import load_config
 from pipeline.layout import layout_of
+from pipeline.model import Decoder
 from pipeline.plan import Action, actions, memory, plan, timeline
+from pipeline.task import Task, recompute
 from slurm.environment import Place
 from submit import main
 from tests.layouts import VOCAB, tiny_config, train
@@ -50,6 +56,32 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
             expected = memory(config, layout, layout.coordinates(rank).pipeline, VOCAB, [])
             weights, moments = held[rank][number]
             assert (4 * weights, 4 * moments) == (expected.weights, expected.optimizer), (layouts[number], rank)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_the_peak_of_a_step_is_estimated(kind: str) -> None:
+    """Against torch's account of a step on tensors without memory, of two blocks with the sizes of lm-8b in bf16."""
+    more = ("model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ALONE)
+    config = load_config(ROOT / "configs/lm-8b.yaml", [*more, "train.global_batch=4"])
+    vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
+    task = Task(config, vocab)
+    with FakeTensorMode():
+        model = Decoder(config.model, vocab, length)
+        model.compute_dtype = torch.bfloat16
+        for block in task.blocks(model):
+            recompute(block, kind)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        batch = torch.zeros((1, length + 1), dtype=torch.int64)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            task.loss(model(*task.inputs(batch)), batch).backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    found = memory(config, layout_of(config), 0, vocab, [Action(kind, 0, 0) for kind in "FB"])
+    assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
+    moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
+    assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
 
 
 @settings(deadline=None, max_examples=40)
@@ -94,16 +126,26 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
     assert "    5     0    1    0    1   3–3" in text
     for group in ("shard", "tensor", "pipeline"):
         assert f"{group:>10} " in text.rsplit("sends", 1)[1]
-    root = Path(__file__).resolve().parent.parent
-    monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(root / "configs/quickstart.yaml"), "parallel.tensor=3"])
+    monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(ROOT / "configs/quickstart.yaml"), "parallel.tensor=3"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
     assert "parallel.tensor (3) = 3 does not divide the number of training ranks, 2" in capfd.readouterr().err
 
 
+def test_the_plan_of_a_model_of_ones_own() -> None:
+    """Timeline and parameters of each pipeline rank, which add up to those of the model built for real."""
+    cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
+    config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
+    text = list(plan(config))
+    assert any(line.startswith("zbv: a digit is") for line in text) and any("▓" in line for line in text)
+    whole = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
+    counts = [int(line.split()[1].replace(",", "")) for line in text[-2:]]
+    assert sum(counts) == sum(parameter.numel() for parameter in whole.parameters()) and min(counts) > 0
+
+
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
 def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
-    config = load_config(Path(__file__).resolve().parent.parent / f"configs/{name}.yaml")
+    config = load_config(ROOT / f"configs/{name}.yaml")
     found = memory(config, layout_of(config), 0, config.data.tokenizer.vocab_size, [])
     assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

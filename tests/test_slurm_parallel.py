@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from pipeline.files import read_jsonl
 from pipeline.run import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.layouts import saved_again_rank
+from tests.ranks import run_ranks
 from tests.test_slurm import digest, events, submit, wait_for
 from tests.tiny import write_config
 
@@ -53,12 +56,15 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     run.stop_file.touch()
     wait_for("the stop", lambda: "stopped" in events(run.path, "train"))
     before = digest(cluster, tmp_path, "runs/tiny")
+    moved, again = tmp_path / "moved", tmp_path / "again"
+    shutil.copytree(run.path, moved, symlinks=True)
+    again.mkdir()
+    Run.open(moved).change(["parallel.pipeline=1"])
+    (found,) = set(run_ranks(8, saved_again_rank, moved, again))  # loaded under the new layout, and saved again
+    assert found in before
     resumed = submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    step = next(e["step"] for e in reversed(run.read_events("train")) if e["event"] == "saved")
     wait_for("the restore", lambda: events(run.path, "train").count("restored") == 2)
-    again = submit(cluster, tmp_path, "verify", "runs/tiny", "--step", str(step))
-    assert again.stdout.splitlines()[-1] == before
     wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
     told = Run.open(run.path).read_events("train")
     assert [e["ranks"] for e in told if e["event"] == "started"] == [8, 8, 8]
