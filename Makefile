@@ -52,6 +52,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.comm
 	$(BIN)/python -m benchmarks.convergence
