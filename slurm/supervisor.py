@@ -156,14 +156,15 @@ class Supervisor:
         finally:
             ranks.kill()  # none is left, unless something failed here
             late = _take_request(run)
-        if late is not None and ended.asked not in recovery.REQUESTS and ended.code != Exit.DONE:
+        if late is not None and ended.asked not in recovery.REQUESTS:
             ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
             if ended.code == Exit.STOPPED:
                 ended.facts["cause"] = late
         # a task of an array does its part only; the job behind the array validates the whole
         whole = self.task is None and not self.evaluations.one_of_many(self.job)
         if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
-            ended = Ended(Exit.CRASHED, facts={"cause": "outputs", "message": f"all ranks left with 0, but {reason}"})
+            facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
+            ended = Ended(Exit.CRASHED, ended.asked, facts)
         elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
