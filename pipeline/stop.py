@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -113,22 +114,30 @@ class SaveRequest:
     def __init__(self, run: Run) -> None:
         self.file = run.save_file
         self._next = 0.0
-        self._asked = self._answering = False
+        self._asked = False
+        self._answering: int | None = None
+        """When the file was written that the save in flight answers (ns, by the file system)."""
 
     def __call__(self) -> bool:
         """Whether there is a request; asks the file system once a second at most."""
         now = time.monotonic()
-        if not (self._asked or self._answering) and now >= self._next:
+        if not self._asked and self._answering is None and now >= self._next:
             self._next = now + self.EVERY_S
             self._asked = os.path.exists(self.file)  # unlike Path.exists quiet where a file server stutters
         return self._asked
 
     def begun(self) -> None:
         """A save begins, which answers a request."""
-        self._asked, self._answering = False, self._asked
+        self._answering = self._written() if self._asked else None
+        self._asked = False
 
     def done(self) -> None:
         """A checkpoint is there: the request that it answers is forgotten, and not before."""
-        if self._answering:
+        if self._answering is not None and self._answering == self._written():  # else there is a newer one
             self.file.unlink(missing_ok=True)
-            self._answering = False
+        self._answering = None
+
+    def _written(self) -> int | None:
+        with suppress(OSError):
+            return self.file.stat().st_mtime_ns
+        return None

@@ -59,7 +59,8 @@ def at_submission(runs: Sequence[Run], stage: str) -> str | None:
 def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     """What a job's ExcNodeList must become before it runs again, maybe ""; None where it may stay as it is."""
     now = expand_hostlist(facts.excluded) if facts.excluded else []
-    nodes = _nodes(facts.partition)
+    if not (nodes := _nodes(facts.partition)):  # Slurm is silent
+        return None
     ours = {_short(e["host"], nodes) for e in read_jsonl(run.path / "bad_nodes.jsonl")}
     own = run.config.site.sbatch.get("exclude")
     named = expand_hostlist(own) if isinstance(own, str) and own and "/" not in own else []

@@ -4,7 +4,8 @@
 preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
 without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
 `scancel` shows neither. Until the last process of a job is gone its state is COMPLETING, whatever ended it: only
-accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period.
+accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period,
+or a time limit that came before the job's own (a reservation's end).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from dataclasses import dataclass, replace
 from pipeline.config_types import parse_time
 from slurm.states import call
 from slurm.states import fields as shown_fields
+
+FINAL = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY")
+"""States in which Slurm ends jobs, as accounting has them."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,10 @@ def job_facts(job_id: str) -> JobFacts | None:
         print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
         return None
     facts = parse_facts(text)
-    if facts.state == "COMPLETING" and facts.preempted:
-        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
-        facts = replace(facts, state=states[0] if states else facts.state)  # such as CANCELLED by 0
+    if facts.state == "COMPLETING":
+        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()  # such as CANCELLED by 0
+        if states and states[0] in FINAL:  # it lags: RUNNING says nothing
+            facts = replace(facts, state=states[0])
     return facts
 
 

@@ -53,6 +53,7 @@ REQUESTS = {"cancelled", "stop file"}
 _STATES = {
     "PREEMPTED": Exit.PREEMPTED,
     "TIMEOUT": Exit.TIME_LIMIT,
+    "DEADLINE": Exit.TIME_LIMIT,
     "NODE_FAIL": Exit.NODE_FAILURE,
     "CANCELLED": Exit.CANCELLED,
     "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
@@ -144,7 +145,9 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
     if facts.restarts > restarts:
         return Exit.PREEMPTED
     ending = facts.state == "COMPLETING"
-    if facts.state == "CANCELLED" or (ending and facts.preempted and site.requeue):
+    if facts.state in _STATES:
+        return _STATES[facts.state]
+    if ending and facts.preempted and site.requeue:
         return Exit.CANCELLED
     if facts.preempted:
         return Exit.PREEMPTED
@@ -165,7 +168,7 @@ def cause_in_slurm(
     if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
         return code, None
     by_slurm = facts.restarts > place.restart_count
-    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm
+    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm or facts.state in ("COMPLETING", "NODE_FAIL")
     if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
         return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
     cause = stop_cause(facts, place.restart_count, site)
@@ -174,13 +177,12 @@ def cause_in_slurm(
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
 
 
-def close_open_attempt(run: Run, stage: str, place: Place) -> tuple[Exit, str] | None:
+def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> tuple[Exit, str] | None:
     """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
 
     Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
     the cause and the reason where they forbid that. None where it may start, and where a person asked for it.
     """
-    task = place.array[0] if place.array else None
     events = [e for e in run.read_events(stage) if e.get("task") == task]
     started, last = newest(events, "started"), newest(events, "started", *ENDS, *GOES_ON)
     if started is None or last is None or last["event"] in ("done", *GOES_ON):
@@ -197,8 +199,9 @@ def close_open_attempt(run: Run, stage: str, place: Place) -> tuple[Exit, str] |
         cause = _cause_of_silence(told, job, requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        told, cause, message = last, Exit(last["exit_code"]), str(last.get("message", last["event"])).rstrip()
-    asked = REQUESTS & {str(told.get("by")), str(told.get("cause")), cause.name.lower()}
+        told, message = last, str(last.get("message", last["event"])).rstrip()
+        cause = Exit(last.get("exit_code", Exit.CANCELLED if last["event"] == "cancelled" else Exit.CRASHED))
+    asked = REQUESTS & {str(told.get("by" if last is started else "cause")), cause.name.lower()}
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
@@ -219,13 +222,14 @@ def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) 
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if told.get("by") in REQUESTS:
         return Exit.CANCELLED if told["by"] == "cancelled" else Exit.STOPPED
-    if "cause" in told:
-        return Exit[told["cause"].upper()]
-    if requeued:
-        return Exit.NODE_FAILURE
+    word = Exit[told["cause"].upper()] if "cause" in told else None
+    if requeued:  # so it was not cancelled, whatever it looked like
+        return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:
-        return Exit.CRASHED
+        return word or Exit.CRASHED
     facts = job_facts(job)
     state = facts.state if facts is not None else query([job])[job].state
+    if state in _STATES:  # how it ended in the end; the word is from when that began
+        return _STATES[state]
     left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
-    return _STATES.get(state, left_with)  # a code, but no word: a full disk takes no events
+    return word or left_with  # a code, but no word: a full disk takes no events

@@ -14,6 +14,7 @@ waits for it, with and without requeue. `resume` submits those again.
 from __future__ import annotations
 
 from pipeline import sweep
+from pipeline.errors import Exit
 from pipeline.run import Run
 from slurm.environment import Place
 from slurm.recovery import ENDS, newest
@@ -55,7 +56,8 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     if (predecessor := _predecessor(run, stage, job)) is None:
         return None
     if _cancelled(run, stage, predecessor):
-        run.event("cancelled", stage, job_id=job, cause="cancelled", message=f"job {predecessor} was cancelled")
+        facts = {"cause": "cancelled", "exit_code": int(Exit.CANCELLED)}
+        run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
     children = [waits for waits, kind in _waiting(run, predecessor).items() if kind != "afternotok"]
     if place.restart_count == 0:

@@ -73,7 +73,7 @@ class Supervisor:
         self.task = self.place.array[0] if self.place.array and stage == "shard" else None
         """In the array of shard, whose tasks are one rank each of the same run: which one this is."""
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
-        self.batch = facts is not None and facts.batch
+        self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since = facts.start if facts is not None else ""
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
@@ -90,7 +90,7 @@ class Supervisor:
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         run.refuse_cancelled()
-        refused = recovery.close_open_attempt(run, stage, self.place)
+        refused = recovery.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = Exit.CANCELLED, reason
         if refused is not None:
@@ -228,11 +228,13 @@ class Supervisor:
             self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
             self.leave_nothing_waiting(done=False)
             return Exit.CANCELLED
-        elif facts is None:  # it may be cancelled
+        elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
             self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
             self.leave_nothing_waiting(done=False)
             return ended.code
-        elif slurm_job.requeue(job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts)):
+        elif slurm_job.requeue(
+            job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
+        ):
             self._event("requeued", ended.code, progress)
         else:
             self._write_end(

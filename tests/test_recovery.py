@@ -68,6 +68,8 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
         (shown(ran="00:07:10"), Exit.STOPPED),
         (shown(state="COMPLETING", ran="00:10:01"), Exit.TIME_LIMIT),
         (shown(state="TIMEOUT", ran="00:10:01"), Exit.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:03:00"), Exit.TIME_LIMIT),  # a reservation's end, or another limit
+        (shown(state="NODE_FAIL"), Exit.NODE_FAILURE),
         (shown(state="COMPLETING"), Exit.CANCELLED),
         (shown(state="CANCELLED"), Exit.CANCELLED),
         (shown(state="COMPLETING", ran="00:09:50"), Exit.CANCELLED),  # near its time limit, too
@@ -87,7 +89,14 @@ def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() 
 
 
 @pytest.mark.parametrize(
-    ("accounting", "state"), [("CANCELLED by 0\n", "CANCELLED"), ("PREEMPTED\n", "PREEMPTED"), (None, "COMPLETING")]
+    ("accounting", "state"),
+    [
+        ("CANCELLED by 0\n", "CANCELLED"),
+        ("PREEMPTED\n", "PREEMPTED"),
+        ("NODE_FAIL\n", "NODE_FAIL"),
+        ("RUNNING\n", "COMPLETING"),
+        (None, "COMPLETING"),
+    ],
 )
 def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
@@ -98,7 +107,9 @@ def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
     assert facts is not None and facts.state == state
 
 
-def leave(run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch) -> tuple[Exit, list[str]]:
+def leave(
+    run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
+) -> tuple[Exit, list[str]]:
     """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
     from slurm import supervisor
 
@@ -108,14 +119,14 @@ def leave(run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPa
         asked.append("requeue")
         return True
 
-    said, now = iter([*answers, *[answers[-1]] * 100]), itertools.count()
+    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count()
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
     monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
     monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
-    one.place = place(0, 1, 1)
+    one.place, one.flag.reason = place(0, 1, 1), "SIGTERM" if signalled else None
     code = one._leave(supervisor.Ended(Exit.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
     return code, asked
 
@@ -126,8 +137,10 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
     run = Run.create(load_config(write_config(tmp_path)))
     assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (Exit.CANCELLED, [])
     assert run.read_events("train")[-1]["event"] == "cancelled"
-    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
+    found = leave(run, [None], monkeypatch, signalled=True)
+    assert found == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
     assert "did not say" in run.read_events("train")[-1]["message"]
+    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
     assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
     assert run.read_events("train")[-1]["event"] == "requeued"
 
@@ -316,7 +329,7 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
 def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | None, list[dict[str, Any]]]:
     """What a supervisor in that job finds, and writes."""
     before = len(run.read_events("train"))
-    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts))
+    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts), None)
     return *(refused or (None, None)), run.read_events("train")[before:]
 
 
@@ -337,6 +350,7 @@ def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("CANCELLED", None, "cancelled", "cancelled", False),
         ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
         ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
+        ("NODE_FAIL", {"by": "SIGTERM", "cause": "cancelled"}, "node_failure", "failed", True),
         ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
         ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
     ],
@@ -386,3 +400,17 @@ def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path:
     assert close(final, "6", 1)[:2] == (None, None), "a person put a job back that had failed for good"
     assert close(final, "7")[0] == Exit.CRASHED, "but no successor goes on with it"
     assert close(silent(tmp_path / "hand"), "99")[0] is None, "a person started another job"
+
+
+def test_a_point_of_a_sweep_has_its_attempts_closed_though_it_is_a_task_of_an_array(tmp_path: Path) -> None:
+    run = silent(tmp_path)
+    close_open_attempt(run, "train", replace(place(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
+    assert [e["event"] for e in run.read_events("train")[-2:]] == ["failed", "requeued"]
+
+
+def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
+    tmp_path: Path, slurm_says: Callable[[str], None]
+) -> None:
+    slurm_says("CANCELLED")
+    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "message": "job 5 was cancelled"}))
+    assert close(run, "9") == (None, None, [])

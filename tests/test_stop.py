@@ -114,6 +114,12 @@ def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypat
     run.save_file.touch()
     request.done()
     assert run.save_file.exists() and request(), "one that no save has answered"
+    request.begun()
+    run.save_file.unlink()
+    time.sleep(0.01)
+    run.save_file.touch()
+    request.done()
+    assert run.save_file.exists() and request(), "one that came while the save was under way"
 
 
 def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
