@@ -521,7 +521,7 @@ def configs(draw: st.DrawFn) -> Config:
             ),
             "data": draw(
                 some(
-                    source=TEXT | st.lists(TEXT),
+                    source=TEXT | st.lists(TEXT, min_size=1),
                     text_field=TEXT,
                     held_out=BELOW_ONE,
                     verify=st.sampled_from(["hashes", "sizes"]),
