@@ -144,10 +144,7 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     run = prepared(tmp_path, config)
     assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
-    high = cluster.run(
-        ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"], timeout=10
-    )
-    assert high.returncode == 0, high.stderr
+    preempt(cluster)
     wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
     wait_for("the evaluation", lambda: evaluated(run), 150)
     assert events(run, "train").count("started") >= 2
@@ -240,14 +237,25 @@ def test_the_chain_template(tmp_path: Path, cluster: Cluster) -> None:
     assert "× the unigram" in (tmp_path / "log").read_text()
 
 
-def test_the_train_template_requeues_itself(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+def preempt(cluster: Cluster) -> None:
+    """A short job of a higher partition wants all nodes."""
+    command = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"]
+    high = cluster.run(command, timeout=10)
+    assert high.returncode == 0, high.stderr
+
+
+def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
     run = prepared(tmp_path, slow(tmp_path, calm, "template"))
-    options = ["-N4", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/train.sbatch", str(run)]
-    job = sbatch(cluster, tmp_path, *options)
+    options = ["-N4", "--ntasks-per-node=2", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
+    sbatch(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
-    assert cluster.run(["scancel", "--signal=USR2", job], timeout=10).returncode == 0  # as Slurm does before the limit
+    preempt(cluster)
     wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
     wait_for("the end", lambda: "done" in events(run, "train"), 120)
+    told = [(e["by"], e["cause"]) for e in Run.open(run).read_events("train") if e["event"] == "stopping"]
+    assert told == [("SIGUSR1", "preempted")]
     assert digest(cluster, tmp_path, "runs/template") == digest(cluster, calm, "runs/tiny")
 
 
