@@ -28,8 +28,10 @@ from slurm.exclusion import at_submission
 from slurm.submission import become, site_variables
 from slurm.topology import planned_mismatch
 
-_PYTHON = f"exec {shlex.quote(sys.executable)}"
-"""The supervisor takes the shell's place: a shell would die of what `--signal=B:USR1@60` sends to the batch script."""
+
+def _python() -> str:
+    """The supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone."""
+    return f"exec {shlex.quote(sys.executable)}"
 
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
 
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     """The sbatch script of a stage as submitit writes it; needs no Slurm."""
-    command = f"{_PYTHON} {shlex.join(['-u', '-m', 'submitit.core._submit', str(run.jobs / stage)])}"
+    command = f"{_python()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(run.jobs / stage)])}"
     count = tasks if tasks > 1 else None
     return str(
         _make_sbatch_string(
@@ -131,7 +133,7 @@ def submit_points(run: Run, stage: str, points: Sequence[Run], after: Sequence[s
 
 def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
     """One sbatch call; the id of its first job."""
-    executor = submitit.SlurmExecutor(run.stage_folder(stage), python=_PYTHON)
+    executor = submitit.SlurmExecutor(run.stage_folder(stage), python=_python())
     dependency = f"{kind}:{':'.join(after)}" if after else None
     at_most = run.config.sweep.at_most if run.config.sweep and targets[0] is not run else None
     values = parameters(run, run.config, stage, dependency)

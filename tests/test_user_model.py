@@ -467,9 +467,10 @@ def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:
         run_ranks(2, stage_rank, run.path, "train")
 
 
-def test_the_example_is_found_without_importing_it() -> None:
+def test_the_example_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
+    monkeypatch.delitem(sys.modules, "examples.vit", raising=False)  # other tests import it
     found = find("examples.vit", [Path(__file__).parent.parent])
     assert found.arrays == ("images", "labels") and found.inputs == ("images",) and "tensor_plan" in found.names
     assert "examples.vit" not in sys.modules
