@@ -133,7 +133,7 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, attribute
         if offset is None:
             raise RuntimeError(f"{path}: HDF5 gave the dataset `tokens` no place in the file")
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
         temporary.unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)

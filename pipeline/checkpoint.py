@@ -150,7 +150,7 @@ class Checkpointer:
             if self.rank == 0:
                 manifest["files"] = {name: entry for part in mine for name, entry in part.items()}
             agree(self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None)
-        except BaseException:
+        except BaseException:  # DCP's CheckpointException is no Exception; nothing half stays, and the error goes on
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise

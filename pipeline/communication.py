@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import library
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -179,14 +180,14 @@ def covered(spans: Sequence[list[float]]) -> float:
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd  # where wait_tensor has its kernel, for all devices
 _current: Meter | None = None
-_libraries: list[torch.library.Library] = []
+_libraries: list[library.Library] = []
 
 
 def _install() -> None:
     """Stand in the way of all operations of this process, once; without a meter they just pass."""
     if _libraries:
         return
-    c10d, functional = torch.library.Library("c10d", "IMPL"), torch.library.Library("_c10d_functional", "IMPL")
+    c10d, functional = library.Library("c10d", "IMPL"), library.Library("_c10d_functional", "IMPL")
     _libraries.extend((c10d, functional))
     for name, kind in KINDS.items():
         c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")

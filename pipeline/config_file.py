@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from pipeline import config as config_module
-from pipeline import config_communication, config_recovery, config_site, config_sweep
+from pipeline import config_communication, config_recovery, config_site, config_stages, config_sweep
 from pipeline.config import Config
 from pipeline.config_errors import ConfigError as ConfigError
 from pipeline.config_errors import KeyPath, dotted, model_schema, show, validate
@@ -136,7 +136,7 @@ def schema() -> dict[str, Any]:
         "title": "Extends",
     }
     documented: dict[str, dict[str, str]] = {}
-    for module in (config_module, config_communication, config_recovery, config_site, config_sweep):
+    for module in (config_module, config_communication, config_recovery, config_site, config_stages, config_sweep):
         documented |= field_docstrings(inspect.getsource(module))
     for name, section in (("Config", result), *result["$defs"].items()):
         for field, text in documented.get(name, {}).items():

@@ -47,7 +47,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
         temporary.unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.config import Config, StageResources
+from pipeline.config import Config
 from pipeline.config_file import dump_config
+from pipeline.config_stages import StageResources
 from pipeline.layout import layout_of
 from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load

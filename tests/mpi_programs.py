@@ -215,7 +215,7 @@ def difference(runners: tuple[Runner, Runner], program: list[Call], seed: int) -
     """What differs on this rank, or what failed."""
     try:
         over_mpi, over_gloo = (runner.run(program, seed) for runner in runners)
-    except Exception:
+    except Exception:  # any error of a random program is a finding: all ranks agree on it, and fail
         traceback.print_exc()  # at once: the others may have to wait for their time-out
         return traceback.format_exc()
     for call, got, expected in zip(program, over_mpi, over_gloo, strict=True):

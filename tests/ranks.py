@@ -58,7 +58,7 @@ def place(rank: int, size: int, port: int) -> Place:
 def _child(rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
     try:
         pipe.send((True, function(place(rank, size, port), *arguments)))
-    except BaseException:
+    except BaseException:  # whatever ends a rank is shown by the test, SystemExit and CheckpointException too
         pipe.send((False, traceback.format_exc()))
     pipe.close()
     os._exit(0)  # threads of a process group may outlive a failure

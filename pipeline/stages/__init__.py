@@ -9,7 +9,7 @@ can ask it questions. Heavy imports stand inside `main`. A stage module has:
     def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
 
 A stage is done when its outputs validate, never because a job exited 0. To add one: write the module, add
-its name to STAGES (and a section to `StagesConfig` in pipeline/config.py for its resources).
+its name to STAGES (and a section to `StagesConfig` in pipeline/config_stages.py for its resources).
 """
 
 from __future__ import annotations
