@@ -77,12 +77,16 @@ def backends(sizes: list[int]) -> None:
             rows.append([f"{ranks} ranks, DDP step, buckets of {bucket} MiB", *figures(pairs, 1e3)])
         for bucket, pairs in result["cpu"].items():
             rows.append([f"{ranks} ranks, CPU time of that step, {bucket} MiB", *figures(pairs, 1e3)])
+        for bucket, parts in result["parts"].items():
+            for part, seconds in parts.items():
+                rows.append([f"{ranks} ranks, {bucket} MiB, of it {part}", f"{seconds * 1e3:.3f}", *"---"])
         for index, backend in enumerate(("mpi", "gloo")):
             medians = {b: statistics.median(pair[index] for pair in pairs) for b, pairs in result["ddp"].items()}
             best.append(f"{backend} on {ranks} ranks: {min(medians, key=medians.__getitem__)} MiB")
     note = (
         f"Medians of {ROUNDS} interleaved pairs, {os.cpu_count()} cores, one thread per rank and its communication "
-        f"threads; load average {load:.1f} before the run. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
+        f"threads; load average {load:.1f} before the run. Meeting: the time in which rank 0 was ready and another was "
+        f"not; most of it passes while gradients are still computed. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
     )
     write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
 
@@ -123,6 +127,7 @@ def rank_main(only_hooks: bool) -> None:
     from pipeline.config import ModelConfig
     from pipeline.config_communication import HookConfig
     from pipeline.model import Decoder
+    from pipeline.mpi_engine import Lane
     from slurm.environment import identify
 
     torch.set_num_threads(1)
@@ -144,7 +149,23 @@ def rank_main(only_hooks: bool) -> None:
             measured.append(tuple(row))
         return measured[1:]
 
-    result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}}
+    parts = {"meeting": 0.0, "moving data": 0.0}  # seconds of the group's own thread, summed over a step's buckets
+    meet = Lane._meet
+
+    def timed_meet(lane: Lane, item: Any) -> None:
+        run, started = item.run, time.perf_counter()
+        meet(lane, item)
+
+        def timed_run() -> None:
+            started = time.perf_counter()
+            run()
+            parts["moving data"] += time.perf_counter() - started
+
+        item.run = timed_run
+        parts["meeting"] += time.perf_counter() - started
+
+    Lane._meet = timed_meet  # type: ignore[method-assign]
+    result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
     for name, count in {} if only_hooks else RAW.items():
         reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
         measured = pairs(2 if count > 1 << 20 else 20, reduce)
@@ -180,7 +201,9 @@ def rank_main(only_hooks: bool) -> None:
             sent = sum(entry["bytes"] for entry in meter.take()["comm"]["dp"].values())
             found.append((hook, bucket, sent, [(row[0], row[2]) for row in measured]))
     for bucket in () if only_hooks else BUCKETS_MB:
+        parts.update(dict.fromkeys(parts, 0.0))
         measured = pairs(4, {b: step_of(group, bucket) for b, group in groups.items()})
+        result["parts"][bucket] = {name: seconds / (4 * (ROUNDS + 1)) for name, seconds in parts.items()}
         result["ddp"][bucket] = [(row[0], row[2]) for row in measured]
         result["cpu"][bucket] = [(row[1], row[3]) for row in measured]
     if dist.get_rank() == 0:
