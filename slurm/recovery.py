@@ -8,8 +8,8 @@ to be kept. Whatever the cause, a training that makes no new checkpoint stops: i
 How it goes on depends on where it runs:
 
 - in a batch job: back into the queue under the same id (`scontrol requeue`), without the nodes that failed;
-- where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted before it with
-  `afternotok`, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
+- where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted with `afternotok`
+  before, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
 - inside salloc or on one machine: again in place.
 """
 

@@ -6,6 +6,10 @@ Sites whose jobs cannot be put back into the queue (`site.requeue: false`) have 
        ▲                                T2 starts, submits T3 behind itself, and lets evaluate wait for T2
        └─afternotok─ T2
 
+A training has its successor from the day it is submitted. Any other job (a point of a sweep, another stage, one that a
+person submitted) submits it when it is stopped and is to go on (:func:`hand_over`); one that dies without a word, as
+with its node, has none, and its stage waits for `resume`.
+
 Slurm keeps a job whose dependency can no longer be satisfied pending for ever. So whoever makes a job superfluous
 cancels it: a stage that is done cancels its successor; one that may not go on, or that a person cancelled, all that
 waits for it, with and without requeue. `resume` submits those again.
@@ -14,7 +18,7 @@ waits for it, with and without requeue. `resume` submits those again.
 from __future__ import annotations
 
 from pipeline import sweep
-from pipeline.errors import Exit
+from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from slurm.environment import Place
 from slurm.recovery import ENDS, newest
@@ -27,19 +31,20 @@ def _predecessor(run: Run, stage: str, job: str) -> str | None:
     return next((str(e["after"][0]) for e in told if e["job_id"] == job and e.get("kind") == "afternotok"), None)
 
 
-def _waiting(run: Run, job: str) -> dict[str, str]:
-    """The pending jobs that cannot do without `job`, or without others that cannot, oldest first; with their kinds.
+def _waiting(run: Run, job: str, *, further: bool = True) -> dict[str, str]:
+    """The pending jobs that cannot do without `job`, or (`further`) others that cannot, oldest first; with their kinds.
 
     What waits for its end only (`afterany`), however that is, can do without.
     """
     kinds = {job: ""}
+    needed = kinds.keys() if further else {job}
     for one in (run, *sweep.points(run)):
         for event in one.read_events(None, "submitted", "took_over"):
-            if event["event"] == "took_over" and event["job_id"] in kinds:
+            if event["event"] == "took_over" and event["job_id"] in needed:
                 kinds.update(dict.fromkeys(event["children"], "afterok"))
             elif event.get("kind") == "afterany" and job in event["after"]:
                 continue
-            elif not kinds.keys().isdisjoint(event.get("after", ())):
+            elif not needed.isdisjoint(event.get("after", ())):
                 kinds[event["job_id"]] = event["kind"]
     states = query(kinds)
     return {waits: kind for waits, kind in kinds.items() if waits != job and states[waits].state == "PENDING"}
@@ -59,12 +64,25 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
         facts = {"cause": "cancelled", "exit_code": int(Exit.CANCELLED)}
         run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
-    children = [waits for waits, kind in _waiting(run, predecessor).items() if kind != "afternotok"]
+    children = [waits for waits, kind in _waiting(run, predecessor, further=False).items() if kind != "afternotok"]
     if place.restart_count == 0:
         submit(run, stage, [job], kind="afternotok")
     for child in children:
         call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
+    return None
+
+
+def hand_over(run: Run, stage: str, job: str) -> str | None:
+    """See to it that `job`, about to end, has a successor; the reason where Slurm takes no job from here."""
+    from slurm.sbatch import submit
+
+    if any(e.get("kind") == "afternotok" and job in e["after"] for e in run.read_events(stage, "submitted")):
+        return None
+    try:
+        submit(run, stage, [job], kind="afternotok")
+    except UserError as error:
+        return f"no successor could be submitted ({error})"
     return None
 
 

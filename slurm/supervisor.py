@@ -218,28 +218,30 @@ class Supervisor:
         signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
         while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
             time.sleep(1)
+        why_not = None
         if facts is not None and facts.restarts > self.place.restart_count:
             self._event("requeued", ended.code, progress, by="slurm")
         elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
-            self._event("handed_over", ended.code, progress)
-            return ended.code
+            # behind one of many there is a job that does what they left
+            part = self.task is not None or self.evaluations.one_of_many(self.job)
+            if (why_not := None if part else succession.hand_over(self.run, self.stage, job)) is None:
+                self._event("handed_over", ended.code, progress)
+                return ended.code
         elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
             self.leave_nothing_waiting(done=False)
             return Exit.CANCELLED
         elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
-            self._write_end(ended, f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled")
-            self.leave_nothing_waiting(done=False)
-            return ended.code
+            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
         elif slurm_job.requeue(
             job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         ):
             self._event("requeued", ended.code, progress)
         else:
-            self._write_end(
-                ended, "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
-            )
+            why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
+        if why_not is not None:
+            self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
             return ended.code
         deadline = time.monotonic() + REQUEUED_WAIT_S

@@ -18,7 +18,7 @@ from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.config_recovery import RecoveryConfig
 from pipeline.config_site import SiteConfig
-from pipeline.errors import Exit
+from pipeline.errors import Exit, UserError
 from pipeline.failure import report_error
 from pipeline.files import append_line
 from pipeline.run import Run
@@ -143,6 +143,30 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
     assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
     assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
     assert run.read_events("train")[-1]["event"] == "requeued"
+
+
+def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm import sbatch, supervisor
+
+    run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
+    submitted: list[object] = []
+    ended: list[bool] = []
+
+    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str) -> None:
+        submitted.append(stage)
+        if len(submitted) == 1:
+            raise UserError("sbatch refused the job")
+        run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
+
+    monkeypatch.setattr(sbatch, "submit", submit)
+    monkeypatch.setattr(supervisor.Supervisor, "leave_nothing_waiting", lambda self, done: ended.append(done))
+    assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+    told = run.read_events("train")[-1]
+    assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
+    for _ in range(2):
+        assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+        assert run.read_events("train")[-1]["event"] == "handed_over"
+    assert len(submitted) == 2 and ended == [False], "one is enough"
 
 
 @pytest.mark.parametrize(

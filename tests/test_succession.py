@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -9,10 +10,11 @@ import pytest
 
 from pipeline.files import read_jsonl
 from pipeline.run import Run
+from pipeline.sweep import points
 from slurm.exclusion import remember_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.test_slurm import digest, evaluated, events, job_of, prepared, submit, wait_for
+from tests.test_slurm import digest, evaluated, events, job_of, preempt, prepared, submit, wait_for
 from tests.tiny import write_config
 
 cluster = cluster_fixture(grace=5, preempt="CANCEL")
@@ -32,12 +34,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shared(folder: Path, calm: Path) -> Path:
+def shared(folder: Path, calm: Path, overrides: Sequence[str] = WITHOUT_REQUEUE) -> Path:
     config = write_config(folder, steps=40)
     config.write_text(config.read_text().replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
     (folder / "runs/tiny").mkdir(parents=True)
     (folder / "runs/tiny/data").symlink_to(calm / "runs/tiny/data")
-    return prepared(folder, config, WITHOUT_REQUEUE)
+    return prepared(folder, config, overrides)
 
 
 def queue(cluster: Cluster) -> str:
@@ -50,7 +52,7 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
     first = Run.open(run).read_events("train")[0]["job_id"]
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
-    cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"], timeout=10)
+    preempt(cluster)
     wait_for("the successor", lambda: "took_over" in events(run, "train"), 90)
     assert "preempted" in events(run, "train") and "handed_over" in events(run, "train")
     wait_for("the evaluation", lambda: evaluated(run), 120)
@@ -59,6 +61,22 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert digest(cluster, tmp_path, "runs/tiny") == digest(cluster, calm, "runs/tiny")
+
+
+def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    sweep = ("sweep={grid: {optimizer.lr: [0.001, 0.01]}}", "site.requeue=false", "train.steps=24")
+    overrides = (*sweep, "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1")
+    run = shared(tmp_path, calm, overrides)
+    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    both = points(Run.open(run))
+    wait_for("step 8 of both", lambda: all(len(list(read_jsonl(point.metrics))) >= 8 for point in both))
+    preempt(cluster)
+    wait_for("their evaluations", lambda: all(evaluated(point.path) for point in both), 150)
+    wait_for("an empty queue", lambda: not queue(cluster))
+    for point in both:
+        told = events(point.path, "train")
+        assert told.count("handed_over") == told.count("took_over") == 1 and told.count("started") == 2
+        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
 
 
 def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

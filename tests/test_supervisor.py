@@ -114,6 +114,22 @@ def test_what_waits_in_vain_is_cancelled(
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
 
 
+def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm import sbatch, succession
+
+    for stage, job, kind, after in (
+        ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
+        ("train", "14", "afterok", ["13"]), ("prepare", "15", "afternotok", ["11"]),
+    ):  # fmt: skip
+        run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
+    calls: list[str] = []
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job, "PENDING") for job in jobs})
+    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
+    assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
+    assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
+
+
 def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.event("started", "train", attempt=1)
     run.event("stop_requested", "train", signal="SIGUSR2")
