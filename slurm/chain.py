@@ -18,6 +18,8 @@ from pipeline import stages, sweep
 from pipeline.errors import Exit
 from pipeline.run import Run
 from pipeline.signals import StopFlag
+from slurm.environment import in_allocation
+from slurm.launch import SETUP_NOT_RUN
 from slurm.recovery import ENDS, newest
 
 
@@ -25,6 +27,8 @@ def run_chain(run: Run, console: Console) -> Exit:
     """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done."""
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
+    if in_allocation(os.environ) and run.config.site.setup:
+        console.print(SETUP_NOT_RUN, highlight=False, soft_wrap=True)
     flag = StopFlag().install()
     code = _run_stages(run, sweep.own_stages(run), flag, console)
     for point in sweep.points(run) if code == Exit.DONE else ():

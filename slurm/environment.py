@@ -371,9 +371,9 @@ def allocated_hosts(env: Env) -> list[str]:
     return expand_hostlist(env[name], name) if env.get(name) else []
 
 
-def allocated_tasks(env: Env) -> int | None:
-    """How many tasks this allocation was made for; None where Slurm does not say."""
-    return _optional(env, "SLURM_NTASKS", least=1)
+def cpus_per_task(env: Env) -> int | None:
+    """How many CPUs each task of this allocation was promised; None where nobody asked for a number."""
+    return _optional(env, "SLURM_CPUS_PER_TASK", least=1)
 
 
 def granted_tasks(env: Env) -> tuple[list[int], str] | None:

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
 from pipeline.run import Run, now
-from slurm.environment import local_environment
+from slurm.environment import cpus_per_task, local_environment
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
+SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
 _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
 _SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
 _OOM_EVENT = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
@@ -40,6 +42,8 @@ class Left:
     rank: int
     code: int
     host: str = ""
+    told: str = ""
+    """What the launcher said, where it named no rank: it may have started none."""
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -54,6 +58,22 @@ def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
     """
     rest = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
     return {**env, "PYTHONPATH": os.pathsep.join([str(code), *rest]), "PYTHONSAFEPATH": "1"}
+
+
+def site_variables(site: SiteConfig) -> dict[str, str]:
+    """What the site profile puts into a job's environment (NCCL's and Gloo's manuals; tempfile's TMPDIR)."""
+    interface = site.network_interface
+    named = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
+
+
+def use_site(site: SiteConfig, job_id: str | None) -> None:
+    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote."""
+    if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
+        return
+    os.environ.update(site_variables(site))
+    if site.setup:
+        print(SETUP_NOT_RUN, flush=True)
 
 
 def free_listener(size: int) -> socket.socket:
@@ -160,8 +180,12 @@ class SrunRanks:
     def command(self) -> list[str]:
         """What starts the ranks, up to the program and its arguments."""
         folder = self._run.stage_folder(self._stage)
-        command = ["srun", f"--nodes={self._nodes}", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
+        command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
+        if self._stage != "shard":  # whose tasks know nothing of each other: they sit where there is room
+            command.append(f"--nodes={self._nodes}")
+        if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
+            command.append(f"--cpus-per-task={cpus}")
         return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
 
     def start(self) -> None:
@@ -178,13 +202,17 @@ class SrunRanks:
             return [Left(0, code)]
         with open(self.messages, "rb") as log:
             log.seek(self._from)
-            return [self.first_bad(log.read().decode(errors="replace"), code)]
+            messages = log.read().decode(errors="replace")
+        end = "\n".join(messages.splitlines()[-10:])
+        told = f"{self.launcher} {Left(0, code)} and named no rank; the end of {self.messages}:\n{end}"
+        return [self.first_bad(messages, code) or Left(0, code, told=told)]
 
     @staticmethod
-    def first_bad(messages: str, code: int) -> Left:
+    def first_bad(messages: str, code: int) -> Left | None:
         """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's.
 
-        One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or slurmstepd saw it.
+        None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
+        slurmstepd saw it.
         """
         found, starved = [], _OOM_EVENT.search(messages) is not None
         for line in messages.splitlines():
@@ -195,7 +223,7 @@ class SrunRanks:
                     killed = int(Exit.OUT_OF_MEMORY)
                 exited = re.search(r"exit code (\d+)", words)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
-        return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), Left(0, code)))
+        return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 
     @property
     def running(self) -> bool:

@@ -114,13 +114,13 @@ class MpirunRanks(SrunRanks):
         return [*self._mpirun, "sh", "-c", script, "sh"]
 
     @staticmethod
-    def first_bad(messages: str, code: int) -> Left:
-        """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own."""
+    def first_bad(messages: str, code: int) -> Left | None:
+        """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
         if killed := _KILLED.search(messages):
             return Left(int(killed[1]), -int(killed[3]), killed[2])
         if exited := _EXITED.search(messages):
             return Left(int(exited[1]), int(exited[2]))
-        return Left(0, code)
+        return None
 
     def kill(self) -> None:
         """End all ranks now: mpirun ends them when it gets TERM."""

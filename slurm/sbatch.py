@@ -25,7 +25,8 @@ from pipeline.errors import UserError
 from pipeline.run import Run
 from slurm.environment import outside_job
 from slurm.exclusion import at_submission
-from slurm.submission import become, site_variables
+from slurm.launch import site_variables
+from slurm.submission import become
 from slurm.topology import planned_mismatch
 
 

@@ -21,20 +21,11 @@ from typing import Any
 import submitit
 from submitit.local import local as submitit_local
 
-from pipeline.config_site import SiteConfig
 from pipeline.run import Run
-from slurm.environment import in_allocation
 from slurm.launch import with_code
 
 _A_YEAR_MIN = 60 * 24 * 365
 _VISIBLE = "SLUICE_VISIBLE_DEVICES"
-
-
-def site_variables(site: SiteConfig) -> dict[str, str]:
-    """What the site profile puts into a job's environment (NCCL's and Gloo's manuals; tempfile's TMPDIR)."""
-    interface = site.network_interface
-    named = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-    return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
 
 
 def become(stage: str, run: str, code: str) -> None:
@@ -89,8 +80,6 @@ def submit_local(run: Run, stage: str) -> LocalJob:
     executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
     before = dict(os.environ)
     os.environ.update(with_code(os.environ, run.code))
-    if in_allocation(os.environ):  # salloc on a cluster; one machine by itself is none
-        os.environ.update(site_variables(run.config.site))
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         os.environ[_VISIBLE] = visible
     try:

@@ -26,9 +26,9 @@ from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame
 from slurm import exclusion, mpi_launch, recovery, succession, topology
 from slurm import job as slurm_job
-from slurm.environment import TIME_LEFT, Place, allocated_hosts, allocated_tasks, granted_tasks, identify, in_allocation
+from slurm.environment import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
-from slurm.launch import Left, LocalRanks, SrunRanks
+from slurm.launch import Left, LocalRanks, SrunRanks, use_site
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
@@ -90,6 +90,8 @@ class Supervisor:
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         run.refuse_cancelled()
+        if self.on_slurm:
+            use_site(run.config.site, self.place.job_id)
         refused = recovery.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = Exit.CANCELLED, reason
@@ -124,8 +126,8 @@ class Supervisor:
         run, stage, place = self.run, self.stage, self.place
         granted = len(allocated_hosts(os.environ)) or None
         size = 1 if self.task is not None else stages.ranks(run, stage, granted)
-        if stage == "shard" and self.on_slurm:  # any number will do: the job behind an array has one task
-            size = min(size, allocated_tasks(os.environ) or size)
+        if stage == "shard" and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
+            size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.attempts(stage) + 1
         run.event(
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
@@ -391,4 +393,5 @@ def find_failure(run: Run, stage: str, first: list[Left], task: int | None = Non
     hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
     hint = hints.get(culprit.code, "")
     code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
-    return Failure(code, culprit.rank, host, f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}")
+    message = culprit.told or f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}"
+    return Failure(code, culprit.rank, host, message)

@@ -262,7 +262,7 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
     assert SrunRanks.first_bad(lost + full + killed, 76) == Left(0, 21, "n0")
     assert SrunRanks.first_bad(lost + killed, 76) == Left(2, -9, "n2")
     assert SrunRanks.first_bad(lost, 76) == Left(1, 76, "n1")
-    assert SrunRanks.first_bad("nothing", 1) == Left(0, 1)
+    assert SrunRanks.first_bad("nothing", 1) is None
 
 
 @pytest.mark.parametrize(
