@@ -84,6 +84,7 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
+    executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = Executor.AUTO,
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
     enlarge train.steps."""
@@ -91,6 +92,7 @@ def resume(
     from pipeline.sweep import points
 
     opened = Run.open(run)
+    chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
     for one in (opened, *points(opened)):
         one.change(overrides or [])
         one.clear_requests()
@@ -104,9 +106,28 @@ def resume(
             )
         opened.snapshot_code()
         opened.event("code_updated", commit=opened.commit)
-    from slurm.cluster import uses_slurm
+    _go(opened, chosen, again=True)
 
-    _go(opened, Executor.SLURM if uses_slurm(opened) else Executor.LOCAL, again=True)
+
+def _where_it_was(run: Any) -> Executor:
+    """Where a run goes on by itself. Raises UserError where that was an allocation, and this is a login node."""
+    from pipeline.sweep import points
+    from slurm.cluster import uses_slurm
+    from slurm.environment import in_allocation
+    from slurm.states import slurm_answers
+
+    if uses_slurm(run):
+        return Executor.SLURM
+    if in_allocation(os.environ):
+        return Executor.ALLOCATION
+    started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
+    last: dict[str, Any] = max(started, key=lambda event: str(event["time"]), default={})
+    if last.get("slurm_job") and slurm_answers():
+        raise UserError(
+            f"{run.name} ran inside job {last['slurm_job']} (salloc, or a script): go on inside such a one, or say "
+            "--executor slurm for jobs of its own, --executor local for this machine"
+        )
+    return Executor.LOCAL
 
 
 def _choose(executor: Executor) -> Executor:

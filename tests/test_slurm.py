@@ -186,23 +186,6 @@ def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cl
     assert submit(cluster, tmp_path, str(config), *NODES).returncode == Exit.USER_ERROR
 
 
-def test_inside_salloc_the_allocation_is_used(tmp_path: Path, cluster: Cluster) -> None:
-    config = write_config(tmp_path, steps=6)
-    command = ["salloc", "-N2", "--ntasks-per-node=2", sys.executable, str(CODE_ROOT / "submit.py"), str(config)]
-    done = subprocess.run(
-        [*command, "stages.train.nodes=2", "stages.evaluate.nodes=2"],
-        cwd=tmp_path,
-        env={**os.environ, **cluster.environment()},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "evaluate  done" in done.stdout
-    started = next(e for e in Run.open(tmp_path / "runs/tiny").read_events("train") if e["event"] == "started")
-    assert started["ranks"] == 4
-
-
 @pytest.mark.parametrize("name", ["a 'b\"; $(touch pwned) & `tick` ünï"])
 def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name: str) -> None:
     folder = tmp_path / name

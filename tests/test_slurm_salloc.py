@@ -16,11 +16,15 @@ from pipeline.run import CODE_ROOT, Run
 from slurm.launch import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.test_slurm import events, prepared, submit
 from tests.tiny import write_config
 
 cluster = cluster_fixture()
 
 pytestmark = pytest.mark.timeout(300)
+
+SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
+
 
 def inside(
     cluster: Cluster, folder: Path, options: str, *command: str, **more: str
@@ -38,6 +42,29 @@ def inside(
 
 def supervise(stage: str, run: Run) -> str:
     return f"{sys.executable} -m slurm {stage} {run.path}"
+
+
+def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
+    config, overrides = write_config(tmp_path, steps=12), ("stages.train.nodes=2", "stages.evaluate.nodes=2")
+    run = prepared(tmp_path, config, overrides)
+    trainer = run / "code/pipeline/trainer.py"
+    good, anchor = trainer.read_text(), "        lr = learning_rate("
+    bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('a bug of rank three')\n"
+    trainer.write_text(good.replace(anchor, f"{bug}{anchor}", 1))
+    two = "-N2 --ntasks-per-node=2"
+    failed = inside(cluster, tmp_path, two, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
+    assert failed.returncode == Exit.CRASHED, failed.stdout + failed.stderr
+    assert "/12  loss" in failed.stdout, "a live line"
+    assert "rank 3 on n2" in failed.stdout and "a bug of rank three" in failed.stdout
+    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 4
+    trainer.write_text(good)
+    refused = submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert refused.returncode == Exit.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
+    assert "resumed" not in events(run)
+    done = inside(cluster, tmp_path, two, *SUBMIT, "resume", "runs/tiny")
+    assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
+    assert submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
 
 
 @pytest.mark.parametrize(("options", "cpus", "ranks"), [("-N2", "1", 2), ("-N3 -n5 -c2", "2", 5)])
