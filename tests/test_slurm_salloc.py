@@ -17,7 +17,7 @@ from slurm.launch import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import events, prepared, submit
-from tests.tiny import write_config
+from tests.tiny import make_run, write_config
 
 cluster = cluster_fixture()
 
@@ -98,3 +98,12 @@ def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, clus
     message = run.read_events("prepare")[-1]["message"]
     assert "srun: error" in message and "nosuch" in message and str(run.jobs / "prepare/srun.log") in message
     assert "rank-0.log" not in message
+
+
+def test_ranks_that_are_dealt_out_one_by_one_by_hand_are_refused(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path, overrides=("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0"))
+    command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
+    done = inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
+    assert done.returncode != 0 and "--distribution=block" in done.stderr and "Traceback" not in done.stderr
+    command[1] = "--distribution=block"
+    assert inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command).returncode == 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from pipeline.checkpoint_files import newest_step
-from pipeline.errors import Exit
+from pipeline.errors import Exit, UserError
 from pipeline.files import last_object
 from pipeline.metrics import loss_words
 from pipeline.run import Run
@@ -30,8 +30,22 @@ def progress(run: Run) -> str:
     return f"{last['step']}/{run.config.train.steps} steps, {loss_words(last)}"
 
 
+def check_place(place: Place, tensor: int) -> None:
+    """Raise UserError where a launcher tore a tensor parallel group apart, as `srun -m cyclic` does by hand.
+
+    Groups are `tensor` consecutive ranks. All share a node if each rank's number there counts along with its own one.
+    """
+    if place.local_rank % tensor != place.rank % tensor:
+        first = place.rank - place.rank % tensor
+        raise UserError(
+            f"rank {place.rank} is number {place.local_rank} on its node, and ranks {first} to {first + tensor - 1} "
+            f"(parallel.tensor={tensor}) must share one: deal ranks out in blocks, as `srun --distribution=block` does"
+        )
+
+
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
+    check_place(place, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
     since = flag.since
 
