@@ -9,9 +9,10 @@
 
 A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
 a manifest, never the reverse. Each one carries a key. `prepare.json` is keyed by the config that shapes the
-bytes and by the sources of this package; units and the manifest of all are keyed by that key, the tokenizer
-and `units.json` (which holds path, size and time of each input). When anything of it changes, the key no
-longer fits and the file counts as missing.
+bytes and by the sources of this package; the manifest of all by that key, the tokenizer and `units.json` (which
+holds path, size and time of each input); that of a unit by the same, but of the inputs only by those that it has a
+part of. When anything of it changes, the key no longer fits and the file counts as missing. So an input that was
+mended costs its own units, the others stay as they are (unless the tokenizer is trained, and comes out differently).
 
 Once all shards are written the inputs may go (scratch file systems purge): they are compared with the disk
 only while there are shards to write.
@@ -107,7 +108,7 @@ class Prepared(Section):
 
     @property
     def shards_key(self) -> str:
-        """Key of everything made from this tokenizer and these units."""
+        """Key of the manifest of all: of everything made from this tokenizer and these units."""
         return sha256_json({"prepare": self.key, "tokenizer": self.tokenizer.sha256, "units": self.units.sha256})
 
 
@@ -266,11 +267,22 @@ def shard_missing(data: DataConfig, data_dir: Path, package: Path = THIS_PACKAGE
     return None
 
 
+def unit_keys(data_dir: Path, prepared: Prepared) -> list[str]:
+    """The key of each unit: config and code, the tokenizer, and its pieces, each with its input as it was listed.
+
+    Raises InputError, naming the file, when `units.json` is missing or damaged.
+    """
+    path = data_dir / "units.json"
+    if problem := file_problem(path, prepared.units):
+        raise InputError(f"{problem}: run the prepare stage again, e.g. `python submit.py resume RUN`")
+    plan, common = json.loads(path.read_bytes()), [prepared.key, prepared.tokenizer.sha256]
+    return [sha256_json([*common, *([plan["inputs"][i], *piece] for i, *piece in unit)]) for unit in plan["units"]]
+
+
 def shard_progress(data_dir: Path) -> tuple[int, int]:
     """Units whose manifest and shards are there, and units in all; (0, 0) before `prepare`."""
     try:
-        prepared = load_prepared(data_dir)
+        keys = unit_keys(data_dir, load_prepared(data_dir))
     except InputError:
         return 0, 0
-    units = range(prepared.unit_count)
-    return sum(load_unit(data_dir, unit, prepared.shards_key, hashes=False) is not None for unit in units), len(units)
+    return sum(load_unit(data_dir, unit, key, hashes=False) is not None for unit, key in enumerate(keys)), len(keys)

@@ -2,8 +2,8 @@
 
 Unit u belongs to task u mod tasks. A unit's shards follow from its pieces, the tokenizer and the config alone,
 so the number of tasks leaves no trace, and a repeated run writes the same bytes over what a killed one left. A
-unit is done when its manifest, written last, vouches for its files (sizes and hashes); only what is missing is
-done again.
+unit is done when its manifest, written last, vouches for its files (sizes and hashes) and fits its pieces, its inputs
+and the tokenizer as they are now; only what is missing is done again.
 
 Within a unit the documents keep their order; held-out documents (by a hash of their text) go to files of their
 own. A document that cannot be read is listed in its unit's manifest. Line numbers there count from the start of
@@ -32,6 +32,7 @@ from data_prep.manifest import (
     load_prepared,
     load_unit,
     prepare_key,
+    unit_keys,
     unit_path,
 )
 from data_prep.prepare import is_held_out
@@ -56,6 +57,8 @@ class Work:
     data_dir: Path
     prepared: Prepared
     plan: Plan
+    keys: list[str]
+    """The key of each unit."""
     encoder: Encoder
 
     @classmethod
@@ -70,7 +73,8 @@ class Work:
             if file_problem(data_dir / name, entry):
                 raise InputError(f"{data_dir / name} is missing or damaged: {again}")
         encoder = load_encoder(data_dir / "tokenizer.json", data.tokenizer.eos_token)
-        return cls(data, data_dir, prepared, read_plan(data_dir / "units.json"), encoder)
+        plan = read_plan(data_dir / "units.json")
+        return cls(data, data_dir, prepared, plan, unit_keys(data_dir, prepared), encoder)
 
 
 def write_unit(work: Work, unit: int) -> bool:
@@ -79,7 +83,7 @@ def write_unit(work: Work, unit: int) -> bool:
     Raises InputError naming an input that is not what `prepare` saw, UserError for one that cannot be read,
     OSError where the file system refuses.
     """
-    key = work.prepared.shards_key
+    key = work.keys[unit]
     if load_unit(work.data_dir, unit, key, hashes=True) is not None:
         return False
     shards = work.data_dir / SHARDS
@@ -183,7 +187,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
     """
     work = Work.load(data, data_dir)
     data_dir, prepared = work.data_dir, work.prepared
-    found = [load_unit(data_dir, unit, prepared.shards_key, hashes=False) for unit in range(prepared.unit_count)]
+    found = [load_unit(data_dir, unit, key, hashes=False) for unit, key in enumerate(work.keys)]
     units = [unit for unit in found if unit is not None]
     if len(units) < len(found):
         missing = [str(index) for index, unit in enumerate(found) if unit is None]

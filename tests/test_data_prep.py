@@ -281,6 +281,38 @@ def test_changed_input_is_named_and_prepared_again(tmp_path: Path, small_units: 
     check_content(data, tmp_path / "data", manifest, [*texts(30), "one more", "from a new file"])
 
 
+lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=10)
+@given(before=lengths, place=st.integers(0, 5), now=st.integers(0, 40), size=st.sampled_from([1024, 2048, 8192]))
+def test_a_changed_input_costs_its_own_units_and_leaves_no_trace(
+    before: list[int], place: int, now: int, size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What the shards are does not depend on what stood in the inputs before; what need not change is not written."""
+    folder = tmp_path_factory.mktemp("mended")
+    write_jsonl(folder / "vocabulary.jsonl", texts(40))
+    prepare(config(str(folder / "vocabulary.jsonl")), folder / "tokenizer", quiet)
+    for index, count in enumerate([20, *before]):
+        write_jsonl(folder / f"part-{index}.jsonl", texts(count))
+    tokenizer = TokenizerConfig(kind="file", path=folder / "tokenizer/tokenizer.json")
+    data = config(str(folder / "part-*.jsonl"), shard_tokens=size).model_copy(update={"tokenizer": tokenizer})
+    run_tasks(data, folder / "data", 2)
+    (folder / "data/manifest.json").unlink()  # once all is done inputs may change
+    old = units.read_plan(folder / "data/units.json")
+    write_jsonl(folder / f"part-{place % len(before) + 1}.jsonl", texts(now))
+    lines: list[str] = []
+    prepare(data, folder / "data", quiet)
+    shard(data, folder / "data", 0, 1, lines.append)
+    finalize(data, folder / "data", quiet)
+    run_tasks(data, folder / "fresh")
+    assert all_bytes(folder / "data") == all_bytes(folder / "fresh")
+    new = units.read_plan(folder / "data/units.json")
+    read = [[[(plan.inputs[i], *piece) for i, *piece in unit] for unit in plan.units] for plan in (old, new)]
+    kept = [unit for unit, (was, now_read) in enumerate(zip(*read, strict=False)) if was == now_read]
+    assert [unit for unit, line in enumerate(lines) if "was there already" in line] == kept
+
+
 def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data_prep.tokenizer import Encoder
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -87,24 +89,45 @@ def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
     assert len(re.findall(r"^\w+ +done", again.stdout, re.M)) == 4, again.stdout
 
 
-def test_a_failed_shard_task_is_named_and_resume_mends_the_chain(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    """Four archives, a unit each; the end of the third is lost, and found again."""
     config = write_config(tmp_path, steps=5)
-    corpus = tmp_path / "corpus.jsonl"
-    good = corpus.read_text()
-    corpus.write_text(good + '{"text": broken\n' * 50)
-    assert submit(cluster, tmp_path, str(config)).returncode == 0
+    source = random.Random(1)
+    for part in range(4):
+        documents = (json.dumps({"text": source.randbytes(800).hex()}) + "\n" for _ in range(400 - 10 * part))
+        (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode()))
+    broken = tmp_path / "part-2.jsonl.gz"
+    good = broken.read_bytes()
+    broken.write_bytes(good[:-20])
+    tokenizer = f"data.tokenizer={{kind: file, path: {calm}/runs/tiny/data/tokenizer.json}}"
+    words = (str(config), f"data.source={tmp_path}/part-*.jsonl.gz", tokenizer, "data.shard_tokens=2_000_000")
+    done = submit(cluster, tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs/tiny"
     wait_for("the failure", lambda: "failed" in events(run, "shard"))
     wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
     status = submit(cluster, tmp_path, "status", "runs/tiny").stdout
-    assert "cannot be read" in status and "resume runs/tiny" in status
+    assert f"cannot read {broken}" in status and "resume runs/tiny" in status and "3/4 units" in status
+    failed = {e.get("task") for e in Run.open(run).read_events("shard", "failed")}
+    assert failed == {0, None}, "the task of unit 2, and the job that does what the array left"
     assert "started" not in events(run, "train")
-    refused = submit(cluster, tmp_path, str(config))
-    assert refused.returncode == Exit.USER_ERROR and "cannot be read" in refused.stderr
-    corpus.write_text(good)
+    refused = submit(cluster, tmp_path, *words)
+    assert refused.returncode == Exit.USER_ERROR and f"cannot read {broken}" in refused.stderr
+
+    def written() -> dict[str, tuple[int, bytes]]:
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (run / "data/shards").iterdir()}
+
+    before = written()
+    assert {name[:10] for name in before} == {"unit-00000", "unit-00001", "unit-00003"}
+    broken.write_bytes(good)
     assert submit(cluster, tmp_path, "resume", "runs/tiny").returncode == 0
     wait_for("the evaluation", lambda: evaluated(run))
     wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+    after = written()
+    assert before.items() <= after.items(), "the others were not touched"
+    assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
 
 
 def slow(folder: Path, calm: Path, name: str) -> Path:
