@@ -54,16 +54,26 @@ def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
 
 
 def attempts_of(run: Run) -> list[Attempt]:
-    """The ledger of a run as it stands now."""
-    events = run.read_events()
-    jobs = [str(e["job_id"]) for e in run.read_events(None, "submitted")] if uses_slurm(run) else []
-    needs = {stage: stages.load(stage).NEEDS for stage in sweep.own_stages(run)}
+    """The ledger of a run as it stands now; those of a sweep's points follow, the point's number for a task."""
+    points = sweep.points(run)
+    submitted = [e for one in (run, *points) for e in one.read_events(None, "submitted")] if uses_slurm(run) else []
+    jobs, now, events = job_runs(str(e["job_id"]) for e in submitted), time.time(), run.read_events()
+    needs = {stage: stages.load(stage).NEEDS for stage in stages.STAGES}
+    own = {stage: needs[stage] for stage in sweep.own_stages(run)}
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
-    return ledger(events, list(read_jsonl(run.metrics)), needs, time.time(), going, job_runs(jobs))
+    found = ledger(events, list(read_jsonl(run.metrics)), own, now, going, jobs)
+    shared = [e for e in events if e["event"] == "done"]  # what the points waited for
+    for number, point in enumerate(points):
+        going = [stage for stage in sweep.STAGES if point.holder(stage)]
+        swept, lines = {stage: needs[stage] for stage in sweep.STAGES}, list(read_jsonl(point.metrics))
+        for attempt in ledger([*shared, *point.read_events()], lines, swept, now, going, jobs):
+            attempt.task = number
+            found.append(attempt)
+    return found
 
 
 def _accounts(attempts: Sequence[Attempt]) -> list[list[str]]:
-    """The ledger as a table, header first: attempts one by one, the tasks of an array together, sums by stage."""
+    """The ledger as a table, header first: attempts one by one, tasks of an array or points together, sums by stage."""
     parts = [part for part in PARTS if any(a.parts[part] >= 0.5 for a in attempts)] or ["compute"]
     rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
 
@@ -77,7 +87,9 @@ def _accounts(attempts: Sequence[Attempt]) -> list[list[str]]:
         array, single = [a for a in own if a.task is not None], [a for a in own if a.task is None]
         if array:
             ends = ", ".join(sorted({a.cause for a in array}))
-            add(stage, f"array of {len({a.task for a in array})}", str(len(array)), ends, array)
+            ranks = {a.task: a.ranks for a in array}  # of the last attempt
+            name = f"{len(ranks)} points" if stage in sweep.STAGES else f"array of {len(ranks)}"
+            add(stage, name, str(sum(ranks.values())), ends, array)
         for a in single:
             add(stage, str(a.number), str(a.ranks), a.cause, [a])
         if len(single) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ from pipeline.config_sweep import Range, SweepConfig
 from pipeline.files import read_jsonl
 from pipeline.run import Run
 from pipeline.sweep import points
+from slurm.ledger import seconds
+from slurm.report import attempts_of
 from slurm.sweeps import under_way
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -90,6 +93,19 @@ def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) ->
     assert said in str(caught.value)
 
 
+def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
+    run = swept(tmp_path, data)
+    run.event("done", "shard", job_id="1")
+    for number, point in enumerate(points(run)):
+        point.event("submitted", "train", job_id=f"2_{number}", executor="local")
+        point.event("started", "train", job_id=f"2_{number}", ranks=1)
+        point.event("done", "train", job_id=f"2_{number}")
+    attempts = attempts_of(run)
+    assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
+    for point, attempt in zip(points(run), attempts, strict=True):
+        assert attempt.end == seconds(point.read_events("train", "done")[0])
+
+
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = swept(tmp_path, data)
     slow_down(run.path)
@@ -111,6 +127,8 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
+    assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
+    assert sum(a.parts["compute"] for a in attempts_of(run) if a.stage == "train") > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
     watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
     assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
