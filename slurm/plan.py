@@ -19,6 +19,8 @@ from pipeline.config_stages import StageResources
 from pipeline.layout import layout_of
 from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load
+from pipeline.sweep import STAGES as SWEPT
+from pipeline.sweep import point_configs
 from pipeline.user_model import found_for
 from slurm.sbatch import script
 
@@ -47,8 +49,9 @@ def masked(config: Config) -> Config:
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
 
-    Raises UserError where a script cannot be written.
+    Raises UserError where a script cannot be written, or a point of a sweep is wrong.
     """
+    points = len(point_configs(config))
     config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
     train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
@@ -72,13 +75,17 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
             fewest = f"{wanted.fewest_nodes} to " if wanted.fewest_nodes < wanted.most_nodes else ""
             nodes = f"{fewest}{wanted.most_nodes} × {wanted.tasks_per_node} = {fewest and 'at most '}"
         after = "".join(f", after {parent}" for parent in load(stage).NEEDS)
-        lines.append(f"{stage:9} {nodes}{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}")
+        each = f", for each of {points} points" if points and stage in SWEPT else ""
+        words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
+        lines.append(f"{stage:9} {nodes}{words}")
         lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")
     lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
     for stage in STAGES if scripts else ():
-        tasks = config.stages.shard.tasks if stage == "shard" else 1
+        tasks = config.stages.shard.tasks if stage == "shard" else points if stage in SWEPT else 1
         lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
-        if tasks > 1:
-            lines += ["", f"# ---- on Slurm: {stage}, after the array: does what it left, validates"]
-            lines.append(script(run, config, stage).rstrip())
+        behind = "after the array: does what it left, validates" if stage == "shard" and tasks > 1 else ""
+        if stage == "train" and not points and not config.site.requeue:
+            behind = "its successor: takes over if it does not end well"
+        if behind:
+            lines += ["", f"# ---- on Slurm: {stage}, {behind}", script(run, config, stage).rstrip()]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

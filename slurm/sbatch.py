@@ -23,6 +23,7 @@ from pipeline.config import Config
 from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from pipeline.run import Run
+from pipeline.sweep import STAGES as SWEPT
 from slurm.environment import outside_job
 from slurm.exclusion import at_submission
 from slurm.launch import site_variables
@@ -97,15 +98,17 @@ def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
         raise UserError(f"{run}: Slurm takes a % in the path of a log for a pattern; choose another run.root")
 
 
+def _at_once(config: Config, stage: str) -> int:
+    """How many tasks of a stage's array may run at the same time."""
+    return (config.sweep.at_most if config.sweep and stage in SWEPT else None) or 1000
+
+
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
-    """The sbatch script of a stage as submitit writes it; needs no Slurm."""
+    """The sbatch script of a stage (`tasks` of it as an array) as submitit writes it; needs no Slurm."""
     command = f"{_python()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(run.jobs / stage)])}"
-    count = tasks if tasks > 1 else None
-    return str(
-        _make_sbatch_string(
-            command=command, folder=run.jobs / stage, map_count=count, **parameters(run, config, stage, None)
-        )
-    )
+    array: dict[str, Any] = {"map_count": tasks if tasks > 1 else None, "array_parallelism": _at_once(config, stage)}
+    values = parameters(run, config, stage, None)
+    return str(_make_sbatch_string(command=command, folder=run.jobs / stage, **array, **values))
 
 
 def submit(
@@ -136,11 +139,10 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
     """One sbatch call; the id of its first job."""
     executor = submitit.SlurmExecutor(run.stage_folder(stage), python=_python())
     dependency = f"{kind}:{':'.join(after)}" if after else None
-    at_most = run.config.sweep.at_most if run.config.sweep and targets[0] is not run else None
     values = parameters(run, run.config, stage, dependency)
     if (avoided := at_submission(targets, stage)) is not None:
         values["additional_parameters"]["exclude"] = avoided
-    executor.update_parameters(**values, array_parallelism=at_most or 1000)
+    executor.update_parameters(**values, array_parallelism=_at_once(run.config, stage))
     try:
         with outside_job():
             if len(targets) == 1:

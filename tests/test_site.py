@@ -160,6 +160,33 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "runs").exists()
 
 
+def planned(config: Config) -> dict[str, str]:
+    """What a dry run prints for Slurm: the scripts by their headings."""
+    out = io.StringIO()
+    print_plan(config, True, Console(file=out, width=80))
+    _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
+    return dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def test_a_dry_run_shows_arrays_as_wide_as_they_are_submitted(tmp_path: Path) -> None:
+    found = planned(config(tmp_path, "stages.shard.tasks=300"))
+    assert options(found["shard"])["array"] == "0-299%300" and "array" not in options(found["train"])
+    sweep = "sweep={grid: {optimizer.lr: [0.1, 0.2], run.seed: [1, 2, 3]}, at_most: 4}"
+    found = planned(config(tmp_path, sweep, "site.requeue=false"))
+    assert {name.partition(",")[0]: options(text).get("array") for name, text in found.items()} == {
+        "prepare": None, "shard": None, "train": "0-5%4", "evaluate": "0-5%4",
+    }  # fmt: skip
+    assert not [name for name in found if "successor" in name]
+    with pytest.raises(ConfigError, match=r"point 000 \(optimizer\.lrr=1\)"):
+        planned(config(tmp_path, "sweep={grid: {optimizer.lrr: [1]}}"))
+
+
+def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
+    found = planned(config(tmp_path, "site.requeue=false"))
+    assert found["train, its successor: takes over if it does not end well"].rstrip() == found["train"].rstrip()
+    assert "no-requeue" in options(found["train"]) and len(planned(config(tmp_path))) == len(found) - 1
+
+
 @given(st.text(), st.sampled_from(["API_TOKEN", "db-password", "SSH_KEY", "secret"]), st.sampled_from(["=", ": ", " "]))
 @settings(deadline=None, max_examples=100)
 def test_no_value_of_a_secret_is_shown(text: str, name: str, between: str) -> None:

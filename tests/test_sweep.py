@@ -109,7 +109,12 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = swept(tmp_path, data)
     slow_down(run.path)
+    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
+    for stage in ("train", "evaluate"):
+        (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
+        planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- on")[0].rstrip()
+        assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
     found = points(run)
     wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics))) >= 8 for p in found))
