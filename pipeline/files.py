@@ -2,20 +2,25 @@
 
 Every file of a run directory is either written whole (temporary name, fsync, rename: readers see the old or
 the new content, never half) or appended to one line per `write` (a crash can tear the last line only, and
-:func:`read_jsonl` drops a torn tail).
+:func:`read_jsonl` drops a torn tail), under a lock where several processes append.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+PATIENCE_S = 5.0
+"""How long an append waits for the lock, in seconds."""
 
 
 def fsync_dir(path: str | Path) -> None:
@@ -58,13 +63,30 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def append_line(path: str | Path, line: str) -> None:
-    """Append one line in a single `write`, so that writers on one machine never mix their lines.
+def flock(fd: int, operation: int) -> bool:
+    """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+    return True
 
-    A tail without a newline (torn by a crash) is closed first, so that it cannot swallow the new line.
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append one line in a single `write`, under a lock: writers on several machines never lose or mix their lines.
+
+    NFS alone has no atomic append: each client writes where it believes the end to be (open(2), O_APPEND). Who holds
+    the lock for longer than `PATIENCE_S` (a suspended process) is not waited for. A tail without a newline (torn by a
+    crash) is closed first, so that it cannot swallow the new line.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < deadline:
+            time.sleep(0.01)
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         write_line(fd, f"\n{line}" if torn else line, str(path))

@@ -19,7 +19,6 @@ it too, so nothing here imports torch, numpy or h5py.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -39,7 +38,7 @@ from typing import Any
 from pipeline.config import Config, Sharing
 from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
 from pipeline.errors import UserError, storage_error
-from pipeline.files import append_line, read_jsonl, write_atomic
+from pipeline.files import append_line, flock, read_jsonl, write_atomic
 from pipeline.user_model import UserModel, found_for
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
@@ -70,18 +69,6 @@ class Holder:
         if self.pid and self.host == os.uname().nodename:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGTERM)
-
-
-def _flock(fd: int, operation: int) -> bool:
-    """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
-    try:
-        fcntl.flock(fd, operation)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-    return True
 
 
 class Run:
@@ -247,7 +234,7 @@ class Run:
         name = "lock" if task is None else f"lock-{task}"
         fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
         deadline = time.monotonic() + patience_s  # somebody who only looks (`holder`) has it for a moment, too
-        while not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
                 return None
@@ -275,7 +262,7 @@ class Run:
         """Who runs the stage, None where nobody does."""
         try:
             with open(self.jobs / stage / "lock", "rb") as file:
-                if _flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+                if flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
                     return None
                 pid, _, host = file.read().decode().strip().partition(" ")
                 return Holder(int(pid) if pid.isdigit() else 0, host)
@@ -288,7 +275,7 @@ class Run:
     def _alone(self) -> Iterator[None]:
         """Wait until nobody else makes this run or replaces its code."""
         with open(self.path / ".creating", "w") as lock:
-            _flock(lock.fileno(), fcntl.LOCK_EX)
+            flock(lock.fileno(), fcntl.LOCK_EX)
             yield
 
     def snapshot_code(self) -> None:
