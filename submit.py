@@ -248,11 +248,15 @@ def doctor(
     check_nodes: Annotated[
         bool, typer.Option("--check-nodes", help="look from two compute nodes whether they see FOLDER (a short srun)")
     ] = False,
+    site: Annotated[
+        Path | None, typer.Option(metavar="PROFILE", help="a site profile; its partition, account … are asked for")
+    ] = None,
 ) -> None:
     """Say what this cluster offers and what of it Sluice will use or lacks."""
+    from pipeline.config_file import load_site
     from slurm.doctor import examine, print_findings
 
-    print_findings(examine(folder, check_nodes), console)
+    print_findings(examine(folder, check_nodes, load_site(site)), console)
 
 
 @app.command()

@@ -33,6 +33,7 @@ from pipeline import config_communication, config_recovery, config_site, config_
 from pipeline.config import Config
 from pipeline.config_errors import ConfigError as ConfigError
 from pipeline.config_errors import KeyPath, dotted, model_schema, show, validate
+from pipeline.config_site import SiteConfig
 from pipeline.config_types import field_docstrings
 
 COMMAND_LINE = "command line"
@@ -90,6 +91,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     reader.report()
     _mark_changes(reader.marks, values, changes)
     return validate(merge(values, changes), str(path), reader.marks)
+
+
+def load_site(path: Path | None) -> SiteConfig:
+    """The site profile in file `path` (None: the defaults); ConfigError lists all problems."""
+    reader = _Reader()
+    values = reader.file(path, ("site",), ()) if path else {}
+    reader.report()
+    return validate({"run": {"name": "any"}, "train": {"steps": 1}, "site": values}, str(path), reader.marks).site
 
 
 def config_from_mapping(mapping: Mapping[str, Any], where: str) -> Config:

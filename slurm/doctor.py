@@ -1,9 +1,9 @@
 """`submit.py doctor`: what the cluster it stands on offers, and what of it Sluice will use or lacks.
 
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
-`srun --mpi=list`), turned into plain values by the parsers, and judged by :func:`judge`, a pure function: `ok`,
-`note` (works, and something is worth knowing) or `problem` (something will not work). The sources of the judgements
-are slurm.conf(5) and what the tests see on a real Slurm.
+`srun --mpi=list`, `sacctmgr show qos`), turned into plain values by the parsers, and judged by :func:`judge`, a pure
+function: `ok`, `note` (works, and something is worth knowing) or `problem` (something will not work). The sources of
+the judgements are slurm.conf(5) and what the tests see on a real Slurm.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_prep.lustre import file_system_type
+from pipeline.config_site import SiteConfig
+from pipeline.config_types import parse_time
 from pipeline.errors import UserError
 from slurm.states import call, fields
 
@@ -32,8 +34,9 @@ NETWORK_FILE_SYSTEMS = {
 }  # fmt: skip
 Verdict = Literal["ok", "note", "problem"]
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-_NO_PREEMPTION = "preempt/none"
+_NO_PREEMPTION, _BY_QOS = "preempt/none", "preempt/qos"
 _CHECK_S = 60
+_QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Facts:
     """Generic resources (GPUs) of the nodes of each partition, where there are any."""
     mpi: Sequence[str]
     """Plugins of `srun --mpi`."""
+    qos: Sequence[Mapping[str, str]] = ()
+    """Name, Preempt, PreemptMode and GraceTime of each QOS, where they decide who makes room for whom."""
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -86,6 +91,12 @@ def parse_mpi(text: str) -> list[str]:
     return [word for word in words if re.fullmatch(r"[a-z]\w*", word)]
 
 
+def parse_qos(text: str) -> list[dict[str, str]]:
+    """`sacctmgr --noheader --parsable2 show qos format=…` of the names in :data:`_QOS`."""
+    rows = (line.split("|") for line in text.splitlines())
+    return [dict(zip(_QOS, row, strict=True)) for row in rows if len(row) == len(_QOS)]
+
+
 def number(text: str) -> int | None:
     """The number that a setting begins with: `10 sec` → 10; None where there is none."""
     match = re.match(r"\d+", text)
@@ -108,8 +119,13 @@ def judge(facts: Facts) -> Iterator[Finding]:
     yield from (_partition(partition, facts) for partition in facts.partitions)
     preempts = config.get("PreemptType", _NO_PREEMPTION)
     if preempts != _NO_PREEMPTION:
-        where = "`sacctmgr show qos`" if preempts == "preempt/qos" else "the partitions"
+        where = "`sacctmgr show qos`" if preempts == _BY_QOS else "the partitions"
         yield Finding("ok", "preemption", preempts, f"jobs may have to make room for others: see {where}")
+        for qos in facts.qos:
+            if by := [other["Name"] for other in facts.qos if qos["Name"] in other["Preempt"].split(",")]:
+                mode = config.get("PreemptMode", "?") if qos["PreemptMode"] == "cluster" else qos["PreemptMode"].upper()
+                grace = parse_time(qos["GraceTime"]) if ":" in qos["GraceTime"] else 0
+                yield _preempted(f"QOS {qos['Name']}", f"may be preempted by {', '.join(by)}", mode, grace)
         at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
         meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
         yield Finding("ok", "preempt_send_user_signal", "on" if at_once else "off", meaning)
@@ -165,11 +181,15 @@ def _partition(partition: Mapping[str, str], facts: Facts) -> Finding:
     preempts = facts.config.get("PreemptType", _NO_PREEMPTION)
     if state != "UP":
         return Finding("problem", what, found, f"its state is {state}: jobs do not start here")
-    if preempts == "preempt/qos":
+    if preempts == _BY_QOS:
         return Finding("ok", what, found, "the QOS of a job says whether it may be preempted")
     if preempts == _NO_PREEMPTION or mode == "OFF":
         return Finding("ok", what, found, "jobs here are not preempted")
-    grace = number(partition.get("GraceTime", "")) or 0
+    return _preempted(what, found, mode, number(partition.get("GraceTime", "")) or 0)
+
+
+def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
+    """What a job has to expect where it may be preempted."""
     found += f", PreemptMode {mode}, GraceTime {grace} s"
     if "REQUEUE" not in mode:
         gone = "gone: with site.requeue: false a successor takes over" if "CANCEL" in mode else f"treated with {mode}"
@@ -201,28 +221,37 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Finding("ok", "file locks", "flock works", "two jobs cannot run the same stage at once")
     except OSError as error:
-        yield Finding("note", "file locks", str(error), "nothing keeps two jobs from running the same stage at once")
+        meaning = "nothing keeps two jobs from running the same stage at once"
+        meaning += ", and events.jsonl may lose lines" if kind.startswith("nfs") else ""
+        yield Finding("note", "file locks", str(error), meaning)
 
 
-def seen_by_nodes(folder: Path, nodes: int) -> str:
-    """Read a file of `folder` on compute nodes (two, where there are) with srun: "" where it is there, else why not."""
+def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
+    """Read a file of `folder` on compute nodes (two, where there are) with srun, as the site's jobs are asked for.
+
+    "" where it is there, else why not; None and Slurm's words where no node was asked.
+    """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".sluice-doctor-") as probe:
         probe.write(b"seen\n")
         probe.flush()
         wanted = min(nodes, 2)
         command = ["srun", f"--nodes={wanted}", f"--ntasks={wanted}", "--time=1", "--chdir=/"]
+        wishes = {"partition": site.partition, "account": site.account, "qos": site.qos, "constraint": site.constraint}
+        command += [f"--{option}={value}" for option, value in wishes.items() if value]
         command += [f"--immediate={_CHECK_S}", "cat", probe.name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _CHECK_S)
         except subprocess.TimeoutExpired:
-            return f"srun did not answer within {2 * _CHECK_S} s"
-    if done.returncode == 0 and done.stdout.split() == ["seen"] * wanted:
-        return ""
-    told = sorted(done.stderr.splitlines(), key=lambda line: line.startswith("srun: "))  # `cat` knows best
-    return told[0] if told else "the file read there is another one"
+            return None, f"srun did not answer within {2 * _CHECK_S} s"
+    if done.returncode == 0:
+        return "" if done.stdout.split() == ["seen"] * wanted else "the file read there is another one", ""
+    told = done.stderr.splitlines()
+    if by_cat := [line for line in told if re.match(r"\S*\bcat: ", line)]:
+        return by_cat[0], ""
+    return None, next((line for line in told if "error: " in line), f"srun left with {done.returncode}")
 
 
-def examine(folder: Path, check_nodes: bool) -> list[Finding]:
+def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
     """All findings for runs in `folder`. Raises UserError where there is no such folder."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent  # `runs` is made by the first run
@@ -240,10 +269,17 @@ def examine(folder: Path, check_nodes: bool) -> list[Finding]:
         return [lacks, *file_system(folder, 0, kind, None)]
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
     gres = parse_gres(call("sinfo", "--noheader", "--format=%R|%G") or "")
-    facts = Facts(parse_config(config), partitions, gres, parse_mpi(call("srun", "--mpi=list") or ""))
+    mpi, known = parse_mpi(call("srun", "--mpi=list") or ""), parse_config(config)
+    by_qos = known.get("PreemptType") == _BY_QOS
+    listing = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}")
+    facts = Facts(known, partitions, gres, mpi, parse_qos((call(*listing) if by_qos else None) or ""))
     nodes = max((number(partition.get("TotalNodes", "")) or 0 for partition in partitions), default=0)
-    unseen = seen_by_nodes(folder, nodes) if check_nodes and nodes else None
-    return [*judge(facts), *file_system(folder, nodes, kind, unseen)]
+    unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
+    found = [*judge(facts), *file_system(folder, nodes, kind, unseen)]
+    if refused:
+        meaning = "the nodes could not be asked; try later, or with --site PROFILE (its partition, account, QOS)"
+        found.append(Finding("note", "--check-nodes", refused, meaning))
+    return found
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:

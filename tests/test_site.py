@@ -23,7 +23,7 @@ from pipeline.config_site import OWN_OPTIONS
 from pipeline.errors import UserError
 from pipeline.run import CODE_ROOT, Run
 from slurm import topology
-from slurm.doctor import Facts, Finding, file_system, judge
+from slurm.doctor import Facts, Finding, file_system, judge, parse_qos
 from slurm.environment import granted_tasks
 from slurm.plan import mask, print_plan
 from slurm.sbatch import parameters, script
@@ -314,6 +314,15 @@ def test_doctor_knows_other_clusters(config: dict[str, str], what: str, verdict:
     finding = judged(config, PreemptMode="SUSPEND,GANG")[what]
     assert finding.verdict == verdict and words in finding.meaning + finding.found
     assert judged({"AuthInfo": "(null)"})["after a requeue"].found == "121 s"
+
+
+def test_doctor_judges_qos_that_are_preempted() -> None:
+    listed = parse_qos("low||requeue|00:02:00\nmid||cluster|00:00:00\nhigh|low,mid|cluster|00:00:00\nodd line\n")
+    assert [qos["Name"] for qos in listed] == ["low", "mid", "high"]
+    facts = Facts({"PreemptType": "preempt/qos", "PreemptMode": "CANCEL"}, [], {}, [], listed)
+    found = {finding.what: finding for finding in judge(facts)}
+    assert found["QOS low"].verdict == "ok" and "120 s to save" in found["QOS low"].meaning
+    assert "by high" in found["QOS mid"].found and "is gone" in found["QOS mid"].meaning and "QOS high" not in found
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pipeline.config_file import load_config
 from pipeline.errors import Exit, UserError
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
-from slurm.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions
+from slurm.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions, parse_qos
 from slurm.sbatch import script
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -238,10 +238,12 @@ def test_what_the_check_passes_srun_lays_out_evenly(cluster: Cluster, options: s
 # -- doctor --------------------------------------------------------------------------------------------------
 
 
-def findings(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, check: bool) -> dict[str, Finding]:
+def findings(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, check: bool, site: SiteConfig = SiteConfig()
+) -> dict[str, Finding]:
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
-    return {finding.what: finding for finding in examine(folder, check)}
+    return {finding.what: finding for finding in examine(folder, check, site)}
 
 
 def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +270,12 @@ def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch
 
 def test_doctor_knows_another(other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
+    other.output(["sacctmgr", "--immediate", "add", "qos", "urgent", "Preempt=normal"])
+    other.output(["sacctmgr", "--immediate", "modify", "qos", "normal", "set", "PreemptMode=requeue", "GraceTime=90"])
+    listing = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime"]
+    normal, urgent = sorted(parse_qos(other.output(listing)), key=lambda qos: qos["Name"])
+    assert normal == {"Name": "normal", "Preempt": "", "PreemptMode": "requeue", "GraceTime": "00:01:30"}
+    assert (urgent["Preempt"], urgent["PreemptMode"]) == ("normal", "cluster")
     found = findings(other, tmp_path, monkeypatch, check=False)
     low = found["partition low (default)"]
     assert low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.found and "is gone" in low.meaning
@@ -287,6 +295,24 @@ def test_doctor_sees_what_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest
         finally:
             subprocess.run(["umount", folder], check=True, timeout=10)
     assert seen.verdict == "problem" and "tmpfs" in seen.found and "No such file" in seen.meaning
+
+
+def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
+    assert refused["--check-nodes"].verdict == "note" and "invalid partition" in refused["--check-nodes"].found
+    assert "invalid" not in refused["run.root"].meaning, "srun's words say nothing about the file system"
+    monkeypatch.setenv("SLURM_PARTITION", "none")  # as where the default one does not take everybody
+    assert "--check-nodes" in findings(cluster, tmp_path, monkeypatch, True)
+    found = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
+    assert "--check-nodes" not in found and "compute nodes see it" in found["run.root"].meaning
+    (tmp_path / "site.yaml").write_text("partition: none\n")
+    done = submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
+    assert "could not be asked" in done.stdout, done.stdout + done.stderr
+    (tmp_path / "site.yaml").write_text("partitoin: none\n")
+    done = submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
+    assert done.returncode == Exit.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
 
 
 def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:
@@ -327,4 +353,4 @@ def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
 
 @given(st.text())
 def test_parsers_survive_anything(text: str) -> None:
-    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text)
+    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text), parse_qos(text)
