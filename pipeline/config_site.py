@@ -75,6 +75,26 @@ class StripeConfig(Section):
     """Pool of storage targets (`-p`), such as `flash`; null: any."""
 
 
+SbatchOptions = Annotated[dict[str, str | int | bool], BeforeValidator(_options)]
+
+
+class DataJobs(Section):
+    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. null: what others do."""
+
+    partition: str | None = None
+    """Slurm partition, such as one of nodes without GPUs."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the node must have; "": none."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of each process; the tokenizer uses them all."""
+    mem_gb: PositiveFloat | None = None
+    """Memory in GB."""
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """Options of sbatch on top of `site.sbatch`; `exclusive: false` takes that one back."""
+
+
 class SiteConfig(Section):
     """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
 
@@ -110,13 +130,22 @@ class SiteConfig(Section):
     """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
-    sbatch: Annotated[dict[str, str | int | bool], BeforeValidator(_options)] = Field(default_factory=dict)
+    sbatch: SbatchOptions = Field(default_factory=dict)
     """More options of sbatch for every job, by their long names: a value, `true` for an option without one, `false`
     for one that is not given after all."""
+    data_jobs: DataJobs = DataJobs()
+    """What prepare and shard ask for instead of the above."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     requeue: bool = True
-    """Whether jobs may be put back into the queue; false where the site forbids it (JobRequeue=0) or its preemption
-    cancels: then a successor job waits for the training's end and takes over."""
+    """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
+    then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
     setup: list[str] = Field(default_factory=list)
     """Shell lines run in each job before anything else (modules, variables)."""
+
+    def of(self, stage: str) -> SiteConfig:
+        """The site as the jobs of a stage see it."""
+        if stage not in ("prepare", "shard"):
+            return self
+        other = self.data_jobs.model_dump(exclude_none=True)
+        return self.model_copy(update={**other, "sbatch": {**self.sbatch, **other["sbatch"]}})

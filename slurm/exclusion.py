@@ -45,7 +45,7 @@ def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: It
 
 def at_submission(runs: Sequence[Run], stage: str) -> str | None:
     """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
-    site = runs[0].config.site
+    site = runs[0].config.site.of(stage)
     own = site.sbatch.get("exclude")
     if isinstance(own, str) and "/" in own:
         return own  # a file with names
@@ -62,7 +62,7 @@ def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     if not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
     ours = {_short(e["host"], nodes) for e in read_jsonl(run.path / "bad_nodes.jsonl")}
-    own = run.config.site.sbatch.get("exclude")
+    own = run.config.site.of(stage).sbatch.get("exclude")
     named = expand_hostlist(own) if isinstance(own, str) and own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
     wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage)) if ours else kept

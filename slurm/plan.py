@@ -1,6 +1,6 @@
 """`--dry-run`: what a config would run, printed before anything is made: plan, resolved config, sbatch scripts.
 
-It is meant to be pasted into tickets and chats, so secrets are masked: in `site.setup` and `site.sbatch`, which alone
+It is meant to be pasted into tickets and chats, so secrets are masked: in `setup` and `sbatch` of the site, which alone
 may hold any, everything after a name that looks like one (`WANDB_API_KEY=…`, `--password …`, `Bearer …`) and passwords
 in URLs. Too much may be masked, so that too little is not. The scripts that are submitted are the same, unmasked.
 """
@@ -39,11 +39,14 @@ def mask(text: str) -> str:
 
 def masked(config: Config) -> Config:
     """The config without secrets, to be shown."""
-    options = {
-        key: value if mask(f"{key}={value}") == f"{key}={value}" else _MASK for key, value in config.site.sbatch.items()
-    }
-    site = config.site.model_copy(update={"setup": [mask(line) for line in config.site.setup], "sbatch": options})
-    return config.model_copy(update={"site": site})
+    site = config.site
+    options, more = (
+        {key: value if mask(f"{key}={value}") == f"{key}={value}" else _MASK for key, value in given.items()}
+        for given in (site.sbatch, site.data_jobs.sbatch)
+    )
+    jobs = site.data_jobs.model_copy(update={"sbatch": more})
+    shown = {"setup": [mask(line) for line in site.setup], "sbatch": options, "data_jobs": jobs}
+    return config.model_copy(update={"site": site.model_copy(update=shown)})
 
 
 def print_plan(config: Config, scripts: bool, console: Console) -> None:

@@ -38,7 +38,7 @@ def _python() -> str:
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted = config.site, getattr(config.stages, stage)
+    site, wanted = config.site.of(stage), getattr(config.stages, stage)
     single = stage in ("prepare", "shard")
     values: dict[str, Any] = {
         "job_name": f"{config.run.name}-{stage}",
@@ -49,7 +49,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "partition": site.partition,
         "account": site.account,
         "qos": site.qos,
-        "constraint": site.constraint,
+        "constraint": site.constraint or None,
         "comment": f"sluice {run.path}",
         "dependency": after,
         "signal_delay_s": site.signal_s,

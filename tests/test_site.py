@@ -75,7 +75,9 @@ def test_the_gpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     variables = exported(text)
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TMPDIR"] == "/local" and variables["NCCL_IB_HCA"] == "mlx5"
-    assert "gres" not in options(script(Run(tmp_path / "runs/tiny"), cfg, "shard"))
+    shard = options(script(Run(tmp_path / "runs/tiny"), cfg, "shard"))
+    assert shard["partition"] == "cpu" and shard["mem"] == "65536M" and shard["mail-type"] == "FAIL,TIME_LIMIT"
+    assert not {"gres", "exclusive", "constraint"} & shard.keys()
 
 
 def test_the_cpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
@@ -147,7 +149,8 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
         'curl -H "Authorization: Bearer hunter2" x', "git clone https://me:hunter2@example.com", "export\tPASS=hunter2",
         "docker login --username me hunter2", 'export SECRET="one\nhunter2"', "aws_secret_access_key : hunter2",
     ]  # fmt: skip
-    site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": {"nice": 5, "admin-comment": "token=hunter2"}}
+    private = {"nice": 5, "admin-comment": "token=hunter2"}
+    site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": private, "data_jobs": {"sbatch": private}}
     cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00")
     out = io.StringIO()
     print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Console(file=out, width=80))

@@ -149,6 +149,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         f"network_interface: lo\nscratch: {scratch}\ndistribution: block:cyclic\nswitches: 1@00:03:00\n"
         f"gpus_per_node: 1\ngpus_as: gres\ncpus_per_task: 2\nsbatch: {{nice: 7, exclude: n1}}\n"
         f"setup: ['export PATH={fake}:$PATH', 'export OF_SETUP=$NCCL_SOCKET_IFNAME']\n"
+        "data_jobs: {partition: high, cpus_per_task: 1, mem_gb: 2, sbatch: {nice: 9}}\n"
     )
     config = write_config(tmp_path, steps=5)
     config.write_text(config.read_text() + "site: {extends: site.yaml}\n")
@@ -176,7 +177,11 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         "NtasksPerN:B:S:C=2:",
     ):
         assert words in shown, shown
-    wait_until_empty(cluster, 120)
+    job_of_shard = next(e["job_id"] for e in run.read_events("shard") if e["event"] == "submitted")
+    shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
+    for words in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
+        assert words in shown, shown
+    wait_until_empty(cluster, 240)
     events = run.read_events("train")
     assert [e["event"] for e in events if e["event"] in ("done", "failed")] == ["done"], events
     ranks = [line for line in read_jsonl(tmp_path / "ranks") if line["SLURM_JOB_ID"] == job]
