@@ -84,13 +84,18 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems."""
+    """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems.
+
+    Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
+    """
     reader = _Reader()
     values = reader.file(Path(path), (), ())
     changes = reader.changes(overrides)
     reader.report()
     _mark_changes(reader.marks, values, changes)
-    return validate(merge(values, changes), str(path), reader.marks)
+    config = validate(merge(values, changes), str(path), reader.marks)
+    point_configs(config)
+    return config
 
 
 def load_site(path: Path | None) -> SiteConfig:
@@ -104,6 +109,25 @@ def load_site(path: Path | None) -> SiteConfig:
 def config_from_mapping(mapping: Mapping[str, Any], where: str) -> Config:
     """The config that `mapping` (plain YAML values) describes; errors say that it stands in `where`."""
     return validate(mapping, where, {})
+
+
+def point_configs(config: Config) -> list[Config]:
+    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
+    if config.sweep is None:
+        return []
+    base = {**config.model_dump(mode="json"), "sweep": None}
+    configs = []
+    for number, values in enumerate(config.sweep.points()):
+        root = str(config.run.root / config.run.name / "points")
+        point: dict[str, Any] = {"run": {"name": f"{number:03d}", "root": root}}
+        for key, value in values.items():
+            nested: Any = value
+            for name in reversed(key.split(".")):
+                nested = {name: nested}
+            point = merge(point, nested)
+        words = ", ".join(f"{key}={value}" for key, value in values.items())
+        configs.append(config_from_mapping(merge(base, point), f"sweep, point {number:03d} ({words})"))
+    return configs
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, Sharing
-from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides
+from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.errors import UserError, storage_error
 from pipeline.files import append_line, flock, read_jsonl, write_atomic
 from pipeline.user_model import UserModel, found_for
@@ -177,6 +177,7 @@ class Run:
                     "start a new run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
+        point_configs(changed)
         found_for(changed, [self.code])
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))
         self.event("changed", set=flatten(changes))

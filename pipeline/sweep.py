@@ -6,11 +6,8 @@ runs/NAME/points/000/   config.yaml (the sweep's, with the point's values), data
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeline import stages
-from pipeline.config import Config
-from pipeline.config_file import config_from_mapping, dump_config, merge
+from pipeline.config_file import dump_config, point_configs
 from pipeline.files import write_atomic
 from pipeline.run import Run
 
@@ -21,25 +18,6 @@ STAGES = ("train", "evaluate")
 def own_stages(run: Run) -> tuple[str, ...]:
     """The stages of this run itself: those of a sweep end where its points begin."""
     return stages.STAGES if run.config.sweep is None else tuple(s for s in stages.STAGES if s not in STAGES)
-
-
-def point_configs(config: Config) -> list[Config]:
-    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
-    if config.sweep is None:
-        return []
-    base = {**config.model_dump(mode="json"), "sweep": None}
-    configs = []
-    for number, values in enumerate(config.sweep.points()):
-        root = str(config.run.root / config.run.name / "points")
-        point: dict[str, Any] = {"run": {"name": f"{number:03d}", "root": root}}
-        for key, value in values.items():
-            nested: Any = value
-            for name in reversed(key.split(".")):
-                nested = {name: nested}
-            point = merge(point, nested)
-        words = ", ".join(f"{key}={value}" for key, value in values.items())
-        configs.append(config_from_mapping(merge(base, point), f"sweep, point {number:03d} ({words})"))
-    return configs
 
 
 def points(run: Run) -> list[Run]:
