@@ -90,20 +90,23 @@ def resume(
     enlarge train.steps."""
     from pipeline.run import Run
     from pipeline.sweep import points
+    from slurm.cluster import cancel_jobs, running
 
     opened = Run.open(run)
     chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
+    asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
+    if (asked_anew or update_code) and (busy := running(opened)):
+        raise UserError(
+            f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
+            f"python submit.py cancel {run}"
+        )
     for one in (opened, *points(opened)):
         one.change(overrides or [])
         one.clear_requests()
         one.event("resumed")
+    if asked_anew:
+        cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
     if update_code:
-        from pipeline.stages import STAGES
-
-        if busy := [stage for stage in STAGES if opened.holder(stage)]:
-            raise UserError(
-                f"--update-code: {', '.join(busy)} is running on the code that would be replaced; cancel first"
-            )
         opened.snapshot_code()
         opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)

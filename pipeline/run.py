@@ -260,15 +260,13 @@ class Run:
         return None
 
     def holder(self, stage: str) -> Holder | None:
-        """Who runs the stage, None where nobody does."""
-        try:
-            with open(self.jobs / stage / "lock", "rb") as file:
-                if flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
-                    return None
-                pid, _, host = file.read().decode().strip().partition(" ")
-                return Holder(int(pid) if pid.isdigit() else 0, host)
-        except FileNotFoundError:
-            return None
+        """Who runs the stage, or a task of its array (one of them); None where nobody does."""
+        for lock in sorted((self.jobs / stage).glob("lock*")):
+            with open(lock, "rb") as file:
+                if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+                    pid, _, host = file.read().decode().strip().partition(" ")
+                    return Holder(int(pid) if pid.isdigit() else 0, host)
+        return None
 
     # -- code --------------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@
 
 Nothing stays running on the login node. Before a stage is submitted its parents are looked at: done and validated →
 no edge; submitted and alive → an edge; otherwise they are submitted first. A job that waits for something that
-can no longer happen is cancelled and submitted again by `resume`.
+can no longer happen is cancelled and submitted again by `resume`; one that still saves, because a person stopped it,
+has another one submitted behind its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,7 +19,7 @@ from rich.console import Console
 from pipeline import stages, sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
-from slurm.recovery import ENDS, newest
+from slurm.recovery import ENDS, leaving, newest
 from slurm.states import JobState, call, query
 
 
@@ -28,13 +30,15 @@ class Submitted:
     stage: str
     job_id: str
     state: JobState
+    step: int | None = None
+    """The checkpoint that it evaluates (slurm/evaluations.py): nothing in the chain waits for it."""
 
 
-def jobs_of(run: Run, forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
-    """The jobs that events.jsonl knows, with their states in one query (`forgotten`: see there); oldest first."""
-    events = [e for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
+def jobs_of(runs: Sequence[Run], forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
+    """The jobs in the events of `runs`, oldest first, with their states from one query (`forgotten`: see there)."""
+    events = [e for run in runs for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
     states = query((e["job_id"] for e in events), forgotten)
-    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]]) for e in events]
+    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]], e.get("step")) for e in events]
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
@@ -44,7 +48,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
     """
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
-    known = jobs_of(run)
+    known = jobs_of([run])
     dead = [job.job_id for job in known if job.state.dead]
     if dead:
         call("scancel", *dead)
@@ -56,7 +60,8 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
         from slurm.sweeps import submit_sweep
 
         after = [waiting["shard"]] if "shard" in waiting else []
-        submit_sweep(run, after, console, lambda point, stage: None if again else _failed(point, stage))
+        failed = (lambda point, stage: None) if again else _failed
+        submit_sweep(run, after, "shard" in fresh, console, failed)
     if waiting:
         console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
     return Exit.DONE
@@ -78,27 +83,30 @@ def _submit_stage(
     if work.missing(run) is None and not set(work.NEEDS) & waiting.keys():
         console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
         return
-    alive = [job for job in known if job.stage == stage and job.state.active]
-    if alive and fresh.intersection(work.NEEDS) and all(job.state.state == "PENDING" for job in alive):
-        call("scancel", *(job.job_id for job in alive))  # they wait for a job that was replaced just now
-        alive = []
-    if alive:
-        waiting[stage] = alive[-1].job_id
-        console.print(f"{stage:9} job {alive[-1].job_id} {alive[-1].state.state.lower()}", highlight=False)
+    alive = [job for job in known if job.stage == stage and job.state.active and job.step is None]
+    counts = alive[:1] if stage == "train" else alive[-1:]  # behind a training stand its successors
+    ending = [job.job_id for job in counts if leaving(run, stage, job.state)]
+    replaced = bool(fresh.intersection(work.NEEDS)) and all(job.state.state == "PENDING" for job in alive)
+    if counts and not ending and not replaced:
+        waiting[stage] = counts[0].job_id
+        console.print(f"{stage:9} job {counts[0].job_id} {counts[0].state.state.lower()}", highlight=False)
         return
     if not again and (reason := _failed(run, stage)) is not None:
         raise UserError(reason)
+    if vain := [job.job_id for job in alive if job.job_id not in ending]:
+        call("scancel", *vain)  # they wait for a job that was replaced just now, or is to be
     fresh.add(stage)
     parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
+    after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
     tasks = run.config.stages.shard.tasks if stage == "shard" else 1
     if tasks > 1:
-        array = submit(run, stage, parents, tasks=tasks)
-        console.print(f"{stage:9} job {array}: array of {tasks}{_after(parents)}", highlight=False)
+        array = submit(run, stage, after, kind=kind, tasks=tasks)
+        console.print(f"{stage:9} job {array}: array of {tasks}{_after(after)}", highlight=False)
         waiting[stage] = submit(run, stage, [array], kind="afterany")
         console.print(f"{stage:9} job {waiting[stage]}: validates, after {array}", highlight=False)
     else:
-        waiting[stage] = submit(run, stage, parents)
-        console.print(f"{stage:9} job {waiting[stage]}{_after(parents)}", highlight=False)
+        waiting[stage] = submit(run, stage, after, kind=kind)
+        console.print(f"{stage:9} job {waiting[stage]}{_after(after)}", highlight=False)
     if stage == "train" and not run.config.site.requeue:
         heir = submit(run, stage, [waiting[stage]], kind="afternotok")
         console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
@@ -121,11 +129,19 @@ def _after(parents: list[str]) -> str:
 
 def cancel_jobs(run: Run) -> list[str]:
     """Cancel what has not begun; running supervisors read the request in the run directory and save. The ids."""
-    jobs = [job for one in (run, *sweep.points(run)) for job in jobs_of(one) if job.state.active or job.state.dead]
+    jobs = [job for job in jobs_of((run, *sweep.points(run))) if job.state.active or job.state.dead]
     pending = [job.job_id for job in jobs if job.state.state == "PENDING"]
     if pending:
         call("scancel", *pending)
     return [job.job_id for job in jobs]
+
+
+def running(run: Run) -> list[str]:
+    """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun."""
+    everyone = (run, *sweep.points(run))
+    held = [f"{stage} of {one.name}" for one in everyone for stage in stages.STAGES if one.holder(stage)]
+    jobs = [job for job in jobs_of(everyone) if job.state.active and job.state.state != "PENDING"]
+    return held or [f"{job.stage} (job {job.job_id})" for job in jobs]
 
 
 def uses_slurm(run: Run) -> bool:

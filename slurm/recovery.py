@@ -27,7 +27,7 @@ from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
 from slurm.job import JobFacts, dead_nodes, job_facts
-from slurm.states import query
+from slurm.states import JobState, query
 
 ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
 """Events that end an attempt."""
@@ -86,6 +86,15 @@ def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
         elif event.get("stage") == stage and event.get("task") == task:
             found.append(event)
     return found
+
+
+def leaving(run: Run, stage: str, job: JobState) -> bool:
+    """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
+    events = [e for e in run.read_events(stage) if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
+    told = newest(events, "started", "stopping", *ENDS, *GOES_ON) or {}
+    if job.state == "PENDING" or told.get("event") in GOES_ON:
+        return False
+    return job.state == "COMPLETING" or told.get("event") in ENDS or told.get("by") in REQUESTS
 
 
 def refusal(events: Sequence[Mapping[str, Any]], cause: Exit, progress: bool, limits: RecoveryConfig) -> str | None:

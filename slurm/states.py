@@ -62,20 +62,23 @@ def call(*command: str) -> str | None:
 def query(job_ids: Iterable[str], forgotten: dict[str, JobState] | None = None) -> dict[str, JobState]:
     """The state of each job; an array counts as one: its least finished task, a failed one before a good one.
 
-    `forgotten` is for those who ask again and again: what squeue had forgotten once is kept there and not asked for
-    again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
+    `forgotten` is for those who ask again and again: what squeue answered and had forgotten once is kept there and not
+    asked for again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
     """
     kept = {} if forgotten is None else forgotten
     tasks: dict[str, list[JobState]] = {job: [] for job in sorted(set(job_ids)) if job not in kept}
+    listed = None
     if tasks:
-        _collect(tasks, call("squeue", "-h", "-r", "--me", "-t", "all", "-j", ",".join(tasks), "-o", "%i|%T|%r|%N"))
+        listed = call("squeue", "-h", "-r", "--me", "-t", "all", "-j", ",".join(tasks), "-o", "%i|%T|%r|%N")
+        _collect(tasks, listed)
     if missing := [job for job, found in tasks.items() if not found]:
         _collect(tasks, call("sacct", "-n", "-P", "-X", "-j", ",".join(missing), "-o", "JobID,State,Reason,NodeList"))
     for job in missing:
         if not tasks[job] and (shown := call("scontrol", "-o", "show", "job", job)) is not None:
             tasks[job] = [_shown(job, line) for line in shown.splitlines() if line.strip()]
     states = {job: _merge(job, found) for job, found in tasks.items()}
-    kept.update((job, states[job]) for job in missing if not states[job].active and states[job].state != FORGOTTEN)
+    ended = (states[job] for job in missing if not states[job].active)
+    kept.update((one.job_id, one) for one in ended if one.state != FORGOTTEN or listed is not None)
     return {**kept, **states}
 
 

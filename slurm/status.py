@@ -29,7 +29,7 @@ from slurm.cluster import Submitted, jobs_of, uses_slurm
 from slurm.follow import clock
 from slurm.recovery import ENDS, newest
 from slurm.states import FORGOTTEN, JobState
-from slurm.sweeps import point_table, under_way
+from slurm.sweeps import point_table
 
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
@@ -126,8 +126,12 @@ class Lookout:
         now, size = time.monotonic(), self.run.events.stat().st_size if self.run.events.exists() else 0
         if now < self._ask_at and size == self._size:
             return
-        self._jobs = jobs_of(self.run, self._forgotten) if uses_slurm(self.run) else []
-        self.points_going = self.run.config.sweep is not None and under_way(self.run)
+        points = sweep.points(self.run)
+        self._jobs = jobs_of((self.run, *points), self._forgotten) if uses_slurm(self.run) else []
+        self.points_going = bool(points) and (
+            any(job.stage in sweep.STAGES and job.state.active for job in self._jobs)
+            or any(point.holder(stage) for point in points for stage in sweep.STAGES)
+        )
         seen = (size, self._jobs, self.points_going)
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
         self._seen, self._size, self._ask_at = seen, size, now + self._pause

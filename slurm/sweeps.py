@@ -19,31 +19,44 @@ from pipeline.files import last_object
 from pipeline.run import Run
 from pipeline.stages.evaluate import figure, newest_result
 from pipeline.sweep import points
+from slurm.recovery import leaving
 from slurm.states import JobState, call, query
 
 
 def job_of(point: Run, stage: str) -> str | None:
-    """The job that was submitted last for a point's stage."""
-    submitted = point.read_events(stage, "submitted")
+    """The job that was submitted last for a point's stage (not for one checkpoint: slurm/evaluations.py)."""
+    submitted = [e for e in point.read_events(stage, "submitted") if "step" not in e]
     return str(submitted[-1]["job_id"]) if submitted else None
 
 
-def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Callable[[Run, str], str | None]) -> None:
+def submit_sweep(
+    run: Run, after: Sequence[str], fresh: bool, console: Console, failed: Callable[[Run, str], str | None]
+) -> None:
     """Submit the points that are missing and not under way, behind the jobs `after`.
 
-    `failed(point, stage)`: why a stage may not be tried again without `resume`. Raises UserError with that.
+    `fresh`: those replace others just now, for which what is pending waits in vain. `failed(point, stage)`: why a stage
+    may not be tried again without `resume`. Raises UserError with that.
     """
     from slurm.sbatch import submit_points
 
     all_points = points(run)
     states = query(job for point in all_points for stage in ("train", "evaluate") if (job := job_of(point, stage)))
 
+    vain: list[str] = []
+    ending: list[str] = []
+
     def alive(point: Run, stage: str) -> JobState | None:
         job = job_of(point, stage)
         state = states.get(job) if job else None
-        if state is not None and state.dead:
-            call("scancel", state.job_id)
-        return state if state is not None and state.active else None
+        if state is None or not (state.active or state.dead):
+            return None
+        if state.dead or (fresh and state.state == "PENDING"):
+            vain.append(state.job_id)
+            return None
+        if leaving(point, stage, state):
+            ending.append(state.job_id)
+            return None
+        return state
 
     to_train, to_evaluate, count = [], [], {"done": 0, "under way": 0}
     for point in all_points:
@@ -52,7 +65,7 @@ def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Calla
             if (reason := failed(point, "train")) is not None:
                 raise UserError(reason)
             if (waiting := alive(point, "evaluate")) is not None:
-                call("scancel", waiting.job_id)  # it waits for a job that is replaced now
+                vain.append(waiting.job_id)  # it waits for a job that is replaced now
             to_train.append(point)
         elif training is None and stages.load("evaluate").missing(point) is None:
             count["done"] += 1
@@ -61,24 +74,18 @@ def submit_sweep(run: Run, after: Sequence[str], console: Console, failed: Calla
         else:
             count["under way"] += 1
     console.print(f"sweep     {len(all_points)} points: {count['done']} done, {count['under way']} under way")
+    if vain:
+        call("scancel", *vain)
     if to_train:
-        array = submit_points(run, "train", to_train, after)
+        array = submit_points(run, "train", to_train, after or ending, kind="afterok" if after else "afterany")
         console.print(f"train     job {array}: array over {len(to_train)} points", highlight=False)
         kind = "aftercorr" if len(to_train) > 1 else "afterok"
         array = submit_points(run, "evaluate", to_train, [array], kind=kind)
         console.print(f"evaluate  job {array}: array over the same points, each after its training", highlight=False)
     for point, training in to_evaluate:
-        job = submit_points(run, "evaluate", [point], [training.job_id] if training else [])
+        tied = [training.job_id] if training else ending
+        job = submit_points(run, "evaluate", [point], tied, kind="afterok" if training else "afterany")
         console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
-
-
-def under_way(run: Run) -> bool:
-    """Whether any point of a sweep runs, or waits in the queue for something that can happen."""
-    every = [(point, stage) for point in points(run) for stage in ("train", "evaluate")]
-    if any(point.holder(stage) for point, stage in every):
-        return True
-    states = query(job for point, stage in every if (job := job_of(point, stage)))
-    return any(state.active for state in states.values())
 
 
 def point_table(run: Run) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pipeline.config_file import load_config
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
 from slurm.report import attempts_of
-from slurm.states import FORGOTTEN, query
+from slurm.states import FORGOTTEN, JobState, query
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_doors import Terminal
@@ -73,7 +73,9 @@ def test_the_end_of_a_job_is_known_from_sacct_scontrol_or_the_run(
     held = cluster.output(["sbatch", "--parsable", "--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}"])
     wait_for("squeue to forget", lambda: not any(j in cluster.output(["squeue", "-h", "-t", "all", "-o", "%A"]).split()
                                                  for j in jobs), 60)  # fmt: skip
-    states = query([*jobs, held, "99999"])
+    kept: dict[str, JobState] = {}
+    states = query([*jobs, held, "99999"], kept)
+    assert set(kept) == {*jobs, "99999"}, "not asked for again"
     assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
     assert states[held].state == "PENDING" and states["99999"].state == FORGOTTEN
     assert query(["99999"])["99999"].state == FORGOTTEN, "squeue fails where its only id is unknown"
@@ -152,7 +154,9 @@ def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Clu
     status = submit(cluster, tmp_path, "status", "runs/broken").stdout
     assert re.search(r"^train +failed", status, re.M) and re.search(r"^evaluate +never", status, re.M), status
     assert "resume runs/broken" in status
-    submit(cluster, tmp_path, "cancel", "runs/broken")
+    assert submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
+    wait_for("the end", lambda: "done" in events(run, "evaluate"))
+    assert digest(cluster, tmp_path, "runs/broken") == digest(cluster, calm, "runs/tiny")
 
 
 def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,23 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
     assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
 
 
+@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "scontrol"]), (False, ["squeue"] * 2)])
+def test_what_nobody_knows_is_asked_once_where_slurm_answers(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, asked: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def call(*command: str) -> str | None:
+        calls.append(command[0])
+        return "" if answers and command[0] == "squeue" else None
+
+    monkeypatch.setattr(states, "call", call)
+    kept: dict[str, JobState] = {}
+    for _ in range(2):
+        assert states.query(["1"], kept)["1"].state == states.FORGOTTEN
+    assert [name for name in calls if answers or name == "squeue"] == asked
+
+
 def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
     slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
     worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}

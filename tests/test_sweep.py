@@ -21,7 +21,7 @@ from pipeline.run import Run
 from pipeline.sweep import points
 from slurm.ledger import seconds
 from slurm.report import attempts_of
-from slurm.sweeps import under_way
+from slurm.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import digest, events, slow_down, submit, wait_for
@@ -46,6 +46,12 @@ def swept(folder: Path, data: Path, *overrides: str) -> Run:
     run.data.rmdir()
     run.data.symlink_to(data)
     return run
+
+
+def under_way(run: Run) -> bool:
+    lookout = Lookout(run)
+    lookout.look()
+    return lookout.points_going
 
 
 keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
