@@ -7,8 +7,9 @@ and fail in pipeline/mpi_engine.py, types and reductions in pipeline/mpi_ops.py.
     start(place, timeout)      instead of dist.init_process_group, in every rank of mpirun or `srun --mpi=…`
     leave()                    at a normal end, after dist.destroy_process_group
 
-A process that ends without `leave` says goodbye at exit: it waits a few seconds for the others, and if they do
-not come, or an exception ends it, it aborts all ranks. So no rank is left waiting for one that is gone.
+`leave` waits for all ranks, however long one of them still clears up: where one dies, the launcher ends the others. A
+process that ends without `leave` says goodbye at exit: it waits a few seconds for the others, and if they do not come,
+or an exception ends it, it aborts all ranks. So no rank is left waiting for one that is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -35,8 +37,10 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
 
-from pipeline.mpi_engine import Lane, MpiTimeout, named  # noqa: E402
+from pipeline.mpi_engine import Lane, look_for_ever, named  # noqa: E402
 from pipeline.mpi_group import MESSAGES, NAME, MpiGroup  # noqa: E402
+from pipeline.mpi_ops import cuda_aware  # noqa: E402
+from pipeline.mpi_work import MpiTimeout  # noqa: E402
 
 GOODBYE_S = 10.0
 _failed = False
@@ -52,13 +56,14 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     if (world.rank, world.size) != (place.rank, place.world_size):
         raise UserError(
             f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
-            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of "
-            f"{MPI.Get_library_version().split(',')[0].splitlines()[0]}, or with srun --mpi=pmix (or pmi2)"
+            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {library()}, or with "
+            "srun --mpi=pmix (or pmi2)"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
     sys.excepthook = _note_failure(sys.excepthook)
     atexit.register(_goodbye)
+    threading.Thread(target=look_for_ever, name="mpi deadlines", daemon=True).start()
     MpiGroup.accurate = accurate
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -72,11 +77,21 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
+def library() -> str:
+    """The MPI library that was loaded."""
+    return str(MPI.Get_library_version().split(",")[0].splitlines()[0])
+
+
+def transport() -> str:
+    """The library, and how it takes tensors on a GPU."""
+    return f"{library()}, GPU memory {'directly' if cuda_aware() else 'through copies in pinned host memory'}"
+
+
 def leave() -> None:
     """Finalize MPI, together with all ranks; after this no MPI call is possible."""
     if not MPI.Is_finalized():
         atexit.unregister(_goodbye)
-        _goodbye()
+        _goodbye(patient=True)
 
 
 def _note_failure(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +103,7 @@ def _note_failure(hook: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-def _goodbye() -> None:
+def _goodbye(patient: bool = False) -> None:
     """Finalize when all ranks are about to; abort all of them when this one failed or another does not come."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,7 +111,7 @@ def _goodbye() -> None:
         MPI.COMM_WORLD.Abort(1)
     here, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
     while not (MESSAGES.idle and here.Test()):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not (patient and MESSAGES.idle):
             print(f"not all ranks came to the end within {GOODBYE_S:.0f} s: aborting", file=sys.stderr, flush=True)
             MPI.COMM_WORLD.Abort(1)
         time.sleep(0.001)

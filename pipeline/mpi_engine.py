@@ -12,8 +12,9 @@ can be given up at a deadline. Only when all ranks are there does the blocking c
 checksum of what each rank is about to do: different operations, types or sizes are found before they do harm.
 
 **Errors.** A rank that has waited for a while writes what it waits for into the store. When the time is up, those who
-wrote nothing, or something else, are the missing ones. After an error a group stays broken: MPI cannot tell in what
-state its communicator is.
+wrote nothing, or something else, are the missing ones. A rank may also stop in the blocking call: one more thread gives
+up on a call that lasts too long, though the call itself stays. After an error a group stays broken: MPI cannot tell in
+what state its communicator is.
 """
 
 from __future__ import annotations
@@ -23,108 +24,24 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from pipeline.mpi_work import MpiError, MpiTimeout, MpiWork
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
-_DEFAULT = timedelta(0)
+LOOK_S = 1.0
+"""How often somebody looks at operations that all ranks have begun."""
 _PR_SET_TIMERSLACK = 29
-
-
-class MpiError(dist.DistBackendError):
-    """A communication over MPI failed: a rank is missing, or the ranks do not do the same thing."""
-
-
-class MpiTimeout(MpiError):
-    """Another rank did not come in time."""
-
-
-class MpiWork(dist.Work):
-    """An operation under way; `get_future` is made on demand, for only DDP and its kin want one."""
-
-    def __init__(self, what: str, results: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.what, self.sender = what, -1
-        self.error: BaseException | None = None
-        self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
-        self._signal: torch.futures.Future[None] | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """The operation is over; wakes whoever waits."""
-        self.error = error
-        with self._lock:
-            self._done.set()
-            signal = self._signal
-        if signal is not None:
-            signal.set_result(None)
-
-    def wait(self, timeout: timedelta = _DEFAULT) -> bool:
-        """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
-            raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors. C++ sees an error only if a callback raised it, hence the `then`."""
-        with self._lock:
-            if self._future is None:
-                devices = {tensor.device for tensor in self._results if tensor.is_cuda}
-                self._signal = torch.futures.Future(devices=list(devices))
-                self._future = self._signal.then(self._outcome)
-                if self._done.is_set():
-                    self._signal.set_result(None)
-            return self._future
-
-    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self._results
-
-    def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
-        return self._done.is_set()
-
-    def is_success(self) -> bool:
-        """Whether it ended well."""
-        return self._done.is_set() and self.error is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong, once it is over."""
-        return self.error
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._results
-
-    def synchronize(self) -> None:
-        """The host has waited when `wait` returns; there is no stream left to wait for."""
-        self.wait()
-
-    def _source_rank(self) -> int:
-        return self.sender
-
-
-class AllWork(MpiWork):
-    """Several operations that are waited for as one."""
-
-    def __init__(self, parts: Sequence[MpiWork]) -> None:
-        super().__init__("coalesced operations", [tensor for part in parts for tensor in part.result()])
-        self._parts = parts
-
-    def wait(self, timeout: timedelta = _DEFAULT) -> bool:
-        """Wait for all of them."""
-        for part in self._parts:
-            part.wait(timeout)
-        return True
 
 
 def pause_s(waited: float) -> float:
@@ -136,7 +53,7 @@ def pause_s(waited: float) -> float:
 class _Collective:
     number: int
     signature: str
-    run: Callable[[], None]
+    run: Callable[[], Iterator[None]]
     work: MpiWork
     seconds: float
     ready: torch.cuda.Event | None
@@ -147,6 +64,9 @@ class Lane:
 
     broken = False
     """Whether any group of this process has failed: then MPI cannot be finalized any more."""
+    recent: ClassVar[deque[tuple[int, Lane, int, str]]] = deque(maxlen=3)
+    """The last collectives that this process entered: time (ns), lane, number and signature."""
+    all: ClassVar[list[Lane]] = []
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
         """comm: only this lane's; store: only this group's; ranks: global numbers of the group's ranks."""
@@ -154,15 +74,23 @@ class Lane:
         self.error: BaseException | None = None
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._number = 0
+        self._number = self.done = 0
+        self.running: tuple[_Collective, float] | None = None
+        """What all ranks have begun, and when."""
+        self._given_up: object = None
+        """Kept for good: MPI may still write into it."""
+        Lane.all.append(self)
 
     def submit(
-        self, signature: str, run: Callable[[], None], results: list[torch.Tensor], timeout: timedelta
+        self, signature: str, run: Callable[[], Iterator[None]], results: list[torch.Tensor], timeout: timedelta
     ) -> MpiWork:
-        """Have `run` called once all ranks have submitted the same `signature` (operation, type and sizes)."""
-        if self.error is not None:
-            raise self._broken(self.error)
+        """Have `run` go on once all ranks have submitted the same `signature` (operation, type and sizes).
+
+        `run` is a generator: up to its `yield` it makes ready what it needs, which may fail; then it calls MPI.
+        """
+        self.check()
         self._number += 1
+        Lane.recent.append((time.time_ns(), self, self._number, signature))
         work = MpiWork(f"{signature.split()[0]} (number {self._number} in group {self.name})", results)
         # what is queued on the GPU's stream must have happened before MPI reads it
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
@@ -175,53 +103,78 @@ class Lane:
 
     def close(self) -> None:
         """Run what was submitted, then end the thread and free the communicator. All ranks of the group call it."""
+        if self.error is None and self._thread is not None:
+            self._queue.put(None)
+            while self._thread.is_alive() and self.error is None:
+                self._thread.join(LOOK_S)
         if self.error is None:
-            if self._thread is not None:
-                self._queue.put(None)
-                self._thread.join()
+            Lane.all.remove(self)
             self.comm.Free()
+
+    def check(self) -> None:
+        """Raises MpiError where the group is broken."""
+        if self.error is not None:
+            kind = MpiTimeout if isinstance(self.error, MpiTimeout) else MpiError
+            raise kind(f"group {self.name} cannot be used after an error: {self.error}")
+
+    def fail(self, work: MpiWork, error: BaseException) -> None:
+        """`work` ended with `error`, and the group with it."""
+        self.error = self.error or error
+        Lane.broken = True
+        work.finish(error)
 
     def _serve(self) -> None:
         # Linux prolongs a thread's sleeps by up to 50 µs to save wake-ups, more than the pauses here (prctl(2))
         getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
         while (item := self._queue.get()) is not None:
             try:
-                if self.error is not None:
-                    raise self._broken(self.error)
+                self.check()
                 if item.ready is not None:
                     item.ready.synchronize()
+                run = item.run()
+                next(run)  # where there is no memory for copies, say, this rank fails here, before others wait in MPI
                 self._meet(item)
-                item.run()
+                self.running = item, time.perf_counter()
+                next(run, None)
                 if item.ready is not None:
                     torch.cuda.synchronize(item.ready.device)
             except BaseException as error:
-                self.error = self.error or error
-                Lane.broken = True
-                item.work.finish(error)
+                self.fail(item.work, error)
             else:
+                self.done = item.number
                 item.work.finish()
+            self.running = None
+
+    def look(self) -> None:
+        """Give up on an operation that all ranks began and that lasts too long, and on those behind it."""
+        running = self.running
+        if running is None or time.perf_counter() - running[1] < running[0].seconds:
+            return
+        what, seconds = running[0].work.what, running[0].seconds
+        words = f"{what} timed out after {seconds:g} s on rank {self._me}: all ranks called it, but it does not end"
+        self.fail(running[0].work, MpiTimeout(words))
+        with suppress(Empty):
+            while (behind := self._queue.get_nowait()) is not None:
+                self.fail(behind.work, MpiTimeout(words))
 
     def _meet(self, item: _Collective) -> None:
         """Wait until all ranks are at this operation. Raises MpiError where they are not, in time or at another."""
         check = zlib.crc32(item.signature.encode())
         largest = array("q", [check, -check])
         request = self.comm.Iallreduce(MPI.IN_PLACE, [largest, MPI.INT64_T], MPI.MAX)
-        started, told = time.perf_counter(), False
+        started, told, patience = time.perf_counter(), False, min(1.0, item.seconds / 4)
         while not request.Test():
             waited = time.perf_counter() - started
-            if not told and waited > min(1.0, item.seconds / 4):
+            if not told and waited > patience:
                 self._tell(item)
                 told = True
-            if waited > item.seconds:
+            if waited > item.seconds + 2 * patience:  # so that those who came in time have told
+                self._given_up = request, largest
                 raise MpiTimeout(self._missing(item))
             time.sleep(pause_s(waited))
         if largest[0] != -largest[1]:
             self._tell(item)
             raise MpiError(self._different(item))
-
-    def _broken(self, error: BaseException) -> MpiError:
-        kind = MpiTimeout if isinstance(error, MpiTimeout) else MpiError
-        return kind(f"group {self.name} cannot be used after an error: {error}")
 
     def _tell(self, item: _Collective) -> None:
         """Write into the store where this rank is."""
@@ -241,16 +194,41 @@ class Lane:
         return f"{item.work.what} timed out after {item.seconds:g} s on rank {self._me}: {who}"
 
     def _different(self, item: _Collective) -> str:
-        self.store.wait([f"at/{rank}" for rank in range(self.comm.size)], timedelta(seconds=item.seconds))
         calls: dict[str, list[int]] = {}
+        deadline = time.monotonic() + item.seconds
         for rank, name in enumerate(self.ranks):
-            calls.setdefault(self._heard(rank)[1], []).append(name)
+            while (heard := self._heard(rank))[0] != item.number and time.monotonic() < deadline:
+                time.sleep(0.05)  # what stands there is from an earlier wait
+            calls.setdefault(heard[1] if heard[0] == item.number else "no word", []).append(name)
         words = "; ".join(f"{named(ranks)}: {call}" for call, ranks in calls.items())
         return f"operation number {item.number} in group {self.name} is not the same on all ranks: {words}"
 
     @property
     def _me(self) -> int:
         return self.ranks[self.comm.rank]
+
+
+def look_for_ever() -> None:
+    """A thread's work: all lanes' deadlines."""
+    while True:
+        time.sleep(LOOK_S)
+        for lane in list(Lane.all):
+            lane.look()
+
+
+def last_collectives() -> list[dict[str, Any]]:
+    """What this rank called last in its MPI groups, in the watchdog's words."""
+    return [
+        {
+            "operation": f"{signature.split()[0]} over MPI",
+            "group": lane.name,
+            "number": number,
+            "sizes": signature,
+            "state": "completed" if number <= lane.done else "started" if number == lane.done + 1 else "scheduled",
+            "time_ns": moment,
+        }
+        for moment, lane, number, signature in Lane.recent.copy()
+    ]
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -260,9 +238,11 @@ def named(ranks: Sequence[int]) -> str:
 
 @dataclass
 class _Message:
+    lane: Lane
     request: MPI.Request
     work: MpiWork
-    received: Callable[[MPI.Status], None]
+    buffer: torch.Tensor
+    received: Callable[[MPI.Status], None] | None
     seconds: float
     started: float
 
@@ -273,13 +253,19 @@ class Messages:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._pending: list[_Message] = []
+        self._given_up: list[_Message] = []
+        """Kept for good: MPI may still read or write their buffers."""
         self._thread: threading.Thread | None = None
 
     def watch(
-        self, request: MPI.Request, work: MpiWork, received: Callable[[MPI.Status], None], timeout: timedelta
-    ) -> None:
-        """Finish `work` once `request` is done and `received` has been called with its status."""
-        message = _Message(request, work, received, timeout.total_seconds(), time.perf_counter())
+        self, lane: Lane, request: MPI.Request, work: MpiWork, buffer: torch.Tensor,
+        received: Callable[[MPI.Status], None] | None, timeout: timedelta,
+    ) -> None:  # fmt: skip
+        """Finish `work` once `request` is done, on `buffer`, and `received`, if it is one, was called with its status.
+
+        Where that fails, `lane`, the group's, is broken.
+        """
+        message = _Message(lane, request, work, buffer, received, timeout.total_seconds(), time.perf_counter())
         if self._finished(message):
             return
         with self._condition:
@@ -310,21 +296,23 @@ class Messages:
                 else:
                     self._condition.wait(pause_s(time.perf_counter() - moved))
 
-    @staticmethod
-    def _finished(message: _Message) -> bool:
+    def _finished(self, message: _Message) -> bool:
         """Whether the message is done, or its time is up."""
         try:
             status = MPI.Status()
             if message.request.Test(status):
-                message.received(status)
+                if message.received is not None:
+                    message.received(status)
                 message.work.finish()
                 return True
             if time.perf_counter() - message.started > message.seconds:
+                self._given_up.append(message)
+                if message.received is not None:
+                    message.request.Cancel()  # or it takes the next message with its tag
                 raise MpiTimeout(
                     f"{message.work.what} timed out after {message.seconds:g} s: the other rank did not come"
                 )
         except BaseException as error:
-            Lane.broken = True
-            message.work.finish(error)
+            message.lane.fail(message.work, error)
             return True
         return False

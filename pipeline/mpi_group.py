@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,14 +20,18 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from pipeline.mpi_engine import AllWork, Lane, Messages, MpiError, MpiWork
-from pipeline.mpi_ops import Staged, packed, reduce_with, reduction, rows, sizes, spec, unpack
+from pipeline.mpi_engine import Lane, Messages
+from pipeline.mpi_ops import Staged, reduce_with, reduction, rows, sizes, spec
+from pipeline.mpi_work import AllWork, MpiError, MpiWork
 
 NAME = "mpi4py"
 """The backend's name in torch; `mpi` is torch's own."""
 
 MESSAGES = Messages()
 """All point-to-point messages of this process."""
+
+MOST = 2**31 - 1
+"""The most elements that a rank may give to one MPI call, which counts in C's int."""
 
 
 class MpiGroup(dist.ProcessGroup):
@@ -52,12 +56,13 @@ class MpiGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Reduce each tensor over the ranks, in place."""
-        op = opts.reduceOp if opts else dist.ReduceOp.SUM
+        op: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
 
-        def run() -> None:
-            for tensor in tensors:
-                staged = Staged(tensor)
-                self._reduce(self.comm.Allreduce, staged.host, staged.host, op)
+        def run() -> Iterator[None]:
+            everything = [Staged(tensor, reduces=True, accurate=self.accurate) for tensor in tensors]
+            yield
+            for staged in everything:
+                reduce_with(self.comm.Allreduce, staged.host, staged.host, op, self.size())
                 staged.back()
 
         return self._submit("all_reduce", run, tensors, opts, sizes(tensors), op)
@@ -68,9 +73,10 @@ class MpiGroup(dist.ProcessGroup):
         """Rank `opts.rootRank`'s tensors, everywhere."""
         root = opts.rootRank if opts else 0
 
-        def run() -> None:
-            for tensor in tensors:
-                staged = Staged(tensor, read=self.rank() == root)
+        def run() -> Iterator[None]:
+            everything = [Staged(tensor, read=self.rank() == root) for tensor in tensors]
+            yield
+            for staged in everything:
                 self.comm.Bcast(spec(staged.host), root)
                 if self.rank() != root:
                     staged.back()
@@ -81,13 +87,17 @@ class MpiGroup(dist.ProcessGroup):
         """Reduce to rank `opts.rootRank`; elsewhere the tensors stay as they are."""
         root, op = opts.rootRank, opts.reduceOp
 
-        def run() -> None:
-            for tensor in tensors:
-                staged = Staged(tensor)
-                target = staged.host if self.rank() == root else torch.empty_like(staged.host)
-                self._reduce(lambda a, b, o: self.comm.Reduce(a, b, o, root), staged.host, target, op)
+        def run() -> Iterator[None]:
+            everything = [Staged(tensor, reduces=True, accurate=self.accurate) for tensor in tensors]
+            yield
+            for staged in everything:
                 if self.rank() == root:
+                    reduce_with(
+                        lambda a, b, o: self.comm.Reduce(a, b, o, root), staged.host, staged.host, op, self.size()
+                    )
                     staged.back()
+                else:
+                    self.comm.Reduce(spec(staged.host), None, reduction(op, staged.host.dtype), root)
 
         return self._submit("reduce", run, tensors, opts, (root, sizes(tensors)), op)
 
@@ -95,12 +105,12 @@ class MpiGroup(dist.ProcessGroup):
         """outputs[i][r] = rank r's inputs[i]; ranks may have different sizes."""
         self._one_each(outputs, inputs)
 
-        def run() -> None:
-            for parts, tensor in zip(outputs, inputs, strict=True):
-                counts = [part.numel() for part in parts]
-                flat = tensor.new_empty(sum(counts), device="cpu")
-                self.comm.Allgatherv(spec(Staged(tensor).host), spec(flat, counts))
-                unpack(flat, parts)
+        def run() -> Iterator[None]:
+            pairs = [(Staged(t), Staged(parts, read=False)) for parts, t in zip(outputs, inputs, strict=True)]
+            yield
+            for own, everyone in pairs:
+                self.comm.Allgatherv(spec(own.host), spec(everyone.host, everyone.counts))
+                everyone.back()
 
         results = [part for parts in outputs for part in parts]
         return self._submit("all_gather", run, results, opts, sizes(results))
@@ -112,11 +122,14 @@ class MpiGroup(dist.ProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check(output.numel() == tensor.numel() * self.size(), "all_gather", output, tensor)
 
-        def run() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                staged = Staged(output, read=False)
-                self.comm.Allgather(spec(Staged(tensor).host), spec(staged.host, tensor.numel()))
-                staged.back()
+        def run() -> Iterator[None]:
+            pairs = [(Staged(t), Staged(output, read=False)) for output, t in zip(outputs, inputs, strict=True)]
+            yield
+            for own, everyone in pairs:
+                place = everyone.host.data_ptr() + self.rank() * own.host.nbytes
+                send = MPI.IN_PLACE if own.host.data_ptr() == place else spec(own.host)  # as FSDP2 has it
+                self.comm.Allgather(send, spec(everyone.host, own.host.numel()))
+                everyone.back()
 
         return self._submit("all_gather_single", run, outputs, opts, sizes(outputs))
 
@@ -130,15 +143,13 @@ class MpiGroup(dist.ProcessGroup):
         if self.rank() == root:
             self._one_each(outputs, inputs)
 
-        def run() -> None:
-            host = Staged(tensor).host
-            if self.rank() != root:
-                self.comm.Gatherv(spec(host), None, root)
-                return
-            counts = [part.numel() for part in outputs[0]]
-            flat = torch.empty(sum(counts), dtype=tensor.dtype)
-            self.comm.Gatherv(spec(host), spec(flat, counts), root)
-            unpack(flat, outputs[0])
+        def run() -> Iterator[None]:
+            own, everyone = Staged(tensor), Staged(outputs[0], read=False) if self.rank() == root else None
+            yield
+            receive = None if everyone is None else spec(everyone.host, everyone.counts)
+            self.comm.Gatherv(spec(own.host), receive, root)
+            if everyone is not None:
+                everyone.back()
 
         results = outputs[0] if self.rank() == root else [tensor]
         return self._submit("gather", run, results, opts, (root, sizes(inputs)))
@@ -149,14 +160,12 @@ class MpiGroup(dist.ProcessGroup):
         if self.rank() == root:
             self._one_each(inputs, outputs)
 
-        def run() -> None:
-            staged = Staged(outputs[0], read=False)
-            send = None
-            if self.rank() == root:
-                flat = packed(inputs[0])
-                send = spec(flat, [part.numel() for part in inputs[0]])
-            self.comm.Scatterv(send, spec(staged.host), root)
-            staged.back()
+        def run() -> Iterator[None]:
+            own, everyone = Staged(outputs[0], read=False), Staged(inputs[0]) if self.rank() == root else None
+            yield
+            send = None if everyone is None else spec(everyone.host, everyone.counts)
+            self.comm.Scatterv(send, spec(own.host), root)
+            own.back()
 
         return self._submit("scatter", run, outputs, opts, (root, sizes(outputs)))
 
@@ -164,18 +173,18 @@ class MpiGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> MpiWork:
         """outputs[i] = the reduction of every rank's inputs[i][own rank]; ranks may have different sizes."""
-        op = opts.reduceOp if opts else dist.ReduceOp.SUM
+        op: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
         self._one_each(inputs, outputs)
 
-        def run() -> None:
-            for output, parts in zip(outputs, inputs, strict=True):
-                counts = [part.numel() for part in parts]
-                staged = Staged(output, read=False)
+        def run() -> Iterator[None]:
+            pairs = self._pairs(outputs, inputs)
+            yield
+            for staged, everyone in pairs:
 
-                def call(a: Any, b: Any, o: MPI.Op, counts: list[int] = counts) -> None:
-                    self.comm.Reduce_scatter(a, b, counts, o)
+                def call(a: Any, b: Any, o: MPI.Op, everyone: Staged = everyone) -> None:
+                    self.comm.Reduce_scatter(a, b, everyone.counts, o)
 
-                self._reduce(call, packed(parts), staged.host, op)
+                reduce_with(call, everyone.host, staged.host, op, self.size())
                 staged.back()
 
         parts = [part for row in inputs for part in row]
@@ -185,17 +194,18 @@ class MpiGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
         """outputs[i] = this rank's part of the reduction of every rank's inputs[i]."""
-        op = opts.reduceOp if opts else dist.ReduceOp.SUM
+        op: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check(tensor.numel() == output.numel() * self.size(), "reduce_scatter", output, tensor)
 
         def block(send: Any, receive: Any, o: MPI.Op) -> None:  # mpi4py wants the size of a block in both
             self.comm.Reduce_scatter_block([send[0], *receive[1:]], receive, o)
 
-        def run() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                staged = Staged(output, read=False)
-                self._reduce(block, Staged(tensor).host, staged.host, op)
+        def run() -> Iterator[None]:
+            pairs = self._pairs(outputs, inputs)
+            yield
+            for staged, everyone in pairs:
+                reduce_with(block, everyone.host, staged.host, op, self.size())
                 staged.back()
 
         return self._submit("reduce_scatter_single", run, outputs, opts, sizes(outputs), op)
@@ -211,10 +221,11 @@ class MpiGroup(dist.ProcessGroup):
         """Rows of `tensor` to the ranks, rows from the ranks to `output`; empty splits mean equal parts."""
         send, receive = rows(tensor, input_splits, self.size()), rows(output, output_splits, self.size())
 
-        def run() -> None:
+        def run() -> Iterator[None]:
+            source, staged = Staged(tensor), Staged(output, read=False)
+            yield
             self._check_counts(send, receive)
-            staged = Staged(output, read=False)
-            self.comm.Alltoallv(spec(Staged(tensor).host, send), spec(staged.host, receive))
+            self.comm.Alltoallv(spec(source.host, send), spec(staged.host, receive))
             staged.back()
 
         return self._submit("all_to_all_single", run, [output], opts, str(output.dtype))
@@ -224,19 +235,18 @@ class MpiGroup(dist.ProcessGroup):
         self._one_each([outputs], inputs[:1], sized=False)
         self._one_each([inputs], outputs[:1], sized=False)
 
-        def run() -> None:
-            send, receive = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
-            self._check_counts(send, receive)
-            flat = torch.empty(sum(receive), dtype=outputs[0].dtype)
-            source = packed(inputs)
-            self.comm.Alltoallv(spec(source, send), spec(flat, receive))
-            unpack(flat, outputs)
+        def run() -> Iterator[None]:
+            source, staged = Staged(inputs), Staged(outputs, read=False)
+            yield
+            self._check_counts(source.counts, staged.counts)
+            self.comm.Alltoallv(spec(source.host, source.counts), spec(staged.host, staged.counts))
+            staged.back()
 
         return self._submit("all_to_all", run, outputs, opts, str(outputs[0].dtype))
 
     def barrier(self, opts: Any = None) -> MpiWork:
         """Wait for all ranks: the meeting before each collective is one."""
-        return self._submit("barrier", lambda: None, [], opts, "")
+        return self._submit("barrier", lambda: iter([None]), [], opts, "")
 
     # torch 2.11's names
     _allgather_base = all_gather_single
@@ -254,7 +264,7 @@ class MpiGroup(dist.ProcessGroup):
         if MpiGroup.observer is not None:
             MpiGroup.observer(self, "send", tensors, work, time.perf_counter())
         request = self.comm.Isend(spec(host), rank, tag)
-        MESSAGES.watch(request, work, lambda _, keep=host: None, self._timeout)  # type: ignore[misc]
+        MESSAGES.watch(self.lane, request, work, host, None, self._timeout)
         return work
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MpiWork:
@@ -270,7 +280,8 @@ class MpiGroup(dist.ProcessGroup):
             work.sender = status.source
             staged.back()
 
-        MESSAGES.watch(self.comm.Irecv(spec(staged.host), rank, tag), work, received, self._timeout)
+        request = self.comm.Irecv(spec(staged.host), rank, tag)
+        MESSAGES.watch(self.lane, request, work, staged.host, received, self._timeout)
         return work
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> MpiWork:
@@ -278,6 +289,7 @@ class MpiGroup(dist.ProcessGroup):
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _message(self, what: str, tensors: list[torch.Tensor]) -> MpiWork:
+        self.lane.check()
         if tensors[0].is_cuda:  # MPI knows nothing of streams
             torch.cuda.current_stream(tensors[0].device).synchronize()
         work = MpiWork(f"{what}, in group {self.lane.name}", tensors)
@@ -288,13 +300,17 @@ class MpiGroup(dist.ProcessGroup):
     # -- helpers -----------------------------------------------------------------------------------------
 
     def _submit(
-        self, name: str, run: Callable[[], None], results: list[torch.Tensor], opts: Any, facts: object,
+        self, name: str, run: Callable[[], Iterator[None]], results: list[torch.Tensor], opts: Any, facts: object,
         op: Any = None,
     ) -> MpiWork:  # fmt: skip
         """Queue a collective whose `facts` must be the same on all ranks."""
         if op is not None:
             for tensor in results:
                 reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
+        most = MOST * (self.size() if name == "all_gather_single" else 1)
+        for tensor in results:
+            if tensor.numel() > most:
+                raise ValueError(f"{name} of {tensor.numel():,} elements: MPI takes {most:,} at most; cut the tensor")
         timeout = opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout
         signature = f"{name} {facts}" if op is None else f"{name} {getattr(op, 'op', op)} {facts}"
         started = time.perf_counter()
@@ -305,10 +321,12 @@ class MpiGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _reduce(
-        self, call: Callable[[Any, Any, MPI.Op], None], source: torch.Tensor, target: torch.Tensor, op: Any
-    ) -> None:
-        reduce_with(call, source, target, op, self.size(), self.accurate)
+    def _pairs(
+        self, outputs: list[torch.Tensor], inputs: Sequence[torch.Tensor | list[torch.Tensor]]
+    ) -> list[tuple[Staged, Staged]]:
+        """Outputs and inputs of a reduce-scatter, as MPI can use them."""
+        how = {"reduces": True, "accurate": self.accurate}
+        return [(Staged(o, read=False, **how), Staged(i, **how)) for o, i in zip(outputs, inputs, strict=True)]
 
     def _check(self, good: bool, name: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
         if not good or output.dtype != tensor.dtype:

@@ -4,15 +4,16 @@ MPI knows most of torch's types. It has no 16-bit floats, so their reductions ar
 torch (`MPI.Op.Create`), rounding at every hop as Gloo and NCCL do; `accurate` sums in fp32 and rounds once, at
 twice the bytes. Types that MPI cannot reduce (float8) still travel. AVG is a sum and a division.
 
-A tensor that MPI cannot read in place goes through a contiguous copy in host memory (`Staged`): a strided one, and
-one on a GPU where MPI is not CUDA-aware (pinned there).
+What MPI cannot use in place goes through a contiguous copy in host memory, pinned for a GPU (`Staged`): strided tensors
+and lists of tensors, those on a GPU where MPI is not CUDA-aware, and there 16-bit floats to reduce, for our operations
+read host memory. Copies are over when they return: MPI knows nothing of streams.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,20 +105,12 @@ def _op_16(name: str, dtype: torch.dtype) -> MPI.Op:
 
 
 def reduce_with(
-    call: Callable[[Any, Any, MPI.Op], None], source: torch.Tensor, target: torch.Tensor, op: dist.ReduceOp,
-    ranks: int, accurate: bool,
-) -> None:  # fmt: skip
+    call: Callable[[Any, Any, MPI.Op], None], source: torch.Tensor, target: torch.Tensor, op: dist.ReduceOp, ranks: int
+) -> None:
     """`target` = the reduction of every rank's `source` by `call(send, receive, operation)`.
 
-    Both are contiguous, in memory that MPI can read, and may be the same tensor. accurate: 16-bit floats are summed
-    in fp32.
+    Both are a `Staged`'s, made for reducing, and may be the same tensor.
     """
-    if accurate and source.dtype in _FLOATS_16:
-        wide = source.float()
-        result = wide if target is source else torch.empty_like(target, dtype=torch.float32)
-        reduce_with(call, wide, result, op, ranks, accurate)
-        target.copy_(result)
-        return
     operation = reduction(op, source.dtype)
     call(MPI.IN_PLACE if target is source else spec(source), spec(target), operation)
     if _name(op) == "AVG":
@@ -125,36 +118,45 @@ def reduce_with(
 
 
 class Staged:
-    """A tensor as MPI can read and write it: `host` is the tensor itself, or a contiguous copy in host memory."""
+    """Tensors as MPI can read and write them: `host` is the tensor itself, or a contiguous copy in host memory."""
 
-    def __init__(self, tensor: torch.Tensor, read: bool = True) -> None:
-        """read: whether MPI reads what the tensor holds now."""
-        self.tensor = tensor
-        direct = tensor.is_contiguous() and (tensor.device.type == "cpu" or cuda_aware())
-        if direct:
-            self.host = tensor.detach()
-        else:
-            pinned = tensor.device.type == "cuda"
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            if read:
-                self.host.copy_(tensor)
-        self.copied = not direct
+    def __init__(
+        self, tensors: torch.Tensor | Sequence[torch.Tensor], read: bool = True, reduces: bool = False,
+        accurate: bool = False,
+    ) -> None:  # fmt: skip
+        """`tensors`: one, or a list for a copy of them all, one after the other; they share their type.
+
+        read: whether MPI reads what they hold now. reduces: whether it computes with it, 16-bit floats, where
+        `accurate`, as fp32.
+        """
+        self.tensors: Sequence[torch.Tensor] = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        one = self.tensors[0]
+        small = reduces and one.dtype in _FLOATS_16
+        usable = one.is_contiguous() and (not one.is_cuda or (cuda_aware() and not small))
+        self.copied = not (usable and isinstance(tensors, torch.Tensor)) or (small and accurate)
+        if not self.copied:
+            self.host = one.detach()
+            return
+        kind = torch.float32 if small and accurate else one.dtype
+        self.host = torch.empty(sum(self.counts), dtype=kind, pin_memory=one.is_cuda)
+        if read:
+            for part, tensor in self._parts():
+                part.copy_(tensor)
+
+    @property
+    def counts(self) -> list[int]:
+        """Elements of each tensor."""
+        return [tensor.numel() for tensor in self.tensors]
 
     def back(self) -> None:
-        """After MPI wrote `host`: bring it to the tensor."""
+        """After MPI wrote `host`: bring it to the tensors."""
         if self.copied:
-            self.tensor.detach().copy_(self.host)
+            for part, tensor in self._parts():
+                tensor.copy_(part)
 
-
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of `tensors`, one after the other, in one host tensor."""
-    return torch.cat([Staged(tensor).host.reshape(-1) for tensor in tensors])
-
-
-def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """The inverse of `packed`."""
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part, tensor in zip(self.host.split(self.counts), self.tensors, strict=True):
+            yield part.view(tensor.shape), tensor.detach()
 
 
 def rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:

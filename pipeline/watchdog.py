@@ -106,29 +106,33 @@ class Watchdog:
 
 
 def last_collectives(count: int = 3) -> list[dict[str, Any]]:
-    """The last collectives that this rank entered, oldest first, from torch's flight recorder; [] without one.
+    """The last collectives that this rank entered, oldest first: of torch's flight recorder, and of our MPI groups.
 
     `state` is `scheduled`, `started` or `completed` (Gloo, too, is recorded, but only as `scheduled`). Source: torch
     documentation, "Flight Recorder for Debugging Stuck Jobs".
     """
+    engine = sys.modules.get("pipeline.mpi_engine")
+    found: list[dict[str, Any]] = engine.last_collectives() if engine is not None else []
     try:
         from torch._C import _distributed_c10d as c10d
 
         # torch 2.13 gave it a name without NCCL
         name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
         entries = json.loads(getattr(c10d, name)(True, False))["entries"][-count:]
-        return [
+        found += [
             {
                 "operation": entry["profiling_name"],
                 "group": entry["process_group"][-1],
                 "number": entry["collective_seq_id"],
                 "sizes": entry["input_sizes"],
                 "state": entry["state"],
+                "time_ns": entry["time_created_ns"],
             }
             for entry in entries
         ]
     except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        return []
+        pass  # no recorder
+    return sorted(found, key=lambda entry: entry["time_ns"])[-count:]
 
 
 def blame(hangs: Iterable[Mapping[str, Any]], hosts: Sequence[str], heard: Container[int]) -> tuple[int, str, str]:

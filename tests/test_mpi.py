@@ -48,6 +48,8 @@ def test_ranks_that_end_without_a_word() -> None:
     assert done.returncode == 0, done.stdout
     done = mpirun(2, "tests.mpi_faults", "early")
     assert done.returncode != 0 and "not all ranks came to the end within 1 s" in done.stdout, done.stdout
+    done = mpirun(2, "tests.mpi_faults", "slow")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

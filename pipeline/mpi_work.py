@@ -1,0 +1,107 @@
+"""`MpiWork`: what every operation of the MPI process group returns, and the errors that it may end with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_DEFAULT = timedelta(0)
+
+
+class MpiError(dist.DistBackendError):
+    """A communication over MPI failed: a rank is missing, or the ranks do not do the same thing."""
+
+
+class MpiTimeout(MpiError):
+    """Another rank did not come in time."""
+
+
+class MpiWork(dist.Work):
+    """An operation under way; `get_future` is made on demand, for only DDP and its kin want one."""
+
+    def __init__(self, what: str, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.what, self.sender = what, -1
+        self.error: BaseException | None = None
+        self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
+        self._signal: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The operation is over; wakes whoever waits. Only the first call counts."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.error = error
+            self._done.set()
+            signal = self._signal
+        if signal is not None:
+            signal.set_result(None)
+
+    def wait(self, timeout: timedelta = _DEFAULT) -> bool:
+        """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
+        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
+            raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the output tensors. C++ sees an error only if a callback raised it, hence the `then`."""
+        with self._lock:
+            if self._future is None:
+                devices = {tensor.device for tensor in self._results if tensor.is_cuda}
+                self._signal = torch.futures.Future(devices=list(devices))
+                self._future = self._signal.then(self._outcome)
+                if self._done.is_set():
+                    self._signal.set_result(None)
+            return self._future
+
+    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self._results
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it ended well."""
+        return self._done.is_set() and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once it is over."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._results
+
+    def synchronize(self) -> None:
+        """The host has waited when `wait` returns; there is no stream left to wait for."""
+        self.wait()
+
+    def _source_rank(self) -> int:
+        return self.sender
+
+
+class AllWork(MpiWork):
+    """Several operations as one: over with the last of them, or with the first that fails."""
+
+    def __init__(self, parts: Sequence[MpiWork]) -> None:
+        super().__init__("coalesced operations", [tensor for part in parts for tensor in part.result()])
+        self._left = [*range(len(parts))]  # list.pop is atomic
+        for part in parts:
+            part.get_future().add_done_callback(lambda _, part=part: self._ended(part))  # type: ignore[misc]
+        if not parts:
+            self.finish()
+
+    def _ended(self, part: MpiWork) -> None:
+        self._left.pop()
+        if part.error is not None or not self._left:
+            self.finish(part.error)
