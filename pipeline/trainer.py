@@ -178,7 +178,8 @@ class Trainer:
     def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
         if self.world.first:
-            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s)
+            how = {"communication": self.world.transport} if self.world.transport else {}
+            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **how)
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")

@@ -25,6 +25,9 @@ def main(folder: Path) -> None:
     configs = [tiny_config(place.world_size, **case) for case in cases]
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
+    from pipeline.mpi_group import MpiGroup
+
+    assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "Open MPI" in str(world.transport)
     found = [train(place, config, world)[1] for config in configs]
     (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
     groups.leave()

@@ -392,12 +392,12 @@ def accurate() -> None:
     dist.all_gather(gathered, x)
     exact = torch.stack(gathered).sum(0)
     for dtype in (torch.float16, torch.bfloat16):
-        MpiGroup.accurate = True
+        UnaliasedGroup.accurate = True
         y, z, out = x.to(dtype), x.to(dtype), torch.empty(1000, dtype=dtype)
         dist.all_reduce(y, dist.ReduceOp.AVG)
         dist.reduce(z, 0)
         dist.reduce_scatter_tensor(out, x.to(dtype))
-        MpiGroup.accurate = False
+        UnaliasedGroup.accurate = False
         assert torch.equal(y, (exact / size).to(dtype)), dtype
         assert torch.equal(z, exact.to(dtype) if rank == 0 else x.to(dtype)), dtype
         assert torch.equal(out, exact[rank * 1000 : (rank + 1) * 1000].to(dtype)), dtype

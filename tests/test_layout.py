@@ -120,6 +120,7 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
         (2, {"parallel": {"data": {"shard": 2}}}, "parallel.data.shard (2) is for parallel.zero 1 to 3"),
         (2, {"parallel": {"data": {"replicate": 2}, "zero": 3}}, "zero 3 has nothing to split: parallel.data.shard is"),
         (4, {"parallel": {"data": {"replicate": 2}}}, "= 2 is not the number of training ranks, 4 (stages.train has 1"),
+        (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
         (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
         (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),
     ],

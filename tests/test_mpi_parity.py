@@ -31,7 +31,7 @@ def check(ranks: int, folder: Path, *layouts: dict[str, Any], **sections: dict[s
 
 
 def test_pipeline_and_zero(tmp_path: Path) -> None:
-    check(4, tmp_path, {"pipeline": 2, "zero": 3}, model=TIED)
+    check(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
 
 
 @pytest.mark.long
