@@ -224,7 +224,7 @@ def _observe(group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, 
 
 
 def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda work, *arguments: _waits(lambda: wait(work, *arguments))
+    return lambda work, *arguments, **options: _waits(lambda: wait(work, *arguments, **options))
 
 
 def _waits(call: Callable[[], Any]) -> Any:

@@ -184,24 +184,19 @@ class GradientHook:
         columns = self.config.rank if self.start else 0
         return {"replicas": self.replicas, "residuals": bool(self.residual), "rank": columns}
 
-    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> str | None:
-        """Take up what `saved` kept, on any number of replicas; in words what is not the same as before.
+    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
+        """Take up what `saved` kept, on any number of replicas.
 
         `read` fills tensors by their names. Replica r's residuals go to replica r mod today's number: none is lost.
         """
-        before = int(kept.get("replicas", 0))
         if self.start and kept.get("rank") == self.config.rank:
             read({f"start.{name}": tensor for name, tensor in self.start.items()})
-        if not kept.get("residuals"):
-            return None
-        if not self.residual:
-            return f"the residuals of {before} replicas are dropped: parallel.hook.kind {self.config.kind} has none"
+        before = int(kept["replicas"]) if self.residual and kept.get("residuals") else 0
         for replica in range(self.rank, before, self.replicas):
             part = {name: torch.empty_like(tensor) for name, tensor in self.residual.items()}
             read({f"replica.{replica}.residual.{name}": tensor for name, tensor in part.items()})
             for name, tensor in part.items():
                 self.residual[name] = tensor if replica == self.rank else self.residual[name] + tensor
-        return None if before == self.replicas else f"residuals of {before} replicas summed on {self.replicas}"
 
 
 def _when_done(work: Any, then: Callable[[], Tensor]) -> _Future[Tensor]:

@@ -320,8 +320,25 @@ class Engine:
             for key, value in self.optimizer.state[embedding].items():
                 self.optimizer.state[copy][key].copy_(value)
         if self.replicas is not None and read is not None:
-            return self.replicas.restore(self.state(), kept or {}, read)
-        return f"what {kept['replicas']} replicas had of their own is dropped" if kept else None
+            self.replicas.restore(self.state(), kept or {}, read)
+        return _not_kept(kept or {}, self.replicas.describe() if self.replicas else {})
+
+
+def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In words what a restore drops or changes of what replicas had of their own; both are `describe`'s."""
+    before, replicas = kept.get("replicas"), now.get("replicas")
+    notes: list[str] = []
+    if kept.get("residuals") and not now.get("residuals"):
+        notes.append(f"the residuals of {before} replicas are dropped")
+    elif kept.get("residuals") and before != replicas:
+        notes.append(f"residuals of {before} replicas summed on {replicas}")
+    if kept.get("rank") and kept["rank"] != now.get("rank"):
+        notes.append(f"PowerSGD's Q of rank {kept['rank']} is dropped")
+    if kept.get("local") and not (now.get("local") and before == replicas):
+        notes.append(f"all replicas start from the mean of {before}")
+    if kept.get("outer") and not now.get("outer"):
+        notes.append("the outer optimizer's weights and momentum are dropped")
+    return "; ".join(notes) or None
 
 
 def _whole(tensor: Tensor) -> Tensor:

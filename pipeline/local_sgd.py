@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from pipeline.checkpoint import State
 from pipeline.config_communication import LocalSgdConfig
 
+AT_ONCE = 1 << 26
+"""Elements of one all-reduce (256 MiB): MPI counts to 2^31 only, and copies what lies on a GPU."""
+
 
 class LocalSgd:
     """One replica's part in the averages."""
@@ -71,17 +74,14 @@ class LocalSgd:
         """What a restore must know of it."""
         return {"replicas": self.replicas, "local": True, "outer": bool(self.outer)}
 
-    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> str | None:
-        """Take up what `saved` kept; `state` holds the means already. In words what is not the same as before."""
+    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
+        """Take up what `saved` kept; `state` holds the means already."""
         before = int(kept.get("replicas", 0)) if kept.get("local") else 0
         self._begin()
         if before and kept.get("outer"):
             read({f"outer.{name}": tensor for name, tensor in self.outer.items()})
         if before == self.replicas:
             read({f"replica.{self.rank}.{name}": tensor for name, tensor in state.items()})
-        elif before:
-            return f"{self.replicas} replicas start from the mean of {before}"
-        return None
 
     def _begin(self) -> None:
         """θ are today's weights."""
@@ -90,8 +90,9 @@ class LocalSgd:
 
 
 def _mean(state: State, replicas: int) -> State:
-    """The mean of each tensor over the replicas, in new memory; one all-reduce. All tensors are fp32."""
+    """The mean of each tensor over the replicas, in new memory. All tensors are fp32."""
     flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
-    dist.all_reduce(flat)
+    for part in flat.split(AT_ONCE):
+        dist.all_reduce(part)
     parts = flat.div_(replicas).split([tensor.numel() for tensor in state.values()])
     return {name: part.view_as(old) for (name, old), part in zip(state.items(), parts, strict=True)}

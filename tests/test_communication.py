@@ -18,6 +18,8 @@ from tests.test_exact import digest, interrupted, lines, new_run
 from tests.tiny import make_run
 
 STEPS = 5
+PIECE = 999
+"""Fewer elements than most parameters have, and no divisor of them."""
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +27,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data
 
 
-def config_of(ranks: int, **parallel: Any) -> Config:
+def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
     """A config whose optimizer does not turn the last digits of tiny gradients into steps."""
     return tiny_config(
         ranks,
         parallel=parallel,
         train={"steps": 10, "global_batch": 12, "micro_batch": 2},
-        optimizer={"lr": 1e-2, "eps": 1e-2, "clip_norm": None},
+        optimizer={"lr": 1e-2, "eps": 1e-2, "clip_norm": clip},
         model={"dim": 32, "layers": 2},
     )
 
@@ -66,13 +68,15 @@ def plain(value: Any) -> Any:
 
 def hooked_rank(place: Place, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps, and the reduced gradients of each."""
-    engine = engine_of(place, config)
+    engine, limit = engine_of(place, config), config.optimizer.clip_norm
     reduced = []
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
         engine.backward(batch.chunk(place.world_size)[place.rank], step)
         names = {parameter: name for name, parameter in engine.parts[0].named_weights()}
         reduced.append({name: parameter.grad.clone() for parameter, name in names.items()})
-        engine.update(engine.clip(None).item())
+        norm = engine.clip(limit).item()
+        assert limit is None or norm > limit
+        engine.update(norm)
     state = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
     return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replicas, "residual", {})})
 
@@ -127,12 +131,15 @@ def reference_rank(place: Place, config: Config, replicas: int) -> dict[str, Any
         for name, parameter in weights.items():
             parameter.grad = result[name].clone()
         reduced.append(result)
+        if config.optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(weights.values(), config.optimizer.clip_norm)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     state = {f"model.{name}": p.detach().clone() for name, p in weights.items()}
     return plain({"state": state, "reduced": reduced, "residual": residual, "means": means})
 
 
+CLIPPED = ("topk_warmup", "nesterov")
 HOOKS = {
     "bf16": (2, {"kind": "bf16"}),
     "fp16": (2, {"kind": "fp16"}),
@@ -145,7 +152,7 @@ HOOKS = {
 @pytest.mark.parametrize("case", list(HOOKS))
 def test_hooks_do_what_a_plain_reference_does(case: str) -> None:
     replicas, hook = HOOKS[case]
-    config = config_of(replicas, hook=hook)
+    config = config_of(replicas, 0.1 if case in CLIPPED else None, hook=hook)
     found = run_ranks(replicas, hooked_rank, config)
     expected = run_ranks(1, reference_rank, config, replicas)[0]
     for name, tensor in expected["state"].items():
@@ -170,10 +177,22 @@ def test_hooks_do_what_a_plain_reference_does(case: str) -> None:
 
 
 def local_rank(place: Place, config: Config) -> dict[str, Any]:
-    engine = engine_of(place, config)
+    """What one replica has after STEPS steps and would save; averages are taken in pieces."""
+    import torch.distributed as dist
+
+    from pipeline import local_sgd
+
+    engine, all_reduce = engine_of(place, config), dist.all_reduce
+    local_sgd.AT_ONCE = PIECE
+
+    def bounded(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        assert tensor.numel() <= PIECE
+        return all_reduce(tensor, *arguments, **options)
+
+    dist.all_reduce = bounded
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
         engine.backward(batch.chunk(place.world_size)[place.rank], step)
-        norm = engine.clip(None).item()
+        norm = engine.clip(config.optimizer.clip_norm).item()
         engine.update(norm)
     mine = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
     return plain({"state": mine, "norm": norm, "saved": engine.saved_state()[0]})
@@ -199,6 +218,9 @@ def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[st
                 loss = loss_sum(engine.model(micro[:, :-1]), micro[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
             squares += sum(float(p.grad.square().sum()) for p in engine.parts[0].parameters() if p.grad is not None)
+            if config.optimizer.clip_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(engine.parts[0].parameters(), config.optimizer.clip_norm)
+                assert norm > config.optimizer.clip_norm
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         if step % local.every == 0:
@@ -213,9 +235,12 @@ def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[st
     return plain({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
-@pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.9}], ids=["average", "nesterov"])
-def test_local_sgd_does_what_a_plain_reference_does(outer: dict[str, float]) -> None:
-    config = config_of(3, local_sgd={"every": 2, **outer})
+OUTER = {"average": {}, "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
+
+
+@pytest.mark.parametrize("case", list(OUTER))
+def test_local_sgd_does_what_a_plain_reference_does(case: str) -> None:
+    config = config_of(3, 0.1 if case in CLIPPED else None, local_sgd={"every": 2, **OUTER[case]})
     found = run_ranks(3, local_rank, config)
     expected = run_ranks(1, local_reference_rank, config, 3)[0]
     for rank, result in enumerate(found):
@@ -327,6 +352,58 @@ def test_local_sgd_moves_as_its_mean(tmp_path: Path) -> None:
         )
         assert all(abs(rank["before"][name] - mean).max() <= 1e-6 for rank in [*moved, *plain])
     assert "start from the mean of 3" in moved[0]["note"] and again[0]["note"] is None
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"hook": {"kind": "bf16"}},
+    "topk": {"hook": {"kind": "topk"}},
+    "powersgd 2": {"hook": {"kind": "powersgd", "rank": 2}},
+    "powersgd 3": {"hook": {"kind": "powersgd", "rank": 3}},
+    "average": {"local_sgd": {"every": 4}},
+    "nesterov": {"local_sgd": {"every": 4, "outer_momentum": 0.9}},
+}
+
+
+def changed_rank(place: Place, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
+    """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
+    import torch.distributed as dist
+
+    from pipeline.checkpoint import Checkpointer
+
+    engines = {way: engine_of(place, config_of(2, **parallel)) for way, parallel in WAYS.items()}
+    group, found = dist.new_group(backend="gloo"), {}
+    for before, engine in engines.items():
+        saver = Checkpointer(folder / before, group, keep=9, background=False, describe={}, on_saved=lambda *_: None)
+        tensors, extra = engine.saved_state()
+        saver.save(tensors, step=1, samples_consumed=0, extra={})
+        saver.close()
+        own = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
+        for now, other in engines.items():
+            read: set[str] = set()
+
+            def take(state: Any, read: set[str] = read, saver: Checkpointer = saver) -> None:
+                read.update(state)
+                saver.read(1, state)
+
+            saver.restore(other.state(), lambda *_: None)
+            found[before, now] = other.loaded(extra, take), own, read
+    return found
+
+
+def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
+    """No more and no less than what the checkpoint holds beside the digest and nobody reads, for each pair of ways."""
+    found = run_ranks(2, changed_rank, tmp_path)
+    for pair, (note, *_) in found[0].items():
+        lost = set.union(*(rank[pair][1] for rank in found)) - set.union(*(rank[pair][2] for rank in found))
+        kinds = {
+            "residuals of 2 replicas are dropped" if ".residual." in name
+            else {"start": "PowerSGD's Q", "outer": "outer optimizer"}.get(name.split(".")[0], "the mean of 2")
+            for name in lost
+        }  # fmt: skip
+        parts = note.split("; ") if note else []
+        assert len(parts) == len(kinds) and all(any(kind in part for part in parts) for kind in kinds), (pair, note)
+        assert (pair[0] in ("none", "bf16") or pair[0] == pair[1]) <= (note is None), (pair, note)
 
 
 def left_out_rank(place: Place, config: Config) -> bool:
