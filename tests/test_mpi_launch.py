@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,50 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
     assert not wait_until_gone(str(run.path), 5)
+
+
+def slowed(run: Run, seconds: float) -> Run:
+    """The run, each step of it longer: time for a stop to fall into it."""
+    trainer, line = run.code / "pipeline/trainer.py", "        lr = learning_rate("
+    trainer.write_text(trainer.read_text().replace(line, f"        time.sleep({seconds})\n{line}", 1))
+    return run
+
+
+def wait_for_step(run: Run, step: int, still_runs: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while len(numbers(run)) < step:
+        assert time.monotonic() < deadline and still_runs(), f"step {step} was not reached"
+        time.sleep(0.05)
+
+
+WAYS = {
+    "powersgd": "parallel.hook={kind: powersgd, rank: 2, warmup_steps: 3}",
+    "topk": "parallel.hook={kind: topk, ratio: 0.02, warmup_steps: 12}",
+    "bf16": "parallel.hook.kind=bf16",
+    "local_sgd": "parallel.local_sgd={every: 16, outer_lr: 0.7, outer_momentum: 0.9}",
+}
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == "powersgd" else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
+)
+def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Path, way: str) -> None:
+    """Through mpirun: the request by USR2, the code 75. With four ranks a sum has many orders."""
+    more = ("parallel.backend=mpi", "stages.train.tasks_per_node=4", WAYS[way])
+    undisturbed, run = (make_run(tmp_path, name, more, calm.data) for name in ("undisturbed", "stopped"))
+    done = mpirun(4, "pipeline", "train", str(undisturbed.path))
+    assert done.returncode == 0, done.stdout
+    first = supervise(slowed(run, 0.1))
+    wait_for_step(run, 8, lambda: first.poll() is None)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(100) == Exit.STOPPED, first.communicate()
+    assert 8 <= len(numbers(run)) < 30
+    second = supervise(run)
+    assert second.wait(100) == Exit.DONE, second.communicate()
+    restored = [event for event in run.read_events("train") if event["event"] == "restored"]
+    assert [(event["lost_steps"], event.get("replicas")) for event in restored] == [(0, None)]
+    assert numbers(run) == numbers(undisturbed) and digest(run) == digest(undisturbed)
+    assert len(numbers(run)) == 30
 
 
 def rank_processes(run: Run) -> dict[int, int]:
@@ -145,18 +191,29 @@ def submit_template(
     command = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log"]
     command += [str(CODE_ROOT / f"slurm/templates/{name}.sbatch"), str(run.path)]
     environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable, **more}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     log = folder / "job.log"
     return done, log.read_text() if log.exists() else ""
 
 
-def test_the_template_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path,
-        overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
-        data=calm.data,
-    )
-    done, log = submit_template("mpirun", cluster, run, tmp_path, {})
+TWO_NODES = ("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1")
+
+
+def preempted(name: str, cluster: Cluster, run: Run, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+    """`submit_template`, and its job is preempted once, in the middle."""
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(submit_template, name, cluster, slowed(run, 0.25), folder, {})
+        wait_for_step(run, 5, lambda: not job.done())
+        cluster.output(["sbatch", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
+        done, log = job.result()
+    told = [event["event"] for event in run.read_events("train")]
+    assert told.count("started") == 2 and told.count("restored") == 1 and "lost_work" not in told, log
+    return done, log
+
+
+def test_the_template_trains_on_two_nodes_and_comes_back(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=TWO_NODES, data=calm.data)
+    done, log = preempted("mpirun", cluster, run, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr + log
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
 
@@ -165,13 +222,12 @@ def test_the_template_trains_on_two_nodes(cluster: Cluster, calm: Run, tmp_path:
 def test_the_supervisor_trains_on_two_nodes(
     cluster: Cluster, calm: Run, tmp_path: Path, chosen: str, launcher: str
 ) -> None:
-    """By srun's pmix plugin, which a trial finds to work, or by mpirun inside the job."""
-    run = make_run(
-        tmp_path,
-        overrides=("parallel.backend=mpi", "stages.train.nodes=2", "stages.train.tasks_per_node=1"),
-        data=calm.data,
-    )
-    done, log = submit_template("train", cluster, run, tmp_path, {"SLURM_MPI_TYPE": chosen} if chosen else {})
+    """By srun's pmix plugin, which a trial finds to work, preempted once; or by mpirun inside the job."""
+    run = make_run(tmp_path, overrides=TWO_NODES, data=calm.data)
+    if chosen:
+        done, log = submit_template("train", cluster, run, tmp_path, {"SLURM_MPI_TYPE": chosen})
+    else:
+        done, log = preempted("train", cluster, run, tmp_path)
     logs = {path.name: path.read_text() for path in (run.path / "jobs/train").glob("*.log")}
     assert done.returncode == 0, done.stdout + done.stderr + log + "".join(logs.values())
     assert f"{launcher}.log" in logs and {"srun", "mpirun"} & {name[:-4] for name in logs} == {launcher}
