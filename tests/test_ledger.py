@@ -14,6 +14,12 @@ from slurm.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 
 NEEDS: dict[str, tuple[str, ...]] = {"shard": (), "train": ("shard",)}
 T0 = 1_800_000_000.0
+MEASURED = {
+    "data": ("data_wait_s", 1 / 4),
+    "checkpoint": ("checkpoint_s", 1 / 8),
+    "communication": ("exposed_comm_s", 1 / 16),
+}
+"""What of a step is not compute: its part, its key in a line of metrics, and its share in the simulation."""
 span = st.integers(1, 5000).map(lambda n: n / 100)
 
 
@@ -64,9 +70,9 @@ class Simulated:
             for line in lost:
                 account = self.truth[self.owner[line["step"]]]
                 account["lost"] += line["step_time_s"]
-                for part, key in (("data", "data_wait_s"), ("checkpoint", "checkpoint_s")):
+                for part, (key, _) in MEASURED.items():
                     account[part] -= line[key]
-                account["compute"] -= line["step_time_s"] - line["data_wait_s"] - line["checkpoint_s"]
+                account["compute"] -= line["step_time_s"] - sum(line[key] for key, _ in MEASURED.values())
             self.lines = self.lines[: self.saved]
         if self.saved:
             self.event("restored", step=self.saved)
@@ -74,12 +80,12 @@ class Simulated:
         for length in plan["steps"]:
             step = len(self.lines) + 1
             self.lines.append(
-                {"step": step, "step_time_s": length, "data_wait_s": length / 4, "checkpoint_s": length / 8}
+                {"step": step, "step_time_s": length} | {key: length * share for key, share in MEASURED.values()}
             )
             self.owner[step] = len(self.truth) - 1
-            self.spend("compute", length * 5 / 8)
-            self.spend("data", length / 4)
-            self.spend("checkpoint", length / 8)
+            for part, (_, share) in MEASURED.items():
+                self.spend(part, length * share)
+            self.spend("compute", length * (1 - sum(share for _, share in MEASURED.values())))
             if step % 3 == 0:
                 self.saved = step
                 self.event("saved", step=step)
@@ -137,10 +143,9 @@ anything = st.fixed_dictionaries(
     },
     optional={"task": st.sampled_from([None, None, 0, 1]), "noticed_later": st.booleans(), "cause": st.just("crashed")},
 )
-lines = st.lists(st.tuples(span, span, span), max_size=30).map(
-    lambda rows: [
-        {"step": i, "step_time_s": a, "data_wait_s": b, "checkpoint_s": c} for i, (a, b, c) in enumerate(rows, 1)
-    ]
+KEYS = ("step_time_s", *(key for key, _ in MEASURED.values()))
+lines = st.lists(st.tuples(*[span] * len(KEYS)), max_size=30).map(
+    lambda rows: [{"step": i} | dict(zip(KEYS, row, strict=True)) for i, row in enumerate(rows, 1)]
 )
 job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), max_size=4).map(
     lambda rows: [JobRun("7", T0 + a, T0 + a + b) for a, b in rows]
@@ -203,4 +208,4 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     run.events[-1]["time"] = stamp(run.clock - 2)
     (attempt,) = ledger(run.events, run.lines, NEEDS, run.clock)
     assert attempt.wall == pytest.approx(7, abs=0.01) and sum(attempt.parts.values()) == pytest.approx(attempt.wall)
-    assert attempt.parts["compute"] == pytest.approx(2 * 5 / 8, abs=0.01) and attempt.parts["ending"] == 0
+    assert attempt.parts["compute"] == pytest.approx(2 * 9 / 16, abs=0.01) and attempt.parts["ending"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from slurm.environment import Place
 from tests.layouts import VOCAB, batches, tiny_config
 from tests.mpi import mpirun
 from tests.ranks import run_ranks
+from tests.test_communication import engine_of
 
 SIZES = {"dim": 64, "intermediate_size": 128}
 
@@ -44,6 +46,8 @@ def metered_rank(place: Place, configs: list[Config], late_s: float = 0.0) -> li
 
 
 def account(config: Config, place: Place, world: Any, late_s: float) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from pipeline.communication import Meter
@@ -66,6 +70,7 @@ def account(config: Config, place: Place, world: Any, late_s: float) -> dict[str
         engine.update(engine.clip(1.0).item())
         seconds = time.perf_counter() - started
         line = meter.take()
+    assert dist.all_reduce(torch.zeros(1), async_op=True).wait(timeout=timedelta(seconds=60))
     assert meter.take() == line, "nothing is counted between steps"
     parameters = sum(p.numel() for part in engine.parts for p in part.parameters())
     stage = layout.coordinates(place.rank).pipeline
@@ -128,6 +133,48 @@ def test_waiting_for_a_late_rank_is_exposed(parallel: dict[str, Any]) -> None:
     found = run_ranks(2, metered_rank, [config], 1.5)
     assert found[0][0]["exposed_comm_s"] > 1.0, found[0][0]
     assert found[1][0]["seconds"] - found[1][0]["exposed_comm_s"] > 1.4, "sleeping is no waiting"
+
+
+def hidden_rank(place: Place, config: Config) -> tuple[dict[str, Any], float, float]:
+    """The account of a step of several buckets: rank 1 comes late to the first one, rank 0 computes meanwhile.
+
+    With it when rank 0 began and ended to compute, its first buckets under way, or when rank 1 came.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.communication import Meter
+    from pipeline.model import EMBEDDING
+
+    engine = engine_of(place, config)
+    meter = Meter(engine.groups, torch.device("cpu"), ddp=True)
+    moments = [0.0, 0.0]
+
+    def compute(_: Any) -> None:
+        moments[0] = time.perf_counter()
+        time.sleep(2.0)
+        moments[1] = time.perf_counter()
+
+    def enter(phase: str) -> None:
+        meter.phase(phase)
+        if phase == "backward" and place.rank == 1:
+            time.sleep(1.0)
+            moments[1] = time.perf_counter()
+
+    if place.rank == 0:  # the last gradient of a backward
+        engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
+    dist.barrier()
+    meter.begin()
+    engine.backward(next(iter(batches(config))).chunk(2)[place.rank], 1, enter)
+    return meter.take(), moments[0], moments[1]
+
+
+def test_what_computing_hides_is_overlapped() -> None:
+    config = tiny_config(2, model=SIZES, train={"micro_batch": 8})
+    (line, began, ended), (_, _, came) = run_ranks(2, hidden_rank, config)
+    hidden = min(ended, came) - began  # of the first bucket, whatever else the machine does
+    assert line["comm"]["dp"]["all_reduce"]["calls"] > 2 and hidden > 0.3
+    assert line["overlapped_comm_s"] >= hidden - 1e-3, line
 
 
 def test_over_mpi() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import Exit
+from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
 from tests.ranks import run_ranks
@@ -74,6 +75,11 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
     for ours, (loss, norm) in zip(lines(run), plain, strict=True):
         assert ours[1] == pytest.approx(loss, rel=1e-5) and ours[2] == pytest.approx(norm, rel=1e-5)
+    for line in read_jsonl(run.metrics):
+        measured = {"comm", "exposed_comm_s", "overlapped_comm_s"} & set(line)
+        assert len(measured) == (3 if size > 1 else 0), "with one rank there is nothing to wait for"
+        if size > 1:
+            assert line["comm"]["dp"]["all_reduce"]["calls"] > 1 and 0 < line["exposed_comm_s"] < line["step_time_s"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
