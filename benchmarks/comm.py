@@ -153,18 +153,18 @@ def rank_main(only_hooks: bool) -> None:
     meet = Lane._meet
 
     def timed_meet(lane: Lane, item: Any) -> None:
-        run, started = item.run, time.perf_counter()
+        finish, started = item.work.finish, time.perf_counter()
         meet(lane, item)
+        met = time.perf_counter()
 
-        def timed_run() -> None:
-            started = time.perf_counter()
-            run()
-            parts["moving data"] += time.perf_counter() - started
+        def timed_finish(error: BaseException | None = None) -> None:
+            parts["moving data"] += time.perf_counter() - met
+            finish(error)
 
-        item.run = timed_run
-        parts["meeting"] += time.perf_counter() - started
+        item.work.finish = timed_finish
+        parts["meeting"] += met - started
 
-    Lane._meet = timed_meet  # type: ignore[method-assign]
+    Lane._meet = timed_meet  # type: ignore[assignment,method-assign]
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
     for name, count in {} if only_hooks else RAW.items():
         reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
