@@ -26,6 +26,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Meter:
         self.labels, self.ddp, self._cuda = labels, ddp, device.type == "cuda"
         self._thread = threading.get_ident()
         self._on = self._waiting = False
-        self._counts: dict[tuple[str, str], _Count] = {}
+        self._counts: defaultdict[tuple[str, str], _Count] = defaultdict(_Count)
         self._exposed: list[list[float]] = []
         self._open: list[tuple[list[float], Any]] = []
         self._last: Any = None
@@ -78,7 +79,8 @@ class Meter:
 
     def begin(self) -> None:
         """A step begins."""
-        self._counts, self._exposed, self._open, self._last, self._stalls = {}, [], [], None, []
+        self._counts, self._last = defaultdict(_Count), None
+        self._exposed, self._open, self._stalls = [], [], []
         self._on = True
 
     def phase(self, name: str) -> None:
@@ -116,7 +118,7 @@ class Meter:
         label = self.labels.get(group.group_name) if self._on else None
         if label is None or (not self._cuda and threading.get_ident() != self._thread):
             return
-        count = self._counts.setdefault((label, kind), _Count())
+        count = self._counts[label, kind]
         count.calls += 1
         count.sent += sent(kind, sum(tensor.nbytes for tensor in results), group.size())
         if self._cuda:
@@ -178,7 +180,7 @@ def covered(spans: Sequence[list[float]]) -> float:
 
 # -- where operations pass -------------------------------------------------------------------------------
 
-_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd  # where wait_tensor has its kernel, for all devices
+_CPU, _CUDA = (torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA))
 _current: Meter | None = None
 _libraries: list[library.Library] = []
 
@@ -192,7 +194,7 @@ def _install() -> None:
     for name, kind in KINDS.items():
         c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
-    functional.impl("wait_tensor", lambda x: _waits(lambda: wait_tensor._op_dk(_COMPOSITE, x)), "BackendSelect")
+    functional.impl("wait_tensor", lambda x: _waits(lambda: wait_tensor.redispatch(_keys(x), x)), "BackendSelect")
     waits: list[Any] = [dist.Work]
     if dist.get_backend() == "mpi4py":
         from pipeline.mpi_engine import MpiWork
@@ -208,7 +210,7 @@ def _kernel(operator: Any, kind: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         results = _tensors(arguments[0])
         started = time.perf_counter()
-        outcome = operator._op_dk(_key(results[0]), *arguments)
+        outcome = operator.redispatch(_keys(results[0]), *arguments)
         if _current is not None and _current._on:
             group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
             work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
@@ -231,8 +233,8 @@ def _waits(call: Callable[[], Any]) -> Any:
     return call() if _current is None else _current.wait(call)
 
 
-def _key(tensor: torch.Tensor) -> Any:
-    return torch._C.DispatchKey.CUDA if tensor.is_cuda else torch._C.DispatchKey.CPU
+def _keys(tensor: torch.Tensor) -> Any:
+    return _CUDA if tensor.is_cuda else _CPU
 
 
 def _tensors(argument: Any) -> list[torch.Tensor]:
