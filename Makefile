@@ -39,12 +39,12 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# three files at a time on two cores: tests on the Slurm cluster mostly wait
+# four files at a time on two cores: tests on the Slurm cluster mostly wait
 test: check
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-long: check
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "long or not long"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "long or not long"
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login
