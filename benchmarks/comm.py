@@ -1,12 +1,17 @@
 """Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
-Then the same step for each gradient hook, with what it sends, and the best of all for this machine.
+Then the same step for each gradient hook, with what it sends, and the best of all for this machine. And what it costs
+to measure communication (pipeline/communication.py).
 
-    python -m benchmarks.comm [ranks …]      # 2 and 4 by default; writes benchmarks/results/comm.md and hooks.md
-    python -m benchmarks.comm hooks [ranks …]   # hooks only
+    python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md, hooks.md and meter.md
+    python -m benchmarks.comm hooks [ranks …]   # one of the three only: hooks, backends or meter
 
 Both backends serve the same processes in turn, so that what else the machine does falls on both; figures are medians
 of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
 arithmetic to hide behind. The fastest bucket size is what `parallel.bucket_mb` should be on this machine.
+
+The meter costs CPU time for each operation, whatever that moves. So it is switched on and off with a model of the
+quickstart's depth that computes next to nothing: the same operations, and no arithmetic that hides the difference. That
+is divided by the CPU time of the quickstart's own step.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
+from slurm.environment import Place
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
@@ -36,15 +42,17 @@ HOOKS: dict[str, dict[str, Any]] = {
     "Top-K, 1 %": {"kind": "topk", "ratio": 0.01},
 }
 HOOK_BUCKETS_MB = (1, 25)
-ROUNDS = 11
+METERED = {"data": "parallel.zero=0", "tensor": "parallel.tensor=2", "pipeline": "parallel.pipeline=2"}
+NO_ARITHMETIC = ("model.dim=64", "model.intermediate_size=64", "data.sequence_length=16")
+ROUNDS, METER_PAIRS = 11, 48
 
 
 def main() -> None:
     words = sys.argv[1:]
-    sizes = [int(word) for word in words if word != "hooks"] or [2, 4]
-    hooks(sizes)
-    if "hooks" not in words:
-        backends(sizes)
+    sizes = [int(word) for word in words if word.isdigit()] or [2, 4]
+    for part in (hooks, backends, meter):
+        if part.__name__ in words or all(word.isdigit() for word in words):
+            part(sizes)
 
 
 def hooks(sizes: list[int]) -> None:
@@ -89,6 +97,80 @@ def backends(sizes: list[int]) -> None:
         f"not; most of it passes while gradients are still computed. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
     )
     write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
+
+
+def meter(_: list[int]) -> None:
+    """The table of what measuring costs, on two ranks."""
+    from tests.ranks import run_ranks
+
+    rows, load = [], os.getloadavg()[0]
+    for name, (calls, costs, step_s) in run_ranks(2, metered_rank, timeout=900)[0].items():
+        low, cost, high = (value / step_s for value in statistics.quantiles(costs, n=4))
+        ms = statistics.median(costs) * 1e3
+        rows.append(
+            [f"{name} parallel", f"{calls}", f"{ms:.2f}", f"{step_s * 1e3:.0f}", f"{cost:.2%}", f"{low:.2%}-{high:.2%}"]
+        )
+    note = (
+        f"CPU time of rank 0 in a step of the quickstart on 2 ranks over Gloo, the meter on against off; medians and "
+        f"quartiles of {METER_PAIRS} interleaved pairs; load average {load:.1f} before the run. Target: below 1 %."
+    )
+    header = ["layout", "operations in a step", "meter, ms", "step, ms", "share", "spread"]
+    write_table("meter", "What measuring communication costs", note, header, rows)
+
+
+def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
+    """In a rank, by layout: operations in a step, CPU seconds that the meter adds to one, and CPU seconds of one."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from pipeline import communication, groups
+    from pipeline.config_file import load_config
+    from pipeline.engine import Engine
+    from pipeline.layout import layout_of
+    from pipeline.task import Task
+
+    wait, found = dist.Work.wait, {}
+    quickstart = ROOT / "configs/quickstart.yaml"
+    groups.make_deterministic(load_config(quickstart, ()))
+    world = groups.join(place, load_config(quickstart, ()))
+
+    def seconds(engine: Engine, batch: torch.Tensor, steps: int, on: bool) -> tuple[float, int]:
+        """CPU seconds of a step, with the meter or without, and how many operations it saw in the last one."""
+        account = None
+        if on:
+            account = communication.Meter(
+                engine.groups, world.device, isinstance(engine.model, DistributedDataParallel)
+            )
+        dist.barrier()
+        comm: dict[str, Any] = {}
+        cpu = time.process_time()
+        for step in range(1, steps + 1):
+            if account is not None:
+                account.begin()
+            engine.backward(batch, step, account.phase if account is not None else lambda _: None)
+            engine.update(engine.clip(1.0).item())
+            comm = account.take()["comm"] if account is not None else {}
+        spent = (time.process_time() - cpu) / steps
+        for library in communication._libraries:  # as if there had never been a meter
+            library._destroy()
+        communication._libraries.clear()
+        dist.Work.wait = wait  # type: ignore[method-assign]
+        return spent, sum(entry["calls"] for kinds in comm.values() for entry in kinds.values())
+
+    for name, layout_words in METERED.items():
+        engines = []
+        for words in ((), NO_ARITHMETIC):
+            config = load_config(quickstart, [layout_words, *words])
+            layout = layout_of(config, 2, 2, 4096)
+            shape = (config.train.global_batch // layout.data, config.data.sequence_length + 1)
+            torch.manual_seed(1)  # ranks of one replica have the same batch
+            engines.append((Engine(config, layout, world, Task(config, 4096)), torch.randint(0, 4096, shape)))
+        step_s = statistics.median(seconds(*engines[0], 1, on=False)[0] for _ in range(5))
+        pairs = [[seconds(*engines[1], 3, on=on) for on in (True, False)] for _ in range(METER_PAIRS + 1)][1:]
+        found[name] = pairs[0][0][1], [on[0] - off[0] for on, off in pairs], step_s
+        dist.barrier()  # nobody leaves while another still talks to it
+    return found
 
 
 def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
