@@ -54,6 +54,11 @@ class _Stage(PipelineStage):
         with self._own:
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch 2.11 finds shapes out by a real forward before the first step; its dropout must not use up the seed."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """In V shapes neighbours may be one rank; torch 2.11 greets them all the same, and Gloo knows no such pair."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
