@@ -20,7 +20,6 @@ from pipeline.layout import layout_of
 from pipeline.run import CODE_ROOT, Run, with_absolute_paths
 from pipeline.stages import STAGES, load
 from pipeline.sweep import STAGES as SWEPT
-from pipeline.sweep import point_configs
 from pipeline.user_model import found_for
 from slurm.sbatch import script
 
@@ -52,9 +51,9 @@ def masked(config: Config) -> Config:
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
 
-    Raises UserError where a script cannot be written, or a point of a sweep is wrong.
+    Raises UserError where a script cannot be written.
     """
-    points = len(point_configs(config))
+    points = len(config.sweep.points()) if config.sweep else 0
     config = masked(with_absolute_paths(config))
     run = Run(config.run.root / config.run.name)
     train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
