@@ -10,7 +10,8 @@ meanwhile: a reduce-scatter over Gloo blocks inside that call.
   2·n·(r−1)/r, an all-gather or a reduce-scatter half of that. What a library really sends may differ: Gloo's
   reduce-scatter is an all-reduce.
 - *seconds* of a group and kind: at least one such operation was under way, waiting for slower ranks included. An
-  operation's end comes from its future. Gloo's messages have none, and their kinds no seconds.
+  operation's end comes from its future; that of a tensor group's, which DTensor waits for at once, from the end of the
+  wait. Gloo's messages have no future, and their kinds no seconds.
 - *exposed*: the training thread did nothing but start operations, wait for them (`Work.wait`, DTensor's `wait_tensor`),
   or sit in the end of DDP's backward, after the last bucket has started and before the last one has ended.
 - *overlapped*: at least one operation with a known end was under way, and the thread was not in one of those places.
@@ -128,6 +129,8 @@ class Meter:
         count.spans.append(span)
         if work.is_completed():
             span[1] = time.perf_counter()
+        elif label == "tp":  # DTensor waits for its operations at once: a callback would cost more than it tells
+            self._open.append((span, work))
         else:
             with contextlib.suppress(RuntimeError):  # "not implemented": messages over Gloo
                 work.get_future().add_done_callback(lambda _: _end(span))

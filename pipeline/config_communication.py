@@ -33,6 +33,8 @@ class LocalSgdConfig(Section):
 
     every: PositiveInt
     """Steps from one average to the next."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the training in which replicas average every gradient, as without local SGD."""
     outer_lr: PositiveFloat = 1.0
     """How far the weights go from the last average towards the new one: 1 with no momentum is the average itself."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

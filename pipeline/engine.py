@@ -143,6 +143,8 @@ class Engine:
             run = self._run_pipeline if self._pipeline else self._accumulate
             self._loss = run(batch, step, enter)
         enter("reduce")
+        if isinstance(self.replicas, LocalSgd):
+            self.replicas.reduce(step)
         loss = self._mean(self._loss * math.nan if hand() else self._loss)
         if self.layout.tensor > 1:
             self._settle_gradients()

@@ -8,6 +8,8 @@ Between two averages nothing is sent but the step's loss and gradient norm (a fe
 
 `lr: 1, μ: 0` is the plain average (McMahan et al., arXiv 1602.05629), and keeps no θ. Each replica's AdamW keeps its
 own moments. The gradient is clipped by each replica's own norm; the metrics show the root of the mean of their squares.
+In the first `warmup_steps` gradients are averaged instead, after every backward: the replicas stay one (post-local SGD;
+Lin et al., arXiv 1808.07217, section 3).
 
 **Checkpoints.** A stop may come inside a round, and must not change the result. So a checkpoint holds each replica's
 weights and optimizer (`replica.R.…`), θ and the momentum (`outer.…`), from which the same number of replicas goes on
@@ -44,6 +46,15 @@ class LocalSgd:
             self.outer = {f"momentum.{name}": torch.zeros_like(p) for name, p in names.items()}
             self._begin()
 
+    @torch.no_grad()
+    def reduce(self, step: int) -> None:
+        """Call after each backward: averages the gradients during the warm-up."""
+        if step > self.config.warmup_steps:
+            return
+        own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
+        for name, mean in _mean(own, self.replicas).items():
+            self.parameters[name].grad = mean
+
     def together(self, norm: Tensor) -> Tensor:
         """One number for all replicas' gradient norms, not finite where one of them is not."""
         square = norm.double().square()
@@ -53,7 +64,9 @@ class LocalSgd:
     @torch.no_grad()
     def stepped(self, step: int) -> None:
         """Call after each optimizer step: averages where `step` ends a round."""
-        if step % self.config.every:
+        if step == self.config.warmup_steps:
+            self._begin()
+        if step <= self.config.warmup_steps or step % self.config.every:
             return
         means = _mean({name: parameter.detach() for name, parameter in self.parameters.items()}, self.replicas)
         lr, mu = self.config.outer_lr, self.config.outer_momentum

@@ -139,7 +139,7 @@ def reference_rank(place: Place, config: Config, replicas: int) -> dict[str, Any
     return plain({"state": state, "reduced": reduced, "residual": residual, "means": means})
 
 
-CLIPPED = ("topk_warmup", "nesterov")
+CLIPPED = ("topk_warmup", "nesterov", "warm-up")
 HOOKS = {
     "bf16": (2, {"kind": "bf16"}),
     "fp16": (2, {"kind": "fp16"}),
@@ -217,13 +217,22 @@ def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[st
             for micro in part.split(2):
                 loss = loss_sum(engine.model(micro[:, :-1]), micro[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
+        if step <= local.warmup_steps:
+            for same in zip(*weights, strict=True):
+                mean = sum(p.grad for p in same) / replicas
+                for parameter in same:
+                    parameter.grad = mean.clone()
+        for engine in engines:
             squares += sum(float(p.grad.square().sum()) for p in engine.parts[0].parameters() if p.grad is not None)
             if config.optimizer.clip_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(engine.parts[0].parameters(), config.optimizer.clip_norm)
                 assert norm > config.optimizer.clip_norm
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-        if step % local.every == 0:
+        if step == local.warmup_steps:
+            at = [p.detach().clone() for p in weights[0]]
+            outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
+        if step > local.warmup_steps and step % local.every == 0:
             for number, theta in enumerate(at):
                 theta.grad = theta - sum(w[number].detach() for w in weights) / replicas
             outer.step()
@@ -235,7 +244,11 @@ def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[st
     return plain({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
-OUTER = {"average": {}, "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
+OUTER: dict[str, dict[str, float]] = {
+    "average": {},
+    "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
+    "warm-up": {"outer_lr": 0.7, "outer_momentum": 0.9, "warmup_steps": 3},
+}
 
 
 @pytest.mark.parametrize("case", list(OUTER))
@@ -255,7 +268,7 @@ def test_local_sgd_does_what_a_plain_reference_does(case: str) -> None:
 
 RESUMED = {
     "topk": "parallel.hook={kind: topk, ratio: 0.02, warmup_steps: 5}",
-    "local_sgd": "parallel.local_sgd={every: 16, outer_lr: 0.7, outer_momentum: 0.9}",
+    "local_sgd": "parallel.local_sgd={every: 16, warmup_steps: 5, outer_lr: 0.7, outer_momentum: 0.9}",
     "powersgd": "parallel.hook={kind: powersgd, rank: 2, warmup_steps: 3}",
     "bf16": "parallel.hook.kind=bf16",
     "fp16": "parallel.hook.kind=fp16",
