@@ -25,14 +25,13 @@ VARIANTS: dict[str, tuple[int, str]] = {
     "baseline": (STEPS, "kind: none"),
     "fp16": (STEPS, "kind: fp16"),
     "bf16": (STEPS, "kind: bf16"),
-    "PowerSGD, rank 4, warm-up 20": (STEPS, "kind: powersgd, rank: 4, warmup_steps: 20"),
     "PowerSGD, rank 32, warm-up 20": (STEPS, "kind: powersgd, rank: 32, warmup_steps: 20"),
     "Top-K 5 %, warm-up 40": (STEPS, "kind: topk, ratio: 0.05, warmup_steps: 40"),
     "Top-K 5 %, warm-up 40, longer": (300, "kind: topk, ratio: 0.05, warmup_steps: 40"),
     "Top-K 1 %, warm-up 40": (STEPS, "kind: topk, ratio: 0.01, warmup_steps: 40"),
     "local SGD, every 8": (STEPS, "every: 8"),
     "local SGD, every 8, longer": (250, "every: 8"),
-    "local SGD, every 8, outer 0.7 / 0.9": (STEPS, "every: 8, outer_lr: 0.7, outer_momentum: 0.9"),
+    "local SGD, every 8, warm-up 100": (STEPS, "every: 8, warmup_steps: 100"),
 }
 WITHIN = 0.02
 ALL = ("evaluate.max_sequences=400", f"checkpoint.every_steps={STEPS}")

@@ -1,6 +1,6 @@
 """The trainer's overhead: Sluice with everything on against the same model in a bare PyTorch DDP loop.
 
-    python -m benchmarks.trainer [--steps 60] [--pairs 4]
+    python -m benchmarks.trainer [--steps 100] [--pairs 4]
 
 Two figures, each as a ratio Sluice / bare from interleaved pairs of whole runs on two ranks:
 - CPU seconds per step (user + system, all threads, both ranks), over the steps after the first five; Sluice with
@@ -35,7 +35,7 @@ def clock() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--child", choices=["sluice", "bare"])
     parser.add_argument("--run", type=Path)

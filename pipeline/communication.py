@@ -30,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,23 +128,23 @@ class Meter:
             return
         span = [started, math.nan]
         count.spans.append(span)
+        self._busy(started)
         if work.is_completed():
-            span[1] = time.perf_counter()
+            span[1] = self._last
         elif label == "tp":  # DTensor waits for its operations at once: a callback would cost more than it tells
             self._open.append((span, work))
         else:
             with contextlib.suppress(RuntimeError):  # "not implemented": messages over Gloo
                 work.get_future().add_done_callback(lambda _: _end(span))
                 self._open.append((span, work))
-        self._busy(started)
 
-    def wait(self, call: Callable[[], Any]) -> Any:
+    def wait(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call `call`, which waits for operations."""
         if not self._on or self._waiting or self._cuda or threading.get_ident() != self._thread:
-            return call()
+            return call(*arguments, **options)
         self._waiting, started = True, time.perf_counter()
         try:
-            return call()
+            return call(*arguments, **options)
         finally:
             self._waiting = False
             self._busy(started)
@@ -155,6 +156,8 @@ class Meter:
 
     def _settle(self) -> None:
         """Note the end of what has ended: a waiting thread may be back before a callback had its turn."""
+        if not self._open:
+            return
         for span, work in self._open:
             if work.is_completed():
                 _end(span)
@@ -168,8 +171,8 @@ def _end(span: list[float]) -> None:
 
 def sent(kind: str, size: int, ranks: int) -> int:
     """Bytes that one rank of `ranks` sends, by ring algorithms; `size`: bytes of the operation's results on a rank."""
-    around = {"all_reduce": 2 * size, "reduce_scatter": ranks * size, "all_gather": size, "all_to_all": size}
-    return around[kind] * (ranks - 1) // ranks if kind in around else size
+    times = {"all_reduce": 2, "reduce_scatter": ranks, "all_gather": 1, "all_to_all": 1}.get(kind)
+    return size if times is None else times * size * (ranks - 1) // ranks
 
 
 def covered(spans: Sequence[list[float]]) -> float:
@@ -197,7 +200,7 @@ def _install() -> None:
     for name, kind in KINDS.items():
         c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
-    functional.impl("wait_tensor", lambda x: _waits(lambda: wait_tensor.redispatch(_keys(x), x)), "BackendSelect")
+    functional.impl("wait_tensor", lambda x: _waits(wait_tensor.redispatch, _keys(x), x), "BackendSelect")
     waits: list[Any] = [dist.Work]
     if dist.get_backend() == "mpi4py":
         from pipeline.mpi_engine import MpiWork
@@ -210,14 +213,15 @@ def _install() -> None:
 
 
 def _kernel(operator: Any, kind: str) -> Callable[..., Any]:
+    place = next(i for i, a in enumerate(operator._schema.arguments) if "ProcessGroup" in str(a.type))
+
     def call(*arguments: Any) -> Any:
         results = _tensors(arguments[0])
         started = time.perf_counter()
         outcome = operator.redispatch(_keys(results[0]), *arguments)
         if _current is not None and _current._on:
-            group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
             work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
-            _observe(dist.ProcessGroup.unbox(group), kind, results, dist.Work.unbox(work), started)
+            _observe(dist.ProcessGroup.unbox(arguments[place]), kind, results, dist.Work.unbox(work), started)
         return outcome
 
     return call
@@ -229,11 +233,11 @@ def _observe(group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, 
 
 
 def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda work, *arguments, **options: _waits(lambda: wait(work, *arguments, **options))
+    return lambda work, *arguments, **options: _waits(wait, work, *arguments, **options)
 
 
-def _waits(call: Callable[[], Any]) -> Any:
-    return call() if _current is None else _current.wait(call)
+def _waits(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return (call if _current is None else partial(_current.wait, call))(*arguments, **options)
 
 
 def _keys(tensor: torch.Tensor) -> Any:

@@ -336,7 +336,8 @@ def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         notes.append(f"residuals of {before} replicas summed on {replicas}")
     if kept.get("rank") and kept["rank"] != now.get("rank"):
         notes.append(f"PowerSGD's Q of rank {kept['rank']} is dropped")
-    if kept.get("local") and not (now.get("local") and before == replicas):
+    same = now.get("local") and before == replicas and now["warmup"] <= kept.get("warmup", 0)
+    if kept.get("local") and not same:
         notes.append(f"all replicas start from the mean of {before}")
     if kept.get("outer") and not now.get("outer"):
         notes.append("the outer optimizer's weights and momentum are dropped")

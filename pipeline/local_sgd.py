@@ -85,7 +85,8 @@ class LocalSgd:
 
     def describe(self) -> dict[str, Any]:
         """What a restore must know of it."""
-        return {"replicas": self.replicas, "local": True, "outer": bool(self.outer)}
+        warmup = self.config.warmup_steps
+        return {"replicas": self.replicas, "local": True, "outer": bool(self.outer), "warmup": warmup}
 
     def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
         """Take up what `saved` kept; `state` holds the means already."""
@@ -93,7 +94,7 @@ class LocalSgd:
         self._begin()
         if before and kept.get("outer"):
             read({f"outer.{name}": tensor for name, tensor in self.outer.items()})
-        if before == self.replicas:
+        if before == self.replicas and self.config.warmup_steps <= kept.get("warmup", 0):  # else they must become one
             read({f"replica.{self.rank}.{name}": tensor for name, tensor in state.items()})
 
     def _begin(self) -> None:

@@ -374,6 +374,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "powersgd 2": {"hook": {"kind": "powersgd", "rank": 2}},
     "powersgd 3": {"hook": {"kind": "powersgd", "rank": 3}},
     "average": {"local_sgd": {"every": 4}},
+    "warm-up": {"local_sgd": {"every": 4, "warmup_steps": 9}},
     "nesterov": {"local_sgd": {"every": 4, "outer_momentum": 0.9}},
 }
 
