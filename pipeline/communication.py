@@ -30,7 +30,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +100,8 @@ class Meter:
         """The step's part of its line of metrics. On GPUs its work must have ended."""
         self._on = False
         self._settle()
+        for span, _ in self._open:  # the step has its result: only the note of its end still waits for Python's lock
+            _end(span)
         comm: dict[str, dict[str, dict[str, float]]] = {}
         for (label, kind), count in sorted(self._counts.items()):
             entry = comm.setdefault(label, {})[kind] = {"calls": count.calls, "bytes": count.sent}
@@ -237,7 +238,7 @@ def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _waits(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return (call if _current is None else partial(_current.wait, call))(*arguments, **options)
+    return call(*arguments, **options) if _current is None else _current.wait(call, *arguments, **options)
 
 
 def _keys(tensor: torch.Tensor) -> Any:

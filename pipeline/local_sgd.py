@@ -51,6 +51,7 @@ class LocalSgd:
         """Call after each backward: averages the gradients during the warm-up."""
         if step > self.config.warmup_steps:
             return
+        # zeros where a replica's batch did not use a parameter: another's may have, and all must send as much
         own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
         for name, mean in _mean(own, self.replicas).items():
             self.parameters[name].grad = mean
