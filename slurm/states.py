@@ -18,7 +18,13 @@ from dataclasses import dataclass
 
 TIMEOUT_S = 30
 FORGOTTEN = "UNKNOWN"
-ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT"}
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+"""States that a job does not leave again; the rest are of jobs that run or may still run. There are many, some for
+moments only: a running job that is being told of its time limit or its preemption is SIGNALING (seen on Slurm 22.05).
+Source: https://slurm.schedmd.com/job_state_codes.html"""
 _DEAD_REASON = "DependencyNeverSatisfied"
 
 
@@ -34,7 +40,7 @@ class JobState:
     @property
     def active(self) -> bool:
         """Whether it runs or may still run."""
-        return self.state in ACTIVE and not self.dead
+        return self.state not in (*ENDED, FORGOTTEN) and not self.dead
 
     @property
     def dead(self) -> bool:

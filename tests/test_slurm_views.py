@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.config_file import load_config
@@ -18,6 +19,7 @@ from slurm.report import attempts_of
 from slurm.states import FORGOTTEN, JobState, query
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.cluster.machines import Machine
 from tests.test_doors import Terminal
 from tests.test_slurm import digest, events, job_of, sbatch, slow_down, submit, wait_for
 from tests.tiny import write_config
@@ -86,6 +88,22 @@ def test_the_end_of_a_job_is_known_from_sacct_scontrol_or_the_run(
     status = submit(cluster, calm, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
     cluster.output(["scancel", held])
+
+
+def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
+    """Slurm has a state for that, which lasts where a node does not answer; before a time limit jobs get it, too."""
+    job = cluster.output(["sbatch", "--parsable", "-w", "n2", "-o", "/dev/null", "--wrap", "sleep 60"])
+    cluster.wait_job(job, "RUNNING")
+    machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
+    [slurmd] = [process for process in machine.children() if process.name() == "slurmd"]
+    slurmd.suspend()
+    try:
+        cluster.output(["scancel", "--signal=CONT", job])
+        state = query([job])[job]
+    finally:
+        slurmd.resume()
+    assert (state.state, state.active) == ("SIGNALING", True)
+    cluster.output(["scancel", job])
 
 
 def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Cluster) -> None:

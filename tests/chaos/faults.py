@@ -70,6 +70,10 @@ class Scene:
                 raise TimeoutError(f"{what} did not happen within {timeout:.0f} s")
             time.sleep(0.1)
 
+    def runs(self) -> bool:
+        """Whether Slurm has the training's job running; it is SIGNALING for a moment while it is told of its end."""
+        return self.cluster.job_state(self.job) in ("RUNNING", "SIGNALING")
+
     def slow(self, seconds: float) -> None:
         """Let each step take so much longer from now on."""
         temporary = self.folder / "slow.tmp"
@@ -98,7 +102,7 @@ def preempt_without_grace(scene: Scene) -> str:
     """The same where the site gives no time at all."""
     scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
     preempt(scene)
-    scene.wait("the preemption", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 60)
+    scene.wait("the preemption", lambda: not scene.runs(), 60)
     scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=1"])
     return "preempted"
 
@@ -107,7 +111,7 @@ def crash_a_node(scene: Scene) -> str:
     """A power failure of any node of the job, the first one (with the supervisor) included."""
     node = scene.random.choice(["n1", "n2", "n3", "n4"])
     scene.cluster.crash(node)
-    scene.wait("Slurm's notice", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 90)
+    scene.wait("Slurm's notice", lambda: not scene.runs(), 90)
     scene.cluster.boot(node)
     return "node_failure"
 
@@ -119,7 +123,7 @@ def time_limit(scene: Scene) -> str:
     minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 1 + (int(ran[-1]) > 40)
     scene.slow(1.5)  # Slurm looks at limits twice a minute
     scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}"])
-    scene.wait("the end of this start", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 120)
+    scene.wait("the end of this start", lambda: not scene.runs(), 120)
     scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", "TimeLimit=60"])  # the next one has time again
     return "time_limit"
 
@@ -204,7 +208,7 @@ def cut_a_network(scene: Scene) -> str:
     """A node's cable is pulled, and put back once Slurm gave the node up. Needs a cluster with netns."""
     node = scene.random.choice(["n2", "n3", "n4"])
     scene.cluster.cut(node)
-    scene.wait("Slurm's notice", lambda: scene.cluster.job_state(scene.job) != "RUNNING", 150)
+    scene.wait("Slurm's notice", lambda: not scene.runs(), 150)
     scene.cluster.heal(node)
     return "node_failure"
 
