@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import library
+from torch._C._distributed_c10d import _resolve_process_group
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -60,29 +61,51 @@ class _Count:
     spans: list[list[float]] = field(default_factory=list)
     """Start and end of each operation, by time.perf_counter(); NaN where the end is not known."""
 
+    def add(self, sent: int, span: list[float] | None) -> None:
+        """One operation more."""
+        self.calls += 1
+        self.sent += sent
+        if span is not None:
+            self.spans.append(span)
+
 
 class Meter:
-    """This rank's account of one step at a time. One meter counts at a time, the last one that was made."""
+    """This rank's account of one step at a time. One meter counts at a time, the last one that was made.
+
+    A tensor-parallel step has hundreds of small operations, each with other work around it that drives this code out of
+    the processor's caches: what takes 2 µs in a loop took 80 µs there. So of these little more is noted than the times,
+    and the rest is done in `take`, in a loop.
+    """
 
     def __init__(self, labels: dict[str, str], device: torch.device, ddp: bool) -> None:
         """`labels`: names of the groups that count, by their names in torch. `ddp`: whether DDP reduces gradients."""
         global _current
         self.labels, self.ddp, self._cuda = labels, ddp, device.type == "cuda"
         self._thread = threading.get_ident()
-        self._on = self._waiting = False
+        self.on = self._waiting = False
         self._counts: defaultdict[tuple[str, str], _Count] = defaultdict(_Count)
         self._exposed: list[list[float]] = []
         self._open: list[tuple[list[float], Any]] = []
         self._last: Any = None
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        _install()
+        self.short: Any = None
+        """The tensor group: DTensor starts its operations, and waits for each by `wait_tensor`, at once."""
+        for name, label in labels.items():
+            if label == "tp" and not self._cuda:
+                self.short = _resolve_process_group(name)  # type: ignore[arg-type]
+        self._short: list[list[Any]] = []
+        """Its operations: kind, bytes, begin and end of their start, begin and end of the wait for them."""
+        self._awaited: dict[int, list[Any]] = {}
+        """Those that nobody has waited for, by the address of the result."""
         _current = self
+        _install()
 
     def begin(self) -> None:
         """A step begins."""
         self._counts, self._last = defaultdict(_Count), None
         self._exposed, self._open, self._stalls = [], [], []
-        self._on = True
+        self._short, self._awaited = [], {}
+        self.on = True
 
     def phase(self, name: str) -> None:
         """The phase `name` of the step begins; `reduce` is the end of backward, in which DDP waits for its buckets."""
@@ -98,10 +121,14 @@ class Meter:
 
     def take(self) -> dict[str, Any]:
         """The step's part of its line of metrics. On GPUs its work must have ended."""
-        self._on = False
+        self.on = False
         self._settle()
         for span, _ in self._open:  # the step has its result: only the note of its end still waits for Python's lock
             _end(span)
+        for kind, size, started, launched, waits, waited in self._short:
+            self._counts["tp", kind].add(sent(kind, size, self.short.size()), [started, waited])
+            self._exposed += [[started, launched], [waits, waited]][: 1 if math.isnan(waited) else 2]
+        self._short = []
         comm: dict[str, dict[str, dict[str, float]]] = {}
         for (label, kind), count in sorted(self._counts.items()):
             entry = comm.setdefault(label, {})[kind] = {"calls": count.calls, "bytes": count.sent}
@@ -118,30 +145,46 @@ class Meter:
 
     def launched(self, group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, started: float) -> None:
         """`group` began an operation on `results` at `started`; `work` stands for it."""
-        label = self.labels.get(group.group_name) if self._on else None
+        label = self.labels.get(group.group_name) if self.on else None
         if label is None or (not self._cuda and threading.get_ident() != self._thread):
             return
-        count = self._counts[label, kind]
-        count.calls += 1
-        count.sent += sent(kind, sum(tensor.nbytes for tensor in results), group.size())
+        size = sent(kind, sum(tensor.nbytes for tensor in results), group.size())
         if self._cuda:
+            self._counts[label, kind].add(size, None)
             self._last = _event()
             return
         span = [started, math.nan]
-        count.spans.append(span)
+        self._counts[label, kind].add(size, span)
         self._busy(started)
         if work.is_completed():
             span[1] = self._last
-        elif label == "tp":  # DTensor waits for its operations at once: a callback would cost more than it tells
+        elif label == "tp":  # over MPI: a callback would cost more than it tells
             self._open.append((span, work))
         else:
             with contextlib.suppress(RuntimeError):  # "not implemented": messages over Gloo
                 work.get_future().add_done_callback(lambda _: _end(span))
                 self._open.append((span, work))
 
+    def began(self, kind: str, result: torch.Tensor, started: float) -> None:
+        """The same for the group `short`."""
+        self._last = now = time.perf_counter()
+        operation = [kind, result.nbytes, started, now, math.nan, math.nan]
+        self._short.append(operation)
+        self._awaited[result.data_ptr()] = operation
+
+    def wait_tensor(self, call: Callable[..., Any], result: torch.Tensor) -> Any:
+        """Call `call`, which waits for the operation with this result."""
+        operation = self._awaited.pop(result.data_ptr(), None)
+        if operation is None:
+            return self.wait(call, _keys(result), result)
+        operation[4] = time.perf_counter()
+        outcome = call(_CPU, result)
+        operation[5] = self._last = time.perf_counter()
+        return outcome
+
     def wait(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call `call`, which waits for operations."""
-        if not self._on or self._waiting or self._cuda or threading.get_ident() != self._thread:
+        if not self.on or self._waiting or self._cuda or threading.get_ident() != self._thread:
             return call(*arguments, **options)
         self._waiting, started = True, time.perf_counter()
         try:
@@ -149,6 +192,9 @@ class Meter:
         finally:
             self._waiting = False
             self._busy(started)
+            for operation in self._awaited.values():  # not DTensor's: somebody else uses the group, and has waited
+                operation[4:] = started, self._last
+            self._awaited = {}
 
     def _busy(self, since: float) -> None:
         self._settle()
@@ -188,12 +234,12 @@ def covered(spans: Sequence[list[float]]) -> float:
 # -- where operations pass -------------------------------------------------------------------------------
 
 _CPU, _CUDA = (torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA))
-_current: Meter | None = None
+_current: Meter
 _libraries: list[library.Library] = []
 
 
 def _install() -> None:
-    """Stand in the way of all operations of this process, once; without a meter they just pass."""
+    """Stand in the way of all operations of this process, once; between steps they just pass."""
     if _libraries:
         return
     c10d, functional = library.Library("c10d", "IMPL"), library.Library("_c10d_functional", "IMPL")
@@ -201,7 +247,7 @@ def _install() -> None:
     for name, kind in KINDS.items():
         c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
-    functional.impl("wait_tensor", lambda x: _waits(wait_tensor.redispatch, _keys(x), x), "BackendSelect")
+    functional.impl("wait_tensor", lambda x: _current.wait_tensor(wait_tensor.redispatch, x), "BackendSelect")
     waits: list[Any] = [dist.Work]
     if dist.get_backend() == "mpi4py":
         from pipeline.mpi_engine import MpiWork
@@ -220,25 +266,24 @@ def _kernel(operator: Any, kind: str) -> Callable[..., Any]:
         results = _tensors(arguments[0])
         started = time.perf_counter()
         outcome = operator.redispatch(_keys(results[0]), *arguments)
-        if _current is not None and _current._on:
-            work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
-            _observe(dist.ProcessGroup.unbox(arguments[place]), kind, results, dist.Work.unbox(work), started)
+        if _current.on:
+            group = dist.ProcessGroup.unbox(arguments[place])
+            if group is _current.short and len(results) == 1:
+                _current.began(kind, results[0], started)
+            else:
+                work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
+                _current.launched(group, kind, results, dist.Work.unbox(work), started)
         return outcome
 
     return call
 
 
 def _observe(group: Any, kind: str, results: Sequence[torch.Tensor], work: Any, started: float) -> None:
-    if _current is not None:
-        _current.launched(group, kind, results, work, started)
+    _current.launched(group, kind, results, work, started)
 
 
 def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda work, *arguments, **options: _waits(wait, work, *arguments, **options)
-
-
-def _waits(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return call(*arguments, **options) if _current is None else _current.wait(call, *arguments, **options)
+    return lambda work, *arguments, **options: _current.wait(wait, work, *arguments, **options)
 
 
 def _keys(tensor: torch.Tensor) -> Any:
@@ -247,7 +292,9 @@ def _keys(tensor: torch.Tensor) -> Any:
 
 def _tensors(argument: Any) -> list[torch.Tensor]:
     """All tensors of an operator's first argument: a tensor, a list, or a list of lists."""
-    return [argument] if isinstance(argument, torch.Tensor) else [t for part in argument for t in _tensors(part)]
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return argument if isinstance(argument[0], torch.Tensor) else [tensor for part in argument for tensor in part]
 
 
 def _event() -> torch.cuda.Event:

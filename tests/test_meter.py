@@ -177,6 +177,34 @@ def test_what_computing_hides_is_overlapped() -> None:
     assert line["overlapped_comm_s"] >= hidden - 1e-3, line
 
 
+def direct_rank(place: Place, config: Config) -> tuple[dict[str, Any], float]:
+    """The account of an operation in the tensor group that DTensor knows nothing of, and how long it took."""
+    import torch
+    import torch.distributed as dist
+
+    from pipeline import groups
+    from pipeline.communication import Meter
+    from pipeline.engine import Engine
+    from pipeline.task import Task
+
+    world = groups.join(place, config)
+    engine = Engine(config, layout_of(config, 2, 2, VOCAB), world, Task(config, VOCAB))
+    meter = Meter(engine.groups, torch.device("cpu"), ddp=False)
+    meter.begin()
+    started = time.perf_counter()
+    dist.all_reduce(torch.zeros(1000), group=meter.short)
+    seconds = time.perf_counter() - started
+    time.sleep(0.5)
+    return meter.take(), seconds
+
+
+def test_others_may_use_the_tensor_group() -> None:
+    line, seconds = run_ranks(2, direct_rank, tiny_config(2, parallel={"tensor": 2}, model=SIZES))[0]
+    counted = line["comm"]["tp"]["all_reduce"]
+    assert (counted["calls"], counted["bytes"]) == (1, 4000) and line["overlapped_comm_s"] < 0.1
+    assert 0 < counted["seconds"] <= seconds and 0 < line["exposed_comm_s"] <= seconds
+
+
 def test_over_mpi() -> None:
     done = mpirun(2, "tests.test_meter")
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
