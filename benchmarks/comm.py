@@ -9,9 +9,12 @@ Both backends serve the same processes in turn, so that what else the machine do
 of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
 arithmetic to hide behind. The fastest bucket size is what `parallel.bucket_mb` should be on this machine.
 
-The meter costs CPU time for each operation, whatever that moves. So it is switched on and off with a model of the
-quickstart's depth that computes next to nothing: the same operations, and no arithmetic that hides the difference. That
-is divided by the CPU time of the quickstart's own step.
+The meter costs CPU time for each operation, whatever that moves. It is switched on and off, and the difference divided
+by the CPU time of the quickstart's step, whose own spread is far larger. So the difference is that of a model of the
+quickstart's depth that computes next to nothing: the same operations, and no arithmetic that hides it. With tensor
+parallelism it is seen in the quickstart's own step: there all operations start in, and are waited for by, a few
+functions of torch's, and what the training thread spends in them is measured. (Between products of matrices the same
+code takes longer, as the processor's caches hold other things.)
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ METERED = {
     "tensor parallel, model.dim 512 instead of 256": ("parallel.tensor=2", "model.dim=512"),
 }
 NO_ARITHMETIC = ("model.dim=64", "model.intermediate_size=64", "data.sequence_length=16")
-ROUNDS, METER_PAIRS = 11, 48
+FUNCTIONAL = (
+    "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+    "wait_tensor",
+)  # fmt: skip
+"""What DTensor calls of torch's functional collectives; not every version has all of them."""
+ROUNDS, METER_PAIRS = 11, 16
 
 
 def main() -> None:
@@ -114,8 +122,9 @@ def meter(_: list[int]) -> None:
         ms = statistics.median(costs) * 1e3
         rows.append([name, f"{calls}", f"{ms:.2f}", f"{step_s * 1e3:.0f}", f"{cost:.2%}", f"{low:.2%}-{high:.2%}"])
     note = (
-        f"CPU time of rank 0 in a step of the quickstart on 2 ranks over Gloo, the meter on against off; medians and "
-        f"quartiles of {METER_PAIRS} interleaved pairs; load average {load:.1f} before the run. Target: below 1 %."
+        f"CPU time of rank 0 in a step of the quickstart on 2 ranks over Gloo, the meter on against off (in the "
+        f"quickstart without arithmetic; with tensor parallelism in the collectives of the quickstart itself). Medians "
+        f"and quartiles of {METER_PAIRS} interleaved pairs; load average {load:.1f} before the run. Target: below 1 %."
     )
     header = ["layout", "operations in a step", "meter, ms", "step, ms", "share", "spread"]
     write_table("meter", "What measuring communication costs", note, header, rows)
@@ -125,6 +134,7 @@ def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
     """In a rank, by layout: operations in a step, CPU seconds that the meter adds to one, and CPU seconds of one."""
     import torch
     import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
     from torch.nn.parallel import DistributedDataParallel
 
     from pipeline import communication, groups
@@ -134,12 +144,32 @@ def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
     from pipeline.task import Task
 
     wait, found = dist.Work.wait, {}
+    inside, depth = 0.0, 0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the CPU time of this thread in `function` to `inside`."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal inside, depth
+            depth, began = depth + 1, time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                depth -= 1
+                inside += time.thread_time() - began if not depth else 0.0
+
+        return call
+
+    for name in FUNCTIONAL:
+        if hasattr(functional, name):
+            setattr(functional, name, timed(getattr(functional, name)))
     quickstart = ROOT / "configs/quickstart.yaml"
     groups.make_deterministic(load_config(quickstart, ()))
     world = groups.join(place, load_config(quickstart, ()))
 
-    def seconds(engine: Engine, batch: torch.Tensor, steps: int, on: bool) -> tuple[float, int]:
-        """CPU seconds of a step, with the meter or without, and how many operations it saw in the last one."""
+    def seconds(engine: Engine, batch: torch.Tensor, steps: int, on: bool) -> tuple[float, float, int]:
+        """CPU seconds of a step, of its collectives and account only, and how many operations the last one had."""
+        nonlocal inside
         account = None
         if on:
             account = communication.Meter(
@@ -150,18 +180,18 @@ def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
         cpu = 0.0
         for step in range(steps + 1):
             if step == 1:  # the first one finds its operators anew
-                cpu = time.process_time()
+                cpu, inside = time.process_time(), 0.0
             if account is not None:
                 account.begin()
             engine.backward(batch, step, account.phase if account is not None else lambda _: None)
             engine.update(engine.clip(1.0).item())
-            comm = account.take()["comm"] if account is not None else {}
+            comm = timed(account.take)()["comm"] if account is not None else {}
         spent = (time.process_time() - cpu) / steps
         for library in communication._libraries:  # as if there had never been a meter
             library._destroy()
         communication._libraries.clear()
         dist.Work.wait = wait  # type: ignore[method-assign]
-        return spent, sum(entry["calls"] for kinds in comm.values() for entry in kinds.values())
+        return spent, inside / steps, sum(entry["calls"] for kinds in comm.values() for entry in kinds.values())
 
     for name, layout_words in METERED.items():
         engines = []
@@ -172,8 +202,10 @@ def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
             torch.manual_seed(1)  # ranks of one replica have the same batch
             engines.append((Engine(config, layout, world, Task(config, 4096)), torch.randint(0, 4096, shape)))
         step_s = statistics.median(seconds(*engines[0], 1, on=False)[0] for _ in range(5))
-        pairs = [[seconds(*engines[1], 4, on=on) for on in (True, False)] for _ in range(METER_PAIRS + 1)][1:]
-        found[name] = pairs[0][0][1], [on[0] - off[0] for on, off in pairs], step_s
+        tensor = layout.tensor > 1
+        case, steps = (engines[0], 2) if tensor else (engines[1], 4)
+        pairs = [[seconds(*case, steps, on=on) for on in (True, False)] for _ in range(METER_PAIRS + 1)][1:]
+        found[name] = pairs[0][0][2], [on[tensor] - off[tensor] for on, off in pairs], step_s
         dist.barrier()  # nobody leaves while another still talks to it
     return found
 

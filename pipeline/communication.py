@@ -2,9 +2,15 @@
 
 Everything that training sends passes one of two places: torch's c10d operators (DDP's reducer and DTensor call them
 from C++; FSDP2, pipelines and hooks from Python), or our own MPI group, which no operator knows. In both the meter
-notes group, kind, bytes and start. The operators have no kernel for the dispatch key `BackendSelect`, which every call
+notes group, kind, bytes and start. The operators have no kernel for the dispatch key `ADInplaceOrView`, which each call
 passes on its way to the device's kernel; the meter's kernels stand there and call on. They let go of Python's lock
 meanwhile: a reduce-scatter over Gloo blocks inside that call.
+
+A tensor-parallel step has hundreds of small operations, with other work between them that drives this code out of the
+processor's caches: what takes 2 µs in a loop took 80 µs there, and as much again to bring a c10d operator's arguments
+(a group, a `Work`) to Python and back. So DTensor's operations in the tensor group are met one level higher, at the
+functional operators, whose arguments are plain; there the key above is left out of the call, little more is noted than
+times, and `Meter.take` does the rest, in a loop.
 
 - *bytes*: what one rank sends with ring algorithms, as `plan` counts: an all-reduce of n bytes over r ranks
   2·n·(r−1)/r, an all-gather or a reduce-scatter half of that. What a library really sends may differ: Gloo's
@@ -52,6 +58,13 @@ KINDS = {
     "send": "send",
 }
 """Operators of torch's that are counted; what they leave for others to receive is not counted twice."""
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""Those by which DTensor calls some of them."""
 
 
 @dataclass
@@ -70,12 +83,7 @@ class _Count:
 
 
 class Meter:
-    """This rank's account of one step at a time. One meter counts at a time, the last one that was made.
-
-    A tensor-parallel step has hundreds of small operations, each with other work around it that drives this code out of
-    the processor's caches: what takes 2 µs in a loop took 80 µs there. So of these little more is noted than the times,
-    and the rest is done in `take`, in a loop.
-    """
+    """This rank's account of one step at a time. One meter counts at a time, the last one that was made."""
 
     def __init__(self, labels: dict[str, str], device: torch.device, ddp: bool) -> None:
         """`labels`: names of the groups that count, by their names in torch. `ddp`: whether DDP reduces gradients."""
@@ -88,13 +96,11 @@ class Meter:
         self._open: list[tuple[list[float], Any]] = []
         self._last: Any = None
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.short: Any = None
-        """The tensor group: DTensor starts its operations, and waits for each by `wait_tensor`, at once."""
-        for name, label in labels.items():
-            if label == "tp" and not self._cuda:
-                self.short = _resolve_process_group(name)  # type: ignore[arg-type]
+        self.short = None if self._cuda else next((name for name, label in labels.items() if label == "tp"), None)
+        """The group whose operations are noted in short."""
+        self._ranks = 0 if self.short is None else _resolve_process_group(self.short).size()  # type: ignore[arg-type]
         self._short: list[list[Any]] = []
-        """Its operations: kind, bytes, begin and end of their start, begin and end of the wait for them."""
+        """Kind, bytes, begin and end of the start, begin and end of the wait (NaN: there was none)."""
         self._awaited: dict[int, list[Any]] = {}
         """Those that nobody has waited for, by the address of the result."""
         _current = self
@@ -126,7 +132,7 @@ class Meter:
         for span, _ in self._open:  # the step has its result: only the note of its end still waits for Python's lock
             _end(span)
         for kind, size, started, launched, waits, waited in self._short:
-            self._counts["tp", kind].add(sent(kind, size, self.short.size()), [started, waited])
+            self._counts["tp", kind].add(sent(kind, size, self._ranks), [started, waited])
             self._exposed += [[started, launched], [waits, waited]][: 1 if math.isnan(waited) else 2]
         self._short = []
         comm: dict[str, dict[str, dict[str, float]]] = {}
@@ -158,7 +164,7 @@ class Meter:
         self._busy(started)
         if work.is_completed():
             span[1] = self._last
-        elif label == "tp":  # over MPI: a callback would cost more than it tells
+        elif label == "tp":  # DTensor (over MPI) waits at once: a callback would cost more than it tells
             self._open.append((span, work))
         else:
             with contextlib.suppress(RuntimeError):  # "not implemented": messages over Gloo
@@ -166,7 +172,7 @@ class Meter:
                 self._open.append((span, work))
 
     def began(self, kind: str, result: torch.Tensor, started: float) -> None:
-        """The same for the group `short`."""
+        """DTensor began an operation of the group `short` at `started`; it waits for the result by wait_tensor."""
         self._last = now = time.perf_counter()
         operation = [kind, result.nbytes, started, now, math.nan, math.nan]
         self._short.append(operation)
@@ -176,9 +182,9 @@ class Meter:
         """Call `call`, which waits for the operation with this result."""
         operation = self._awaited.pop(result.data_ptr(), None)
         if operation is None:
-            return self.wait(call, _keys(result), result)
+            return self.wait(call, _KEYS[result.is_cuda], result)
         operation[4] = time.perf_counter()
-        outcome = call(_CPU, result)
+        outcome = call(_KEYS[0], result)
         operation[5] = self._last = time.perf_counter()
         return outcome
 
@@ -192,9 +198,6 @@ class Meter:
         finally:
             self._waiting = False
             self._busy(started)
-            for operation in self._awaited.values():  # not DTensor's: somebody else uses the group, and has waited
-                operation[4:] = started, self._last
-            self._awaited = {}
 
     def _busy(self, since: float) -> None:
         self._settle()
@@ -233,7 +236,8 @@ def covered(spans: Sequence[list[float]]) -> float:
 
 # -- where operations pass -------------------------------------------------------------------------------
 
-_CPU, _CUDA = (torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA))
+_KEYS = tuple(torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA))
+_OURS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _current: Meter
 _libraries: list[library.Library] = []
 
@@ -245,7 +249,7 @@ def _install() -> None:
     c10d, functional = library.Library("c10d", "IMPL"), library.Library("_c10d_functional", "IMPL")
     _libraries.extend((c10d, functional))
     for name, kind in KINDS.items():
-        c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "BackendSelect")
+        c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default, kind), "ADInplaceOrView")
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     functional.impl("wait_tensor", lambda x: _current.wait_tensor(wait_tensor.redispatch, x), "BackendSelect")
     waits: list[Any] = [dist.Work]
@@ -255,6 +259,10 @@ def _install() -> None:
 
         waits.append(MpiWork)
         MpiGroup.observer = staticmethod(_observe)
+    else:
+        for name, kind in FUNCTIONAL.items():
+            operator = getattr(torch.ops._c10d_functional, name).default
+            functional.impl(name, _functional_kernel(operator, kind), "BackendSelect")
     for kind_of_work in waits:
         kind_of_work.wait = _timed(kind_of_work.wait)
 
@@ -265,15 +273,25 @@ def _kernel(operator: Any, kind: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         results = _tensors(arguments[0])
         started = time.perf_counter()
-        outcome = operator.redispatch(_keys(results[0]), *arguments)
+        outcome = operator.redispatch(_KEYS[results[0].is_cuda], *arguments)
         if _current.on:
-            group = dist.ProcessGroup.unbox(arguments[place])
-            if group is _current.short and len(results) == 1:
-                _current.began(kind, results[0], started)
-            else:
-                work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
-                _current.launched(group, kind, results, dist.Work.unbox(work), started)
+            work = outcome if isinstance(outcome, torch.ScriptObject) else outcome[-1]
+            _observe(dist.ProcessGroup.unbox(arguments[place]), kind, results, dist.Work.unbox(work), started)
         return outcome
+
+    return call
+
+
+def _functional_kernel(operator: Any, kind: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        keys = _KEYS[arguments[0].is_cuda]
+        if not _current.on or arguments[-1] != _current.short:
+            return operator.redispatch(keys, *arguments)
+        started = time.perf_counter()
+        with torch._C._ExcludeDispatchKeyGuard(_OURS):  # the operator inside is not to be counted again
+            result = operator.redispatch(keys, *arguments)
+        _current.began(kind, result, started)
+        return result
 
     return call
 
@@ -286,15 +304,9 @@ def _timed(wait: Callable[..., bool]) -> Callable[..., bool]:
     return lambda work, *arguments, **options: _current.wait(wait, work, *arguments, **options)
 
 
-def _keys(tensor: torch.Tensor) -> Any:
-    return _CUDA if tensor.is_cuda else _CPU
-
-
 def _tensors(argument: Any) -> list[torch.Tensor]:
     """All tensors of an operator's first argument: a tensor, a list, or a list of lists."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return argument if isinstance(argument[0], torch.Tensor) else [tensor for part in argument for tensor in part]
+    return [argument] if isinstance(argument, torch.Tensor) else [t for part in argument for t in _tensors(part)]
 
 
 def _event() -> torch.cuda.Event:

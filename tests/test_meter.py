@@ -181,6 +181,7 @@ def direct_rank(place: Place, config: Config) -> tuple[dict[str, Any], float]:
     """The account of an operation in the tensor group that DTensor knows nothing of, and how long it took."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import _resolve_process_group
 
     from pipeline import groups
     from pipeline.communication import Meter
@@ -192,7 +193,7 @@ def direct_rank(place: Place, config: Config) -> tuple[dict[str, Any], float]:
     meter = Meter(engine.groups, torch.device("cpu"), ddp=False)
     meter.begin()
     started = time.perf_counter()
-    dist.all_reduce(torch.zeros(1000), group=meter.short)
+    dist.all_reduce(torch.zeros(1000), group=_resolve_process_group(meter.short))  # type: ignore[arg-type]
     seconds = time.perf_counter() - started
     time.sleep(0.5)
     return meter.take(), seconds
