@@ -77,14 +77,14 @@ def test_four_idle_nodes_with_names_of_their_own(cluster: Cluster) -> None:
 
 def test_tasks_know_their_place_and_share_files(cluster: Cluster, tmp_path: Path) -> None:
     program = "import os, pathlib; pathlib.Path(os.environ['SLURM_PROCID']).write_text(os.uname().nodename)"
-    cluster.output(["srun", "-N2", "--ntasks-per-node=2", f"--chdir={tmp_path}", sys.executable, "-c", program])
+    cluster.output(["srun", "-wn1,n2", "--ntasks-per-node=2", f"--chdir={tmp_path}", sys.executable, "-c", program])
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["n1", "n1", "n2", "n2"]
 
 
 def test_a_batch_job_and_an_allocation_start_steps(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.output(["sbatch", "--wait", "-N2", f"--output={tmp_path}/out", "--wrap=srun hostname"])
+    cluster.output(["sbatch", "--wait", "-wn1,n2", f"--output={tmp_path}/out", "--wrap=srun hostname"])
     assert sorted((tmp_path / "out").read_text().split()) == ["n1", "n2"]
-    assert sorted(cluster.output(["salloc", "-N2", "srun", "hostname"]).split()) == ["n1", "n2"]
+    assert sorted(cluster.output(["salloc", "-wn1,n2", "srun", "hostname"]).split()) == ["n1", "n2"]
 
 
 def test_fake_gpus_are_handed_out(cluster: Cluster) -> None:
