@@ -4,8 +4,8 @@
 
 All train on two ranks with the quickstart's own data, model, learning rate and 200 steps, on the same samples in the
 same order, and are evaluated on the same held-out text. Top-K at 5 % and local SGD, which do not come within 2 % of the
-baseline's loss so soon, train again with a longer warm-up, and with more steps. Bytes are those that the metrics count: what one rank
-sends.
+baseline's loss so soon, train again with a longer warm-up, and with more steps. Bytes are those that the metrics
+count: what one rank sends.
 """
 
 from __future__ import annotations
