@@ -133,7 +133,9 @@ class Meter:
             _end(span)
         for kind, size, started, launched, waits, waited in self._short:
             self._counts["tp", kind].add(sent(kind, size, self._ranks), [started, waited])
-            self._exposed += [[started, launched], [waits, waited]][: 1 if math.isnan(waited) else 2]
+            self._exposed.append([started, launched])
+            if not math.isnan(waited):
+                self._exposed.append([waits, waited])
         self._short = []
         comm: dict[str, dict[str, dict[str, float]]] = {}
         for (label, kind), count in sorted(self._counts.items()):
