@@ -212,7 +212,7 @@ class Batches:
     sampler ends the iteration. Use it as a context manager or call :meth:`close`.
     """
 
-    BLOCK_BYTES = 1 << 18  # what a core's own cache holds
+    BLOCK_BYTES = 1 << 20  # handing one over costs little against reading it, and a core's own cache holds it
 
     def __init__(
         self, dataset: TokenDataset | SampleDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
