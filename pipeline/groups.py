@@ -155,7 +155,10 @@ def make_deterministic(config: Config) -> None:
     torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        if config.train.compile:
+            torch.use_deterministic_algorithms(True)
+        else:  # the same but for the compiler's own switch, which takes half a second to import
+            torch.set_deterministic_debug_mode("error")
         # filling costs time, and nothing here reads memory that it has not written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

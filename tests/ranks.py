@@ -22,7 +22,11 @@ from slurm.environment import Place
 
 PEERS_MAY_TAKE_S = 30.0
 """From the first failure of a rank to the answers of the others."""
-PRELOAD = ["torch", "torch.distributed.checkpoint", "pipeline.trainer", "pipeline.evaluator", "tests.ranks"]
+PRELOAD = [
+    "torch", "torch.distributed.checkpoint", "pipeline.trainer", "pipeline.evaluator", "pipeline.pipeline_parallel",
+    "pipeline.health", "torch._dynamo", "torch._inductor", "tests.ranks",
+]  # fmt: skip
+"""What the server imports. The optimizer's first step imports torch._dynamo: in each rank that took half a second."""
 
 
 def _ports() -> Iterator[int]:

@@ -14,8 +14,8 @@ from pipeline.errors import Exit
 from slurm.environment import Place
 from tests.layouts import VOCAB, batches, tiny_config
 from tests.ranks import run_ranks
-from tests.test_exact import digest, interrupted, lines, new_run
-from tests.tiny import make_run
+from tests.test_exact import interrupted, lines, new_run
+from tests.tiny import digest, make_run
 
 STEPS = 5
 PIECE = 999

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
 from slurm import follow
-from tests.tiny import write_config
+from tests.tiny import digest, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
@@ -73,8 +74,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def digest(folder: Path, run: str) -> str:
-    done = submit(folder, "verify", run)
+@cache
+def undisturbed(folder: Path) -> str:
+    """The digest of the finished run in `folder`, by the door for it."""
+    done = submit(folder, "verify", "runs/tiny")
     assert done.returncode == 0, done.stderr
     match = re.fullmatch(r"digest ([0-9a-f]{64})", done.stdout.splitlines()[-1])
     assert match, done.stdout
@@ -250,7 +253,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert not processes_of(run)
     done = submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_where_there_is_no_terminal_progress_is_plain_lines(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +297,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
     assert "recovery.crash: 1" in output, "its budget was one"
     assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
@@ -324,7 +327,7 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> Non
     again = submit(tmp_path, "tiny.yaml")
     assert again.returncode == Exit.USER_ERROR and "was cancelled" in again.stderr
     assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=1").returncode == 0
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_path: Path) -> None:
@@ -369,7 +372,7 @@ def broken_code(folder: Path) -> None:
 def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
     broken_code(tmp_path)
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
     (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
     done = submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout
@@ -390,7 +393,7 @@ def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> No
     run = Run.open(tmp_path / "runs/tiny")
     assert [e["event"] for e in run.read_events()].count("created") == 1
     assert [e["event"] for e in run.read_events("train")].count("started") == 1
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Path) -> None:
@@ -408,7 +411,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     assert process.returncode == Exit.CRASHED and "resume runs/tiny" in output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Path) -> None:
@@ -421,7 +424,7 @@ def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Pa
     done = submit(tmp_path, "tiny.yaml")  # joins the training that goes on, or finds it done
     assert done.returncode == 0, done.stdout + done.stderr
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
@@ -433,7 +436,7 @@ def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: 
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=60)
     assert by_hand.returncode == Exit.USER_ERROR and "already running (pid" in by_hand.stderr
     assert process.wait(120) == 0
-    assert digest(tmp_path, "runs/tiny") == digest(finished, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 def test_a_lone_process_does_every_stage_without_submitit(tmp_path: Path) -> None:

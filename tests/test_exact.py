@@ -25,7 +25,7 @@ from pipeline.files import append_line, read_jsonl
 from pipeline.order import sample_indices
 from pipeline.run import Run
 from tests.ranks import Ranks, run_ranks
-from tests.tiny import make_run, stage_rank
+from tests.tiny import digest, make_run, stage_rank
 
 STEPS = 60
 
@@ -37,20 +37,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new_run(folder: Path, name: str, data: Path, *more: str) -> Run:
     return make_run(folder, name, (f"train.steps={STEPS}", *more), data)
-
-
-def digest(run: Run) -> str:
-    """What `verify` prints: computed in a forked process, so that this one never uses autograd."""
-    return str(run_ranks(1, _digest, run.path)[0])
-
-
-def _digest(place: Any, path: Path) -> str:
-    from pipeline import checkpoint, checkpoint_files
-
-    folder = Run.open(path).checkpoints
-    newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])
-    checkpoint_files.check_files(newest, checkpoint_files.read_manifest(newest))
-    return checkpoint.digest(newest)
 
 
 def lines(run: Run) -> list[tuple[int, float, float, float, int]]:
@@ -74,7 +60,7 @@ def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
     while time.monotonic() < deadline:
         if len(lines(run)) >= step or not any(p.is_alive() for p in ranks.processes):
             return
-        time.sleep(0.002)
+        time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached")
 
 

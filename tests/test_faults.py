@@ -21,13 +21,29 @@ from pipeline.config_file import load_config
 from pipeline.errors import Exit, storage_error
 from pipeline.run import CODE_ROOT, Run
 from tests.ranks import Ranks, run_ranks
-from tests.test_exact import STEPS, digest, interrupted, lines, new_run
-from tests.tiny import make_run, stage_rank, write_config
+from tests.test_exact import STEPS, interrupted, lines, new_run
+from tests.tiny import digest, make_run, stage_rank, write_config
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
+    """Digest and metrics of a run that nothing disturbed."""
+    run = new_run(tmp_path_factory.mktemp("calm"), "calm", data)
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    return digest(run), lines(run)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+    """A run that was stopped in its middle."""
+    run = new_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
+    interrupted(run, 2, signal.SIGTERM, 25, [0])
+    return run
 
 
 def door_rank(place: Any, path: Path, stage: str) -> tuple[int, str]:
@@ -80,11 +96,10 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest", "metadata"])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(tmp_path: Path, data: Path, damage: str) -> None:
-    calm = new_run(tmp_path, "calm", data)
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
-    run = new_run(tmp_path, "damaged", data)
-    interrupted(run, 2, signal.SIGTERM, 25, [0])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
+    tmp_path: Path, stopped: Run, calm: tuple[str, list[Any]], damage: str
+) -> None:
+    run = Run(shutil.copytree(stopped.path, tmp_path / "damaged", symlinks=True))
     newest, before = saved_steps(run.checkpoints)[:2]
     folder = run.checkpoints / step_name(newest)
     victim = {"manifest": folder / "manifest.json", "metadata": folder / ".metadata"}.get(
@@ -102,7 +117,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(tmp_path: Pa
     assert victim.name in next(e["reason"] for e in events if e["event"] == "damaged")
     assert [e["step"] for e in events if e["event"] == "restored"] == [before]
     assert (run.checkpoints / f"damaged-{step_name(newest)}").is_dir(), "set aside, not removed"
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert (digest(run), lines(run)) == calm
 
 
 def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, data: Path) -> None:
@@ -119,10 +134,8 @@ def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
-    tmp_path: Path, data: Path, small_disk: Path, mode: str
+    tmp_path: Path, data: Path, small_disk: Path, calm: tuple[str, list[Any]], mode: str
 ) -> None:
-    calm = new_run(tmp_path, "calm", data)
-    run_ranks(2, stage_rank, calm.path, "train")
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
@@ -139,7 +152,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     assert newest_step(run.checkpoints) == saved
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert (digest(run), lines(run)) == calm
 
 
 def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) -> None:

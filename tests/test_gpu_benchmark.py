@@ -20,7 +20,10 @@ SMALL = (
 RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "train.compile=false")
 
 
-@pytest.mark.parametrize("options", [(), RECOMPUTED], ids=["as it comes: compiled, selective", "recomputed"])
+AS_IT_COMES = pytest.param((), id="as it comes: compiled, selective", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("options", [AS_IT_COMES, pytest.param(RECOMPUTED, id="recomputed")])
 def test_one_measurement(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--steps", "3", "--one", "configs/lm-8b.yaml", *SMALL, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

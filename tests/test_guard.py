@@ -25,8 +25,8 @@ from pipeline.run import Run
 from pipeline.watchdog import blame
 from slurm.environment import Place
 from tests.ranks import Ranks, run_ranks
-from tests.test_exact import digest, lines, new_run
-from tests.tiny import make_run, stage_rank
+from tests.test_exact import lines, new_run
+from tests.tiny import digest, make_run, stage_rank
 
 QUICKSTART = Path(__file__).parent.parent / "configs/quickstart.yaml"
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
@@ -254,7 +254,7 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
     try:
         if what == "file system":
             real = Path.read_bytes
-            Path.read_bytes = lambda self: real(self)[:-1] + b"?"  # type: ignore[method-assign]
+            Path.read_bytes = lambda self: real(self)[::-1]  # type: ignore[method-assign]
             health.check_alone(run, place, torch.device("cpu"))
         elif what == "device":
             torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]

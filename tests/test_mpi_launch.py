@@ -23,7 +23,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.mpi import mpirun, processes_with, wait_until_gone
 from tests.ranks import run_ranks
-from tests.tiny import make_run, stage_rank
+from tests.tiny import digest, make_run, stage_rank
 
 pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture()
@@ -44,11 +44,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = make_run(tmp_path_factory.mktemp("gloo"))
     assert run_ranks(2, stage_rank, run.path, "train") == [0, 0]
     return run
-
-
-def digest(run: Run) -> str:
-    command = [sys.executable, "-m", "pipeline", "verify", str(run.path)]
-    return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=60).stdout.splitlines()[-1]
 
 
 def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:

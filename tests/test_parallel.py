@@ -19,8 +19,8 @@ from pipeline.errors import Exit
 from slurm.environment import Place
 from tests.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.ranks import run_ranks
-from tests.test_exact import digest, interrupted, lines, new_run
-from tests.tiny import make_run, stage_rank
+from tests.test_exact import interrupted, lines, new_run
+from tests.tiny import digest, make_run, stage_rank
 
 pytestmark = pytest.mark.timeout(1000)
 
@@ -245,7 +245,7 @@ def check_moves(results: list[Any], steps: int) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5), f"layout {number}"
 
 
-@pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("model", [pytest.param({}, marks=pytest.mark.long), TIED], ids=["untied", "tied"])
 def test_checkpoints_move_from_layout_to_layout(tmp_path: Path, model: dict[str, Any]) -> None:
     """Each layout takes what the one before it saved, the first the last one's: a chain through all eight.
 

@@ -25,11 +25,13 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.needs import lacking
 from tests.test_doors import broken_code
-from tests.tiny import write_config
+from tests.tiny import digest, write_config
 
 cluster = cluster_fixture(grace=5)
 
 pytestmark = pytest.mark.timeout(900)
+
+NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
 
 
 def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,17 +60,13 @@ def job_of(run: Path, stage: str) -> str:
     return str([e for e in Run.open(run).read_events(stage) if e["event"] == "submitted"][-1]["job_id"])
 
 
-def digest(cluster: Cluster, folder: Path, run: str) -> str:
-    return submit(cluster, folder, "verify", run).stdout.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that went through undisturbed on four nodes with two ranks each."""
+    """A folder with a run that went through undisturbed on four nodes."""
     folder = tmp_path_factory.mktemp("calm")
     write_config(folder, steps=40)
     started = time.monotonic()
-    done = submit(cluster, folder, "tiny.yaml", "stages.train.nodes=4", "stages.evaluate.nodes=2")
+    done = submit(cluster, folder, "tiny.yaml", *NODES)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^\w+ +job \d+", done.stdout, re.M)) == 5, done.stdout
     assert time.monotonic() - started < 20 and not evaluated(folder / "runs/tiny"), "submitting does not wait"
@@ -81,11 +79,11 @@ def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
     run = calm / "runs/tiny"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
-    assert started["ranks"] == 8
-    assert len(list((run / "jobs/train").glob("rank-*.log"))) == 8
+    assert started["ranks"] == 4
+    assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
     status = submit(cluster, calm, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
-    again = submit(cluster, calm, "tiny.yaml", "stages.train.nodes=4", "stages.evaluate.nodes=2")
+    again = submit(cluster, calm, "tiny.yaml", *NODES)
     assert len(re.findall(r"^\w+ +done", again.stdout, re.M)) == 4, again.stdout
 
 
@@ -153,9 +151,6 @@ def slow(folder: Path, calm: Path, name: str) -> Path:
     return path
 
 
-NODES = ("stages.train.nodes=4", "stages.evaluate.nodes=2")
-
-
 def slow_down(run: Path) -> None:
     """Half a second more per step, in the run's own copy of the code: time enough to be preempted."""
     path = run / "code/pipeline/trainer.py"
@@ -188,7 +183,7 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
     assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    assert digest(cluster, tmp_path, "runs/low") == digest(cluster, calm, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/low")) == digest(Run(calm / "runs/tiny"))
 
 
 def test_a_plain_scancel_stays_cancelled(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
@@ -268,7 +263,7 @@ def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
     tmp_path: Path, calm: Path, cluster: Cluster
 ) -> None:
     run = prepared(tmp_path, slow(tmp_path, calm, "template"))
-    options = ["-N4", "--ntasks-per-node=2", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
+    options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
     sbatch(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt(cluster)
@@ -276,7 +271,7 @@ def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
     wait_for("the end", lambda: "done" in events(run, "train"), 120)
     told = [(e["by"], e["cause"]) for e in Run.open(run).read_events("train") if e["event"] == "stopping"]
     assert told == [("SIGUSR1", "preempted")]
-    assert digest(cluster, tmp_path, "runs/template") == digest(cluster, calm, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/template")) == digest(Run(calm / "runs/tiny"))
 
 
 def test_templates_are_clean_shell() -> None:

@@ -23,6 +23,7 @@ cluster = cluster_fixture()
 
 pytestmark = pytest.mark.timeout(300)
 
+TENSOR = ("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0", "train.micro_batch=4")
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
@@ -101,7 +102,7 @@ def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, clus
 
 
 def test_ranks_that_are_dealt_out_one_by_one_by_hand_are_refused(tmp_path: Path, cluster: Cluster) -> None:
-    run = make_run(tmp_path, overrides=("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0"))
+    run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR))
     command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
     done = inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
     assert done.returncode != 0 and "--distribution=block" in done.stderr and "Traceback" not in done.stderr

@@ -21,8 +21,8 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.test_doors import Terminal
-from tests.test_slurm import digest, events, job_of, sbatch, slow_down, submit, wait_for
-from tests.tiny import write_config
+from tests.test_slurm import events, job_of, sbatch, slow_down, submit, wait_for
+from tests.tiny import digest, write_config
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
 
@@ -153,7 +153,7 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     assert re.search(r"train +running +\d+ +n\S*\d", table.text) and re.search(r"train +done", table.text)
     assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
     for name in runs:
-        assert digest(cluster, tmp_path, f"runs/{name}") == digest(cluster, calm, "runs/tiny")
+        assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
     first, second = (a for a in attempts_of(Run.open(runs["left"])) if a.stage == "train")
     assert first.cause != "done" == second.cause and second.parts["queue"] > 4, "it waits 6 s after a requeue"
     assert sum(sum(a.parts.values()) for a in (first, second)) == pytest.approx(second.end - first.begin)
@@ -174,7 +174,7 @@ def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Clu
     assert "resume runs/broken" in status
     assert submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
     wait_for("the end", lambda: "done" in events(run, "evaluate"))
-    assert digest(cluster, tmp_path, "runs/broken") == digest(cluster, calm, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/broken")) == digest(Run(calm / "runs/tiny"))
 
 
 def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, mon
     wait_for("its end", lambda: "done" in events(run, "train") or cluster.job_state(job) == "FAILED")
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
-    assert digest(cluster, tmp_path, "runs/torchrun") == digest(cluster, calm, "runs/tiny"), "the same layout"
+    assert digest(Run(tmp_path / "runs/torchrun")) == digest(Run(calm / "runs/tiny")), "the same layout"
 
 
 def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster: Cluster, tmp_path: Path) -> None:

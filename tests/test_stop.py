@@ -18,8 +18,7 @@ from pipeline.stop import SaveRequest
 from slurm.environment import Place
 from tests.layouts import tiny_config
 from tests.ranks import run_ranks
-from tests.test_exact import digest
-from tests.tiny import make_run, stage_rank
+from tests.tiny import digest, make_run, stage_rank
 
 SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
     # signals by rank, seconds left by rank, ranks that want a save; what all must know: reason, save, too late

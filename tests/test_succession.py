@@ -14,8 +14,8 @@ from pipeline.sweep import points
 from slurm.exclusion import remember_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.test_slurm import digest, evaluated, events, job_of, preempt, prepared, submit, wait_for
-from tests.tiny import write_config
+from tests.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for
+from tests.tiny import digest, write_config
 
 cluster = cluster_fixture(grace=5, preempt="CANCEL")
 
@@ -60,7 +60,7 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     heirs = [e for e in Run.open(run).read_events("train") if e["event"] == "submitted"]
     assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    assert digest(cluster, tmp_path, "runs/tiny") == digest(cluster, calm, "runs/tiny")
+    assert digest(Run(tmp_path / "runs/tiny")) == digest(Run(calm / "runs/tiny"))
 
 
 def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

@@ -24,8 +24,8 @@ from slurm.report import attempts_of
 from slurm.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.test_slurm import digest, events, slow_down, submit, wait_for
-from tests.tiny import make_run, write_config
+from tests.test_slurm import events, slow_down, submit, wait_for
+from tests.tiny import digest, make_run, write_config
 
 cluster = cluster_fixture(grace=1)
 
@@ -149,7 +149,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     alone = swept(tmp_path / "alone", data)
     assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
     for here, there in zip(points(alone), found, strict=True):
-        assert digest(cluster, tmp_path, str(here.path)) == digest(cluster, tmp_path, str(there.path))
+        assert digest(here) == digest(there)
 
 
 def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, cluster: Cluster) -> None:

@@ -14,8 +14,8 @@ from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
 from tests.ranks import run_ranks
-from tests.test_exact import digest, interrupted, lines, new_run
-from tests.tiny import make_run, stage_rank
+from tests.test_exact import interrupted, lines, new_run
+from tests.tiny import digest, make_run, stage_rank
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from pipeline.user_model import find, found_for
 from slurm.environment import Place
 from tests.layouts import saved_again_rank
 from tests.ranks import place, run_ranks
-from tests.test_exact import digest, interrupted, lines
-from tests.tiny import HarmlessFlag, stage_rank
+from tests.test_exact import interrupted, lines
+from tests.tiny import HarmlessFlag, digest, stage_rank
 
 VIT = """\
 run: {{name: {name}, root: {folder}/runs, seed: 3}}

@@ -23,7 +23,7 @@ from pipeline.run import CODE_ROOT, Run
 from slurm.recovery import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
-from tests.tiny import write_config
+from tests.tiny import digest, write_config
 
 STEPS_PER_FAULT = 22
 SLOW_S = "0.15"
@@ -175,11 +175,6 @@ class Story:
     def decisions(self) -> list[dict[str, Any]]:
         """The steps that were left out."""
         return list(read_jsonl(self.run.decisions))
-
-
-def digest(run: Run) -> str:
-    """The digest of the newest checkpoint, as `verify` prints it."""
-    return submit(None, run.path.parent, "verify", str(run.path)).splitlines()[-1]
 
 
 def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> str:

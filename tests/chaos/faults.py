@@ -68,7 +68,7 @@ class Scene:
         while not happened():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} did not happen within {timeout:.0f} s")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def runs(self) -> bool:
         """Whether Slurm has the training's job running; it is SIGNALING for a moment while it is told of its end."""
