@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import Config
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm.environment import Place
+from tests.layouts import tiny_config
 from tests.ranks import run_ranks
 from tests.test_exact import interrupted, lines, new_run
 from tests.tiny import digest, make_run, stage_rank
@@ -147,3 +149,23 @@ def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> Non
         assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {Exit.DONE}
     for ours, theirs in zip(lines(compiled), lines(plain), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool, bool]]:
+    """Whether torch, and whether its compiler, may only do what gives the same bits again, under each config."""
+    import torch
+    from torch._inductor import config as compiler
+
+    from pipeline import groups
+
+    found = []
+    for config in configs:
+        groups.make_deterministic(config)
+        found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic)))
+    return found
+
+
+def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
+    ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
+    found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
+    assert found == [(False, False), (True, False), (True, True)]
