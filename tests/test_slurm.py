@@ -88,13 +88,14 @@ def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_quickstart_itself_on_four_nodes(tmp_path: Path, cluster: Cluster) -> None:
     """Its 200 steps by eight ranks, two samples each: as good as on two."""
     run = tmp_path / "runs/quickstart"
     places = ("stages.train.nodes=4", "stages.evaluate.nodes=4", "train.micro_batch=2")
     done = submit(cluster, tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), f"run.root={run.parent}", *places)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_for("the end", lambda: "done" in events(run, "evaluate"), 840)
+    wait_for("the end", lambda: "done" in events(run, "evaluate"), 3000)
     result = json.loads((run / "evaluation/step-00000200.json").read_text())
     assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
     assert f"{result['bits_per_byte']:.3f} bits per byte" in submit(cluster, tmp_path, "report", str(run)).stdout
