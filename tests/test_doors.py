@@ -29,7 +29,7 @@ from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
 from slurm import follow
-from tests.tiny import digest, write_config
+from tests.tiny import digest, slowed, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
@@ -236,10 +236,7 @@ def change(path: Path, old: str, new: str) -> None:
 
 def slowed_run(folder: Path, finished: Path, *overrides: str) -> Path:
     """The run of `shared_config`; a step takes a tenth of a second more: it still trains when something comes to it."""
-    run = Run.create(load_config(shared_config(folder, finished), overrides)).path
-    anchor = "        lr = learning_rate("
-    change(run / "code/pipeline/trainer.py", anchor, f"        time.sleep(0.1)\n{anchor}")
-    return run
+    return slowed(Run.create(load_config(shared_config(folder, finished), overrides)), 0.1).path
 
 
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:

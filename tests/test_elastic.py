@@ -13,7 +13,7 @@ from pipeline.run import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import events, submit, wait_for
-from tests.tiny import write_config
+from tests.tiny import slowed, write_config
 
 cluster = cluster_fixture(grace=5)
 
@@ -47,9 +47,7 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(config, ELASTIC))
     run.data.rmdir()
     run.data.symlink_to(calm.data)
-    trainer = run.code / "pipeline/trainer.py"
-    anchor = "        lr = learning_rate("
-    trainer.write_text(trainer.read_text().replace(anchor, f"        time.sleep(0.5)\n{anchor}", 1))
+    slowed(run)
     done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert done.returncode == 0, done.stdout + done.stderr
 

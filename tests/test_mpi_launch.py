@@ -23,7 +23,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.mpi import mpirun, processes_with, wait_until_gone
 from tests.ranks import run_ranks
-from tests.tiny import digest, make_run, stage_rank
+from tests.tiny import digest, make_run, slowed, stage_rank
 
 pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture()
@@ -67,13 +67,6 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
     assert not wait_until_gone(str(run.path), 5)
-
-
-def slowed(run: Run, seconds: float) -> Run:
-    """The run, each step of it longer: time for a stop to fall into it."""
-    trainer, line = run.code / "pipeline/trainer.py", "        lr = learning_rate("
-    trainer.write_text(trainer.read_text().replace(line, f"        time.sleep({seconds})\n{line}", 1))
-    return run
 
 
 def wait_for_step(run: Run, step: int, still_runs: Callable[[], bool]) -> None:

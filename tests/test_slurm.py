@@ -25,7 +25,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.needs import lacking
 from tests.test_doors import broken_code
-from tests.tiny import digest, write_config
+from tests.tiny import digest, slowed, write_config
 
 cluster = cluster_fixture(grace=5)
 
@@ -152,22 +152,11 @@ def slow(folder: Path, calm: Path, name: str) -> Path:
     return path
 
 
-def slow_down(run: Path) -> None:
-    """Half a second more per step, in the run's own copy of the code: time enough to be preempted."""
-    path = run / "code/pipeline/trainer.py"
-    text = path.read_text()
-    path.write_text(
-        text.replace("        lr = learning_rate(", "        time.sleep(0.5)\n        lr = learning_rate(", 1)
-    )
-
-
 def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
     """The run of a config, made and slowed down before anything is submitted."""
     from pipeline.config_file import load_config
 
-    run = Run.create(load_config(config, overrides))
-    slow_down(run.path)
-    return run.path
+    return slowed(Run.create(load_config(config, overrides))).path
 
 
 def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(

@@ -15,7 +15,7 @@ from tests.cluster.fixture import cluster_fixture
 from tests.layouts import saved_again_rank
 from tests.ranks import run_ranks
 from tests.test_slurm import events, submit, wait_for
-from tests.tiny import digest, write_config
+from tests.tiny import digest, slowed, write_config
 
 cluster = cluster_fixture(grace=5)
 
@@ -40,9 +40,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     run = Run.create(load_config(config, LAYOUT))
     run.data.rmdir()
     run.data.symlink_to(calm.data)
-    trainer = run.code / "pipeline/trainer.py"
-    anchor = "        lr = learning_rate("
-    trainer.write_text(trainer.read_text().replace(anchor, f"        time.sleep(0.5)\n{anchor}", 1))
+    slowed(run)
 
     def reached(step: int) -> bool:
         return len(list(read_jsonl(run.metrics))) >= step

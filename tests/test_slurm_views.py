@@ -21,8 +21,8 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.test_doors import Terminal
-from tests.test_slurm import events, job_of, sbatch, slow_down, submit, wait_for
-from tests.tiny import digest, write_config
+from tests.test_slurm import events, job_of, sbatch, submit, wait_for
+from tests.tiny import digest, slowed, write_config
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
 
@@ -56,7 +56,7 @@ def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) 
     run.data.rmdir()
     subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data)], check=True, timeout=20)
     if slowly:
-        slow_down(run.path)
+        slowed(run)
     return run.path
 
 

@@ -24,8 +24,8 @@ from slurm.report import attempts_of
 from slurm.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.test_slurm import events, slow_down, submit, wait_for
-from tests.tiny import digest, make_run, write_config
+from tests.test_slurm import events, submit, wait_for
+from tests.tiny import digest, make_run, slowed, write_config
 
 cluster = cluster_fixture(grace=1)
 
@@ -113,8 +113,7 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
 
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    run = swept(tmp_path, data)
-    slow_down(run.path)
+    run = slowed(swept(tmp_path, data))
     dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):

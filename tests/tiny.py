@@ -73,6 +73,15 @@ def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | N
     return int(load(stage).main(Run.open(path), where, options or {}, StopFlag().install()))
 
 
+def slowed(run: Run, seconds: float = 0.5) -> Run:
+    """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
+    trainer, line = run.code / "pipeline/trainer.py", "        lr = learning_rate("
+    text = trainer.read_text()
+    assert text.count(line) == 1, "the trainer has changed"
+    trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
+    return run
+
+
 def digest(run: Run) -> str:
     """What `verify` prints of the newest checkpoint, its files checked: by a forked rank, in a tenth of a second."""
     return str(run_ranks(1, _digest, run.path)[0])
