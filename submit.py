@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from pipeline.errors import Exit, UserError, storage_error
+from pipeline.base.errors import Exit, UserError, storage_error
 
 
 class SubmitByDefault(TyperGroup):
@@ -65,15 +65,15 @@ def submit(
     ] = Executor.AUTO,
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
-    from pipeline.config_file import load_config
+    from pipeline.config.read import load_config
 
     loaded = load_config(config, overrides or ())
     if dry_run:
-        from slurm.plan import print_plan
+        from slurm.submit.dry_run import print_plan
 
         print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
-    from pipeline.run import Run
+    from pipeline.run.directory import Run
 
     chosen = _choose(executor)
     _go(Run.create(loaded), chosen, again=False)
@@ -88,9 +88,10 @@ def resume(
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
     enlarge train.steps."""
-    from pipeline.run import Run
-    from pipeline.sweep import points
-    from slurm.cluster import cancel_jobs, running
+    from pipeline.run.directory import Run
+    from pipeline.run.points import points
+    from slurm.query.jobs import running
+    from slurm.submit.chain import cancel_jobs
 
     opened = Run.open(run)
     chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
@@ -114,10 +115,10 @@ def resume(
 
 def _where_it_was(run: Any) -> Executor:
     """Where a run goes on by itself. Raises UserError where that was an allocation, and this is a login node."""
-    from pipeline.sweep import points
-    from slurm.cluster import uses_slurm
-    from slurm.environment import in_allocation
-    from slurm.states import slurm_answers
+    from pipeline.base.place import in_allocation
+    from pipeline.run.points import points
+    from slurm.query.jobs import uses_slurm
+    from slurm.query.states import slurm_answers
 
     if uses_slurm(run):
         return Executor.SLURM
@@ -135,8 +136,8 @@ def _where_it_was(run: Any) -> Executor:
 
 def _choose(executor: Executor) -> Executor:
     """What `auto` means here. Raises UserError where the executor that was asked for cannot work."""
-    from slurm.environment import in_allocation
-    from slurm.states import slurm_answers
+    from pipeline.base.place import in_allocation
+    from slurm.query.states import slurm_answers
 
     inside = in_allocation(os.environ)
     if executor == Executor.AUTO:
@@ -151,11 +152,11 @@ def _choose(executor: Executor) -> Executor:
 def _go(run: Any, executor: Executor, *, again: bool) -> None:
     console.print(f"run {run.name}", highlight=False, soft_wrap=True)
     if executor == Executor.SLURM:
-        from slurm.cluster import submit_chain
+        from slurm.submit.chain import submit_chain
 
         raise typer.Exit(submit_chain(run, console, again=again))
-    from slurm.chain import run_chain
-    from slurm.report import outcome
+    from slurm.show.report import outcome
+    from slurm.submit.here import run_chain
 
     code = run_chain(run, console)
     if code == Exit.DONE:
@@ -168,8 +169,8 @@ def status(
     run: RunPath, live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False
 ) -> None:
     """Show the stages of a run and how they stand."""
-    from pipeline.run import Run
-    from slurm.status import print_status, watch
+    from pipeline.run.directory import Run
+    from slurm.show.status import print_status, watch
 
     (watch if live else print_status)(Run.open(run), console)
 
@@ -177,8 +178,8 @@ def status(
 @app.command()
 def report(run: RunPath) -> None:
     """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
-    from pipeline.run import Run
-    from slurm.report import print_report
+    from pipeline.run.directory import Run
+    from slurm.show.report import print_report
 
     print_report(Run.open(run), console)
 
@@ -191,9 +192,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the stage has ended")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
-    from pipeline.run import Run
-    from pipeline.stages import load
-    from slurm.logs import show
+    from pipeline.run.directory import Run
+    from pipeline.run.stages import load
+    from slurm.show.logs import show
 
     load(stage)
     show(Run.open(run), stage, rank, follow)
@@ -202,11 +203,11 @@ def logs(
 @app.command()
 def cancel(run: RunPath) -> None:
     """End a run: what runs saves and leaves, nothing starts again until `resume`."""
-    from pipeline.run import Run
-    from pipeline.stages import STAGES
-    from pipeline.sweep import points
-    from slurm.chain import ask_to_stop
-    from slurm.cluster import cancel_jobs
+    from pipeline.run.directory import Run
+    from pipeline.run.points import points
+    from pipeline.run.stages import STAGES
+    from slurm.submit.chain import cancel_jobs
+    from slurm.submit.here import ask_to_stop
 
     opened = Run.open(run)
     everyone = (opened, *points(opened))
@@ -229,7 +230,7 @@ def verify(
     run: RunPath, step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
-    from pipeline.run import Run
+    from pipeline.run.directory import Run
 
     opened = Run.open(run)
     raise _child(opened.code, "verify", str(opened.path), *(["--step", step] if step else []))
@@ -237,7 +238,7 @@ def verify(
 
 def _child(code: Path, *arguments: str) -> typer.Exit:
     """Run `python -m pipeline` with the code in a folder; it may import torch."""
-    from slurm.launch import with_code
+    from pipeline.run.code import with_code
 
     command = [sys.executable, "-m", "pipeline", *arguments]
     return typer.Exit(subprocess.run(command, env=with_code(os.environ, code)).returncode)
@@ -256,8 +257,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what this cluster offers and what of it Sluice will use or lacks."""
-    from pipeline.config_file import load_site
-    from slurm.doctor import examine, print_findings
+    from pipeline.config.read import load_site
+    from slurm.show.doctor import examine, print_findings
 
     print_findings(examine(folder, check_nodes, load_site(site)), console)
 
@@ -273,7 +274,7 @@ def plan(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
-    from pipeline.config_file import schema_text
+    from pipeline.config.read import schema_text
 
     sys.stdout.write(schema_text())
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
-from slurm.environment import Place
+from pipeline.base.place import Place
 from tests.ranks import run_ranks
 
 EVERY = 8
@@ -26,11 +26,11 @@ SKIP = 4
 
 def train(place: Place, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
     """Seconds per step, and seconds in which the trainer was inside `save`, per save."""
-    from data_prep.manifest import load_manifest
-    from pipeline import groups
-    from pipeline.run import Run
-    from pipeline.signals import StopFlag
-    from pipeline.trainer import Trainer
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.data.manifest import load_manifest
+    from pipeline.run.directory import Run
+    from pipeline.train.trainer import Trainer
 
     run = Run.open(run_path)
     groups.make_deterministic(run.config)

@@ -1,6 +1,6 @@
 """Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
 Then the same step for each gradient hook, with what it sends, and the best of all for this machine. And what it costs
-to measure communication (pipeline/communication.py).
+to measure communication (pipeline/comm/meter.py).
 
     python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md, hooks.md and meter.md
     python -m benchmarks.comm hooks [ranks …]   # one of the three only: hooks, backends or meter
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from slurm.environment import Place
+from pipeline.base.place import Place
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
@@ -137,11 +137,12 @@ def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
     import torch.distributed._functional_collectives as functional
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline import communication, groups
-    from pipeline.config_file import load_config
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.task import Task
+    from pipeline.comm import groups
+    from pipeline.comm import meter as communication
+    from pipeline.config.layout import layout_of
+    from pipeline.config.read import load_config
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
 
     wait, found = dist.Work.wait, {}
     inside, depth = 0.0, 0
@@ -220,7 +221,7 @@ def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
 
 def run(ranks: int, what: str) -> Any:
     """Start the ranks; rank 0's findings."""
-    from slurm.mpi_launch import mpirun_command
+    from slurm.supervise.mpi_launch import mpirun_command
 
     command, environment = mpirun_command(ranks)
     done = subprocess.run(
@@ -240,14 +241,14 @@ def rank_main(only_hooks: bool) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline import mpi
-    from pipeline.communication import Meter
-    from pipeline.compression import GradientHook
-    from pipeline.config import ModelConfig
-    from pipeline.config_communication import HookConfig
-    from pipeline.model import Decoder
-    from pipeline.mpi_engine import Lane
-    from slurm.environment import identify
+    from pipeline.base.place import identify
+    from pipeline.comm.meter import Meter
+    from pipeline.config.parallel import HookConfig
+    from pipeline.config.sections import ModelConfig
+    from pipeline.model.decoder import Decoder
+    from pipeline.mpi import start as mpi
+    from pipeline.mpi.lane import Lane
+    from pipeline.parallel.compression import GradientHook
 
     torch.set_num_threads(1)
     mpi.start(identify(os.environ), timedelta(minutes=5))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from benchmarks.trainer import ROOT, make_run
-from pipeline.files import read_jsonl
-from pipeline.run import Run
+from pipeline.base.files import read_jsonl
+from pipeline.run.directory import Run
 
 STEPS = 200
 VARIANTS: dict[str, tuple[int, str]] = {

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --configs configs/lm-1b.yaml --steps 20
     python -m benchmarks.gpu --one configs/lm-1b.yaml train.micro_batch=8      one measurement, as JSON
 
-It drives pipeline/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank), four
-micro-batches a step. Every row is a process of its own, so that one that runs out of memory takes nothing along.
+It drives pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank),
+four micro-batches a step. Every row is a process of its own, so that one that runs out of memory takes nothing along.
 
 The first lines printed, and those above the table, define MFU and name the bar.
 """
@@ -30,7 +30,7 @@ PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "A100": 312.0, "L40
 DEFINITION = """\
 MFU (model FLOP utilisation): 6 N + 12 L H Q T operations per token, times tokens/s, over the GPU's dense bf16
 peak. N: all parameters, the embedding too; L layers, H heads of width Q, T tokens of context; no discount for the
-causal mask, nothing for what is recomputed (pipeline/model.py, `flops_per_token`). The bar: 57.8 % for
+causal mask, nothing for what is recomputed (pipeline/model/decoder.py, `flops_per_token`). The bar: 57.8 % for
 configs/lm-8b.yaml (8.03 billion parameters) on one H200, 10,471 tokens/s; the aim: 65 %."""
 ACCUMULATE = 4
 ALONE = (
@@ -63,14 +63,14 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     """One measurement in this process, on the GPU or, where there is none, the CPU."""
     import torch
 
-    from pipeline import groups
-    from pipeline.config_file import load_config
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.model import flops_per_token
-    from pipeline.optimizer import set_learning_rate
-    from pipeline.task import Task
-    from slurm.environment import identify
+    from pipeline.base.place import identify
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.config.read import load_config
+    from pipeline.model.decoder import flops_per_token
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
+    from pipeline.train.optimizer import set_learning_rate
 
     micro = load_config(Path(config_file), [*ALONE, *overrides, "train.global_batch=64"]).train.micro_batch
     config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={ACCUMULATE * micro}"])

@@ -29,8 +29,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.table import write_table
-from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
-from pipeline.order import sample_indices
+from pipeline.data.order import sample_indices
+from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 
 SAMPLES, LENGTH, SHARDS, BATCH = 20_480, 2_048, 8, 8
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ import argparse
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.config import Config
-from pipeline.config_file import config_from_mapping
-from slurm.environment import Place
+from pipeline.base.place import Place
+from pipeline.config.read import config_from_mapping
+from pipeline.config.sections import Config
 from tests.ranks import run_ranks
 
 VOCAB = 8192
@@ -53,10 +53,10 @@ def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from pipeline import groups
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.task import Task
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
 
     groups.make_deterministic(config)
     world = groups.join(place, config)

@@ -3,9 +3,9 @@
     python -m benchmarks.recovery [--steps 1600] [--requeues 6]      (the second part: root, Debian's Slurm)
 
 Agreement: two ranks take steps of about 50 ms (matrix products, all-reduces of gradients and loss); in half of them,
-drawn at random, ranks ask themselves whether to raise a hand and look whether anybody did (pipeline/stop.py). Medians
-of all steps, and of quarters of the run; the CPU time of that alone; and the time of a step in which a hand is up.
-Target: below 0.5 % of a step.
+drawn at random, ranks ask themselves whether to raise a hand and look whether anybody did
+(pipeline/resilience/stop.py). Medians of all steps, and of quarters of the run; the CPU time of that alone; and the
+time of a step in which a hand is up. Target: below 0.5 % of a step.
 
 Requeue: a tiny training on the test cluster (4 nodes × 1 rank) is preempted again and again; the parts are read from
 events.jsonl, where every user finds them too (`ready` has `startup_s`).
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.files import read_jsonl
-from pipeline.run import Run
-from slurm.environment import Place
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.run.directory import Run
 from tests.chaos import faults
 from tests.chaos.driver import Story, small_disk
 from tests.cluster import Cluster, Options
@@ -44,9 +44,9 @@ def agree(where: Place, steps: int) -> tuple[list[float], list[float], list[floa
     import torch
     import torch.distributed as dist
 
-    from pipeline import groups
-    from pipeline.signals import StopFlag
-    from pipeline.stop import Agreement
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.resilience.stop import Agreement
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", where.master_port, where.world_size, where.rank == 0)

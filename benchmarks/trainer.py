@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def parent(folder: Path, steps: int, pairs: int) -> None:
-    from slurm.launch import free_listener
+    from slurm.supervise.launch import free_listener
 
     data = make_run(folder, "data", steps)
     results: dict[str, list[dict[str, float]]] = {"sluice": [], "bare": []}
@@ -59,7 +59,7 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
             with free_listener(2) as listener:
                 port = listener.getsockname()[1]
                 for rank in range(2):
-                    from slurm.environment import local_environment
+                    from pipeline.base.place import local_environment
 
                     place = local_environment(rank, 2, 2, "127.0.0.1", port, listener.fileno() if rank == 0 else None)
                     children.append(
@@ -106,16 +106,16 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
     header = ["figure", "Sluice", "bare DDP loop", "ratio (median of pairs)", "spread", "target"]
     note = (
         f"Quickstart model, 2 ranks on Gloo, {steps} steps, {pairs} interleaved pairs. Both use the model of "
-        "pipeline/model.py and so import pipeline/config.py. Sluice starts faster because it imports with the garbage "
-        "collector off."
+        "pipeline/model/decoder.py and so import pipeline/config/sections.py. Sluice starts faster because it "
+        "imports with the garbage collector off."
     )
     write_table("trainer", "The trainer against a bare DDP loop", note, header, rows)
 
 
 def make_run(folder: Path, name: str, steps: int, data: Path | None = None, more: Sequence[str] = ()) -> Path:
     """A run of the quickstart with `steps` steps; `data`: another run whose shards it shares."""
-    from pipeline.config_file import load_config
-    from pipeline.run import Run
+    from pipeline.config.read import load_config
+    from pipeline.run.directory import Run
 
     overrides = [f"run.root={folder}", f"run.name={name}", f"train.steps={steps}", *more]
     run = Run.create(load_config(ROOT / "configs/quickstart.yaml", overrides))
@@ -138,13 +138,13 @@ def sluice(run: Path, steps: int) -> None:
     """The rank's own door, noting the clock after each step."""
     started = time.time()
     from pipeline import __main__ as door
-    from pipeline import stages
+    from pipeline.run import stages
 
     marks: list[float] = []
     load = stages.load
 
     def noting(name: str) -> Any:
-        from pipeline.trainer import Trainer
+        from pipeline.train.trainer import Trainer
 
         step = Trainer.step
 
@@ -173,8 +173,8 @@ def bare(run: Path, steps: int) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline.config import ModelConfig
-    from pipeline.model import Decoder
+    from pipeline.config.sections import ModelConfig
+    from pipeline.model.decoder import Decoder
 
     torch.set_num_threads(1)
     rank, size = int(os.environ["SLUICE_RANK"]), int(os.environ["SLUICE_WORLD_SIZE"])

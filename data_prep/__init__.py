@@ -1,1 +1,1 @@
-"""From documents to HDF5 shards of tokens. No torch, no Slurm."""
+"""Data to be trained on: the stages prepare and shard, for text (`text/`) and for arrays of a user's own model."""

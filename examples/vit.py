@@ -1,7 +1,7 @@
 """A small vision transformer (Dosovitskiy et al., arXiv 2010.11929) as a model of one's own: images to classes.
 
-`pipeline/user_model.py` says what each name here is for. Shapes: B images of C channels and H × W pixels, cut into T
-square patches: tokens of width D. The class is read from the mean over the tokens, so there is no class token.
+`pipeline/config/user_model.py` says what each name here is for. Shapes: B images of C channels and H × W pixels, cut
+into T square patches: tokens of width D. The class is read from the mean over the tokens, so there is no class token.
 
     python examples/make_images.py runs/images.h5
     python submit.py examples/vit.yaml
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from pipeline.tensor_parallel import Replicated
+from pipeline.parallel.tensor_parallel import Replicated
 
 ARRAYS = ("images", "labels")
 INPUTS = ("images",)

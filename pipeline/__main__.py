@@ -6,7 +6,7 @@
     python -m pipeline verify RUN [--step N]            hash a checkpoint's files, print its digest
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
 
-A rank computes, saves and leaves with a code (pipeline/errors.py); it never requeues. Where it fails, it leaves
+A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
 be told from those that followed it.
 """
@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import stages
-from pipeline.errors import Exit, UserError
-from pipeline.failure import explain, leave_peers, report_error
-from pipeline.run import Run, with_absolute_paths
-from pipeline.signals import StopFlag
-from slurm.environment import Place, identify
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place, identify
+from pipeline.base.signals import StopFlag
+from pipeline.run import stages
+from pipeline.run.directory import Run, with_absolute_paths
+from pipeline.run.failure import explain, leave_peers, report_error
 
 USAGE = "usage: python -m pipeline prepare|shard|train|evaluate|verify|plan RUN|CONFIG [--step N] [key=value …]"
 
@@ -41,12 +41,12 @@ def main(arguments: list[str]) -> int:
     try:
         stage, target, options, overrides = parse(arguments)
         if stage == "verify":
-            from pipeline.verify import verify
+            from pipeline.checkpoint.verify import verify
 
             return verify(Run.open(target), options.get("step"))
         if stage == "plan":
-            from pipeline.config_file import load_config
-            from pipeline.plan import plan
+            from pipeline.config.read import load_config
+            from pipeline.parallel.plan import plan
 
             config = Run.open(target).config if Path(target).is_dir() else load_config(Path(target), overrides)
             print("\n".join(plan(config)))
@@ -119,7 +119,7 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
         if overrides:
             raise UserError(f"{overrides[0]}: a run's config is frozen; change it with submit.py resume")
         return Run.open(path)
-    from pipeline.config_file import load_config
+    from pipeline.config.read import load_config
 
     config = with_absolute_paths(load_config(path, overrides))
     run_folder = config.run.root / config.run.name

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 
-from pipeline.errors import Exit, UserError, storage_error
-from pipeline.run import Run
-from pipeline.signals import StopFlag
+from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.signals import StopFlag
+from pipeline.run.directory import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):
             raise UserError("usage: python -m slurm prepare|shard|train|evaluate RUN")
-        from slurm.supervisor import supervise
+        from slurm.supervise.supervisor import supervise
 
         return supervise(Run.open(arguments[1]), arguments[0], flag)
     except Exception as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Config
-from pipeline.config_file import config_from_mapping
-from slurm.environment import Place
+from pipeline.base.place import Place
+from pipeline.config.read import config_from_mapping
+from pipeline.config.sections import Config
 
 VOCAB, STEPS, BATCHES = 64, 10, 13
 
@@ -36,9 +36,9 @@ def batches(config: Config) -> Any:
 
 def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.task import Task
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
 
     layout = layout_of(config, world.size, place.local_world_size, VOCAB)
     engine = Engine(config, layout, world, Task(config, VOCAB))
@@ -47,7 +47,7 @@ def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple
 
 def train_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of each config in turn."""
-    from pipeline import groups
+    from pipeline.comm import groups
 
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
@@ -64,9 +64,9 @@ def move_rank(
     """
     import torch.distributed as dist
 
-    from pipeline import checkpoint_files as files
-    from pipeline import groups
-    from pipeline.checkpoint import Checkpointer, digest
+    from pipeline.checkpoint import saved
+    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.comm import groups
 
     groups.make_deterministic(first)
     world = groups.join(place, first)
@@ -82,19 +82,19 @@ def move_rank(
             assert saver.restore(engine.state(), lambda *_: None) is not None
             engine.loaded()
         saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
-        results.append((digest(folder / files.step_name(number + 1)), train_on(engine, place, trained, steps)))
+        results.append((digest(folder / saved.step_name(number + 1)), train_on(engine, place, trained, steps)))
         saver.close()
     return results
 
 
 def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
-    from pipeline import checkpoint_files as files
-    from pipeline import groups
-    from pipeline.checkpoint import Checkpointer, digest
-    from pipeline.inputs import manifest_of
-    from pipeline.run import Run
-    from pipeline.trainer import Trainer
+    from pipeline.checkpoint import saved
+    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.comm import groups
+    from pipeline.data.check import manifest_of
+    from pipeline.run.directory import Run
+    from pipeline.train.trainer import Trainer
     from tests.tiny import HarmlessFlag
 
     run = Run.open(path)
@@ -103,7 +103,7 @@ def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
     assert trainer.start_step
     saver = Checkpointer(folder, groups.side_group(), keep=1, background=False, describe={}, on_saved=lambda *_: None)
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
-    return digest(folder / files.step_name(1))
+    return digest(folder / saved.step_name(1))
 
 
 def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:

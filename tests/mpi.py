@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.run import CODE_ROOT
-from slurm.mpi_launch import mpirun_command
+from pipeline.run.code import CODE_ROOT
+from slurm.supervise.mpi_launch import mpirun_command
 
 
 def mpirun(

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import mpi, mpi_group
-from pipeline.mpi_work import MpiError, MpiTimeout
-from pipeline.watchdog import last_collectives
-from slurm.environment import identify
+from pipeline.base.place import identify
+from pipeline.mpi import group as mpi_group
+from pipeline.mpi import start as mpi
+from pipeline.mpi.work import MpiError, MpiTimeout
+from pipeline.resilience.watchdog import last_collectives
 
 SHORT = timedelta(seconds=2)
 

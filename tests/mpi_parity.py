@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from slurm.environment import identify
+from pipeline.base.place import identify
 from tests.layouts import tiny_config, train
 
 
 def main(folder: Path) -> None:
-    from pipeline import groups
+    from pipeline.comm import groups
 
     torch.set_num_threads(1)
     place = identify(os.environ)
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     configs = [tiny_config(place.world_size, **case) for case in cases]
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
-    from pipeline.mpi_group import MpiGroup
+    from pipeline.mpi.group import MpiGroup
 
     assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "Open MPI" in str(world.transport)
     found = [train(place, config, world)[1] for config in configs]

@@ -25,9 +25,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from pipeline import mpi
-from pipeline.mpi_group import MpiGroup
-from slurm.environment import identify
+from pipeline.base.place import identify
+from pipeline.mpi import start as mpi
+from pipeline.mpi.group import MpiGroup
 from tests import mpi_parallel
 
 TIMEOUT = timedelta(seconds=30)

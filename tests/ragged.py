@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from pipeline.tensor_parallel import Replicated
+from pipeline.parallel.tensor_parallel import Replicated
 
 ARRAYS = ("series", "lengths")
 INPUTS = ("series",)

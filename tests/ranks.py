@@ -18,13 +18,14 @@ from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from slurm.environment import Place
+from pipeline.base.place import Place
 
 PEERS_MAY_TAKE_S = 30.0
 """From the first failure of a rank to the answers of the others."""
 PRELOAD = [
-    "torch", "torch.distributed.checkpoint", "pipeline.trainer", "pipeline.evaluator", "pipeline.pipeline_parallel",
-    "pipeline.health", "torch._dynamo", "torch._inductor", "tests.ranks",
+    "torch", "torch.distributed.checkpoint", "pipeline.train.trainer", "pipeline.evaluate.evaluator",
+    "pipeline.parallel.pipeline_parallel", "pipeline.resilience.health", "torch._dynamo", "torch._inductor",
+    "tests.ranks",
 ]  # fmt: skip
 """What the server imports. The optimizer's first step imports torch._dynamo: in each rank that took half a second."""
 

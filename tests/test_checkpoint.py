@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import checkpoint_files as files
-from pipeline.errors import CheckpointError
-from slurm.environment import Place
+from pipeline.base.errors import CheckpointError
+from pipeline.base.place import Place
+from pipeline.checkpoint import saved as files
 from tests.ranks import Ranks, run_ranks
 
 
@@ -31,7 +31,7 @@ def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
 def checkpointer(place: Place, folder: Path, background: bool = False, keep: int = 3) -> Any:
     import torch.distributed as dist
 
-    from pipeline.checkpoint import Checkpointer
+    from pipeline.checkpoint.save import Checkpointer
 
     if not dist.is_initialized():
         store = dist.TCPStore("127.0.0.1", place.master_port, place.world_size, is_master=place.rank == 0)
@@ -43,7 +43,7 @@ def checkpointer(place: Place, folder: Path, background: bool = False, keep: int
 
 
 def save_rank(place: Place, folder: Path, background: bool) -> str:
-    from pipeline.checkpoint import digest
+    from pipeline.checkpoint.save import digest
 
     saver = checkpointer(place, folder, background)
     saver.save(make_state(), step=5, samples_consumed=40, extra={})
@@ -70,7 +70,7 @@ def test_any_number_of_ranks_saves_and_loads_the_same(tmp_path: Path) -> None:
 
 
 def digest_rank(place: Place, folder: Path, change: str | None) -> str:
-    from pipeline.checkpoint import digest
+    from pipeline.checkpoint.save import digest
 
     state = make_state()
     if change == "value":
@@ -131,7 +131,7 @@ def slow_phase_rank(place: Place, folder: Path, phase: str) -> None:
     """Save step 1, then die inside one phase of saving step 2 (the parent kills us there)."""
     import torch.distributed.checkpoint as dcp
 
-    from pipeline import checkpoint
+    from pipeline.checkpoint import save as checkpoint
 
     saver = checkpointer(place, folder)
     saver.save(make_state(1), step=1, samples_consumed=1, extra={})

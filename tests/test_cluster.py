@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from tests.cluster import NODES, Cluster, Options
 from tests.cluster.cluster import missing
 from tests.cluster.fixture import cluster_fixture, require

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import Config
-from pipeline.errors import Exit
-from slurm.environment import Place
+from pipeline.base.errors import Exit
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
 from tests.layouts import VOCAB, batches, tiny_config
 from tests.ranks import run_ranks
 from tests.test_exact import interrupted, lines, new_run
@@ -42,10 +42,11 @@ def engine_of(place: Place, config: Config) -> Any:
     """An engine whose gradients travel in many small buckets."""
     import torch.distributed as dist
 
-    from pipeline import data_parallel, groups
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.task import Task
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.parallel import data_parallel
+    from pipeline.train.engine import Engine
 
     world = groups.World(place.rank, place.world_size, __import__("torch").device("cpu"), "gloo")
     if not dist.is_initialized():
@@ -85,8 +86,8 @@ def reference_rank(place: Place, config: Config, replicas: int) -> dict[str, Any
     """The same in one process that plays all replicas, each algorithm written out on whole tensors."""
     import torch
 
-    from pipeline.compression import _draw
-    from pipeline.model import loss_sum
+    from pipeline.model.decoder import loss_sum
+    from pipeline.parallel.compression import _draw
 
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
     engine, hook = engine_of(place, alone), config.parallel.hook
@@ -180,7 +181,7 @@ def local_rank(place: Place, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps and would save; averages are taken in pieces."""
     import torch.distributed as dist
 
-    from pipeline import local_sgd
+    from pipeline.parallel import local_sgd
 
     engine, all_reduce = engine_of(place, config), dist.all_reduce
     local_sgd.AT_ONCE = PIECE
@@ -202,7 +203,7 @@ def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[st
     """Each replica alone on its part of each batch; torch's own SGD as the outer optimizer."""
     import torch
 
-    from pipeline.model import loss_sum
+    from pipeline.model.decoder import loss_sum
 
     local = config.parallel.local_sgd
     assert local is not None
@@ -307,7 +308,7 @@ def kept_rank(place: Place, config: Config, folder: Path, trained: int) -> dict[
 
     import torch.distributed as dist
 
-    from pipeline.checkpoint import Checkpointer
+    from pipeline.checkpoint.save import Checkpointer
 
     engine = engine_of(place, config)
     saver = Checkpointer(
@@ -383,7 +384,7 @@ def changed_rank(place: Place, folder: Path) -> dict[tuple[str, str], tuple[str 
     """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
     import torch.distributed as dist
 
-    from pipeline.checkpoint import Checkpointer
+    from pipeline.checkpoint.save import Checkpointer
 
     engines = {way: engine_of(place, config_of(2, **parallel)) for way, parallel in WAYS.items()}
     group, found = dist.new_group(backend="gloo"), {}

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from pipeline.config import Config, DataParallel, SiteConfig, TrainConfig
-from pipeline.config_file import (
+from pipeline.config.parallel import DataParallel
+from pipeline.config.read import (
     ConfigError,
     config_from_mapping,
     dump_config,
@@ -27,7 +27,8 @@ from pipeline.config_file import (
     schema,
     schema_text,
 )
-from pipeline.config_types import parse_time
+from pipeline.config.sections import Config, SiteConfig, TrainConfig
+from pipeline.config.types import parse_time
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SMALL = "run: {name: small}\ntrain: {steps: 10}\n"
@@ -604,7 +605,7 @@ def test_site_template_has_every_key_with_its_default(tmp_path: Path) -> None:
 
 
 def test_importing_is_light() -> None:
-    code = "import sys, pipeline.config_file; print([m for m in ('torch', 'numpy', 'h5py') if m in sys.modules])"
+    code = "import sys, pipeline.config.read; print([m for m in ('torch', 'numpy', 'h5py') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

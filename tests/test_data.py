@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from pipeline.data import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
-from pipeline.errors import InputError, UserError
-from pipeline.order import sample_indices
+from pipeline.base.errors import InputError, UserError
+from pipeline.data.order import sample_indices
+from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 
 CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)

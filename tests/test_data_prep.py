@@ -23,13 +23,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import units
-from data_prep.manifest import Manifest, ShardEntry, shard_progress
-from data_prep.prepare import is_held_out, prepare
-from data_prep.shards import Work, finalize, shard, write_unit
-from data_prep.tokenizer import load_encoder
-from pipeline.config import DataConfig, TokenizerConfig
-from pipeline.errors import InputError, UserError
+from data_prep.text import units
+from data_prep.text.prepare_text import is_held_out, prepare
+from data_prep.text.state import shard_progress
+from data_prep.text.tokenizer import load_encoder
+from data_prep.text.write import Work, finalize, shard, write_unit
+from pipeline.base.errors import InputError, UserError
+from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.data.manifest import Manifest, ShardEntry
 
 ROOT = Path(__file__).parent.parent
 
@@ -180,7 +181,7 @@ def test_each_document_stands_once_wherever_the_file_is_cut(
     if all(is_held_out(text.encode(), 0.2) for text in documents if text):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.prepare.unit_count", lambda *_: count)
+        patch.setattr("data_prep.text.prepare_text.unit_count", lambda *_: count)
         manifest = run_tasks(data, folder / "data")
     check_content(data, folder / "data", manifest, documents)
 
@@ -206,8 +207,8 @@ def test_shard_that_ends_with_a_document_is_followed_by_no_empty_file(tmp_path: 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.config import DataConfig
-from data_prep.shards import shard
+from pipeline.config.sections import DataConfig
+from data_prep.text.write import shard
 replace, calls, fatal = os.replace, 0, int(sys.argv[3])
 def replace_or_die(source, target):
     global calls
@@ -314,7 +315,7 @@ def test_a_changed_input_costs_its_own_units_and_leaves_no_trace(
 
 
 def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from data_prep.tokenizer import Encoder
+    from data_prep.text.tokenizer import Encoder
 
     path = write_jsonl(tmp_path / "a.jsonl", texts(5))
     data = config([str(path)])
@@ -419,8 +420,8 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(150)))], shard_tokens=100_000)
     prepare(data, tmp_path / "data", quiet)
     script = (
-        "import resource, signal, sys; from pathlib import Path; from pipeline.config import DataConfig\n"
-        "from data_prep.shards import Work, write_unit\n"
+        "import resource, signal, sys; from pathlib import Path; from pipeline.config.sections import DataConfig\n"
+        "from data_prep.text.write import Work, write_unit\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "for limit in (0, 100, 2048, 4096, 20_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"

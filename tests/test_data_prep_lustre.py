@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lustre import file_system_type, stripe
-from data_prep.prepare import prepare
-from data_prep.shards import shard
-from pipeline.config_site import StripeConfig
+from data_prep.text.lustre import stripe
+from data_prep.text.prepare_text import prepare
+from data_prep.text.write import shard
+from pipeline.base.files import file_system_type
+from pipeline.config.site import StripeConfig
 from tests.test_data_prep import config, quiet, texts, write_jsonl
 
 
@@ -54,7 +55,9 @@ def test_shard_sets_the_stripe_before_it_writes(
     fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
-    monkeypatch.setattr("data_prep.shards.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre"))
+    monkeypatch.setattr(
+        "data_prep.text.write.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
+    )
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
     prepare(data, tmp_path / "data", quiet)
     shard(data, tmp_path / "data", 0, 1, quiet)

@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 
-from data_prep.manifest import (
-    THIS_PACKAGE,
-    check_shard,
-    code_sha256,
-    load_manifest,
-    prepare_key,
-    prepare_missing,
-    shard_missing,
-    shard_progress,
-)
-from data_prep.prepare import prepare
-from data_prep.shards import finalize, shard
-from pipeline.config import DataConfig, TokenizerConfig
-from pipeline.errors import InputError
+from data_prep.inputs.seen import PACKAGE, code_sha256
+from data_prep.text.prepare_text import prepare
+from data_prep.text.state import prepare_key, prepare_missing, shard_missing, shard_progress
+from data_prep.text.write import finalize, shard
+from pipeline.base.errors import InputError
+from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.data.manifest import check_shard, load_manifest
 from tests.test_data_prep import config, quiet, run_tasks, texts, write_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -142,19 +135,19 @@ def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -
 
 
 def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.manifest.code_sha256", lambda package: "0" * 64)
+    monkeypatch.setattr("data_prep.text.state.code_sha256", lambda package: "0" * 64)
     assert "other code" in str(prepare_missing(data, done)) and "other code" in str(shard_missing(data, done))
 
 
 def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
-    original, copy = code_sha256(THIS_PACKAGE), tmp_path / "data_prep"
-    shutil.copytree(THIS_PACKAGE, copy)
+    original, copy = code_sha256(PACKAGE), tmp_path / "data_prep"
+    shutil.copytree(PACKAGE, copy)
     assert code_sha256(copy) == original
-    with open(copy / "units.py", "a") as file:
+    with open(copy / "text/units.py", "a") as file:
         file.write("# another rule\n")
     assert code_sha256(copy) != original
-    shutil.copy(THIS_PACKAGE / "units.py", copy / "units.py")
-    (copy / "lustre.py").rename(copy / "other.py")
+    shutil.copy(PACKAGE / "text/units.py", copy / "text/units.py")
+    (copy / "text/lustre.py").rename(copy / "text/other.py")
     assert code_sha256(copy) != original
 
 

@@ -15,11 +15,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.prepare import prepare, take_sample
-from data_prep.sources import Input, find_inputs, parquet_groups, read_documents
-from data_prep.units import MIN_UNIT_BYTES, cut, total_bytes, unit_count
-from pipeline.config import DataConfig, TokenizerConfig
-from pipeline.errors import UserError
+from data_prep.inputs.sources import Input, find_inputs, parquet_groups, read_documents
+from data_prep.text.prepare_text import prepare, take_sample
+from data_prep.text.units import MIN_UNIT_BYTES, cut, total_bytes, unit_count
+from pipeline.base.errors import UserError
+from pipeline.config.sections import DataConfig, TokenizerConfig
 
 
 def listed(path: Path, file_format: str) -> Input:
@@ -146,7 +146,7 @@ def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_zstd_lines_survive_any_block_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.sources._BLOCK", 5)
+    monkeypatch.setattr("data_prep.inputs.sources._BLOCK", 5)
     path = tmp_path / "a.jsonl.zst"
     content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
     path.write_bytes(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep.tokenizer import Encoder, load_encoder, train_bpe
-from pipeline.errors import UserError
+from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
+from pipeline.base.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 EOS = "<|endoftext|>"
@@ -52,7 +52,7 @@ def test_trained_tokenizer_has_eos_then_all_bytes(encoder: Encoder) -> None:
 
 def test_training_gives_the_same_bytes_in_every_process(encoder: Encoder) -> None:
     script = (
-        "import sys; from pathlib import Path; from data_prep.tokenizer import train_bpe\n"
+        "import sys; from pathlib import Path; from data_prep.text.tokenizer import train_bpe\n"
         f"sys.stdout.write(train_bpe([Path({__file__!r}).read_text(), {SAMPLE[1]!r}], 400, {EOS!r}))"
     )
     here = train_bpe(SAMPLE, 400, EOS)

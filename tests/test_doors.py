@@ -23,12 +23,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from pipeline.checkpoint_files import newest_step
-from pipeline.config_file import load_config
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
-from slurm import follow
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.saved import newest_step
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.show import follow
 from tests.tiny import digest, slowed, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -163,9 +164,9 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "import importlib, pkgutil, pipeline.stages, slurm\n"
+        "import importlib, pkgutil, slurm; from pipeline.run import stages\n"
         "for module in pkgutil.walk_packages(slurm.__path__, 'slurm.'): importlib.import_module(module.name)\n"
-        "for stage in pipeline.stages.STAGES: pipeline.stages.load(stage)\n"
+        "for stage in stages.STAGES: stages.load(stage)\n"
         "heavy = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -312,7 +313,7 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
     config = shared_config(tmp_path, finished)
     assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     change(
-        Run.create(load_config(config)).code / "pipeline/trainer.py",
+        Run.create(load_config(config)).code / "pipeline/train/trainer.py",
         "        lr = learning_rate(",
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
         "        lr = learning_rate(",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config_file import load_config
-from pipeline.files import read_jsonl
-from pipeline.layout import usable_nodes
-from pipeline.run import Run
+from pipeline.base.files import read_jsonl
+from pipeline.config.layout import usable_nodes
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import events, submit, wait_for

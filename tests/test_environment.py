@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import UserError
-from slurm.environment import PORTS, Place, expand_hostlist, identify, local_environment, time_left
+from pipeline.base.errors import UserError
+from pipeline.base.place import PORTS, Place, expand_hostlist, identify, local_environment, time_left
 
 Env = dict[str, str]
 
@@ -270,7 +270,7 @@ def test_time_left() -> None:
 
 def test_importing_is_light() -> None:
     code = (
-        "import sys, slurm.environment; print([m for m in ('torch', 'numpy', 'h5py', 'pydantic') if m in sys.modules])"
+        "import sys, pipeline.base.place; print([m for m in ('torch', 'numpy', 'h5py', 'pydantic') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

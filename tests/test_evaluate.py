@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.checkpoint_files import saved_steps, step_name
-from pipeline.errors import Exit, UserError
-from pipeline.run import Run
-from pipeline.stages import load
-from pipeline.stages.evaluate import wanted
-from slurm.environment import Place
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import saved_steps, step_name
+from pipeline.evaluate.evaluate_stage import wanted
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from tests.ranks import run_ranks
 from tests.tiny import make_run, stage_rank
 
@@ -40,9 +40,9 @@ def reference_rank(place: Place, path: Path) -> tuple[float, int, float]:
     """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
     import torch
 
-    from data_prep.manifest import load_manifest
-    from pipeline.checkpoint import load as load_checkpoint
-    from pipeline.model import Decoder
+    from pipeline.checkpoint.save import load as load_checkpoint
+    from pipeline.data.manifest import load_manifest
+    from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
     config, manifest = run.config, load_manifest(run.data)
@@ -75,7 +75,7 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
     assert result["unigram_bits_per_byte"] == pytest.approx(unigram_bits / result["bytes"], rel=1e-9)
-    from data_prep.manifest import load_manifest
+    from pipeline.data.manifest import load_manifest
 
     assert result["bytes"] == load_manifest(trained.data).held_out_bytes
 

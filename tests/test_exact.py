@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.manifest import load_manifest
-from pipeline.checkpoint_files import newest_step
-from pipeline.errors import Exit
-from pipeline.files import append_line, read_jsonl
-from pipeline.order import sample_indices
-from pipeline.run import Run
+from pipeline.base.errors import Exit
+from pipeline.base.files import append_line, read_jsonl
+from pipeline.checkpoint.saved import newest_step
+from pipeline.data.manifest import load_manifest
+from pipeline.data.order import sample_indices
+from pipeline.run.directory import Run
 from tests.ranks import Ranks, run_ranks
 from tests.tiny import digest, make_run, stage_rank
 
@@ -121,7 +121,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
 
 def recording_rank(place: Any, path: Path, stage: str) -> int:
     """A rank that notes which samples it trains on."""
-    from pipeline.trainer import Trainer
+    from pipeline.train.trainer import Trainer
 
     real = Trainer.step
 

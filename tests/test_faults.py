@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint_files import newest_step, saved_steps, step_name
-from pipeline.config_file import load_config
-from pipeline.errors import Exit, storage_error
-from pipeline.run import CODE_ROOT, Run
+from pipeline.base.errors import Exit, storage_error
+from pipeline.checkpoint.saved import newest_step, saved_steps, step_name
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
 from tests.ranks import Ranks, run_ranks
 from tests.test_exact import STEPS, interrupted, lines, new_run
 from tests.tiny import digest, make_run, stage_rank, write_config
@@ -87,7 +88,7 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
     for code, message in run_ranks(2, door_rank, run.path, "train"):
         assert code == Exit.BAD_INPUT
         assert shard.name in message and "Traceback" not in message and "resume" in message
-    from pipeline.stages import load
+    from pipeline.run.stages import load
 
     assert load("shard").missing(run) is not None
     assert run_ranks(2, stage_rank, run.path, "shard") == [Exit.DONE, Exit.DONE]
@@ -243,7 +244,7 @@ def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True, timeout=30)
     (checkout / "submit.py").write_bytes("# rötlich\n".encode("latin-1"))
-    monkeypatch.setattr("pipeline.run.CODE_ROOT", checkout)
+    monkeypatch.setattr("pipeline.run.code.CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path)))
     assert "# rötlich".encode("latin-1") in (run.code / "DIFF").read_bytes()
     assert run.commit is not None and run.commit.endswith("+")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import files
-from pipeline.files import append_line
+from pipeline.base import files
+from pipeline.base.files import append_line
 
 WRITERS, LINES = 4, 20
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import float8
-from pipeline.config import Config
-from pipeline.errors import UserError
-from slurm.environment import Place
+from pipeline.base.errors import UserError
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from pipeline.parallel import float8
 from tests.layouts import tiny_config, train
 from tests.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.Mo
 
 def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of three steps under each config."""
-    from pipeline import groups
+    from pipeline.comm import groups
 
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.gpu import DEFINITION, OPTIONS, ROOT, peak_of
 from benchmarks.table import RESULTS
-from pipeline.config_file import load_config
-from pipeline.model import flops_per_token
+from pipeline.config.read import load_config
+from pipeline.model.decoder import flops_per_token
 
 SMALL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",

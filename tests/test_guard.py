@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config_file import load_config
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.guard import Guard, merged, position_of
-from pipeline.run import Run
-from pipeline.watchdog import blame
-from slurm.environment import Place
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.config.read import load_config
+from pipeline.resilience.guard import Guard, merged, position_of
+from pipeline.run.directory import Run
+from slurm.query.blame import blame
 from tests.ranks import Ranks, run_ranks
 from tests.test_exact import lines, new_run
 from tests.tiny import digest, make_run, stage_rank
@@ -48,8 +48,8 @@ def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tu
 @settings(deadline=None, max_examples=50)
 @given(ranges, st.integers(0, 5), st.sampled_from([1, 2, 4]))
 def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int, ranks: int) -> None:
-    from pipeline.data import GlobalOrderSampler
-    from pipeline.order import indices_of
+    from pipeline.data.order import indices_of
+    from pipeline.data.tokens import GlobalOrderSampler
 
     dataset: Any = range(97)
     gone = {p for start, count in left_out for p in range(start, start + count)}
@@ -69,7 +69,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
 
 def poisoned_rank(place: Place, path: Path, steps: list[int], sticky: bool) -> int:
     """A rank of a training in which rank 1's loss is no number in some steps (`sticky`: for samples that it knows)."""
-    import pipeline.trainer as module
+    import pipeline.train.trainer as module
 
     real = module.Trainer.step
 
@@ -83,7 +83,7 @@ def poisoned_rank(place: Place, path: Path, steps: list[int], sticky: bool) -> i
         return real(self, number, tokens)
 
     setattr(module.Trainer, "step", step)  # noqa: B010
-    from pipeline.failure import explain
+    from pipeline.run.failure import explain
 
     try:
         return stage_rank(place, path, "train")
@@ -154,7 +154,7 @@ def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path
 
 def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) -> int:
     """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
-    import pipeline.trainer as module
+    import pipeline.train.trainer as module
 
     if left_s is not None:
         os.environ["SLUICE_TIME_LEFT"] = str(left_s)
@@ -218,7 +218,8 @@ def test_who_did_not_arrive() -> None:
 
 def sleepy_rank(place: Place, path: Path) -> int:
     """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
-    from pipeline import evaluator, watchdog
+    from pipeline.evaluate import evaluator
+    from pipeline.resilience import watchdog
 
     real, calls = evaluator.TextHeldOut.sums, []
     setattr(watchdog.Watchdog, "limit_s", lambda self, phase: 4.0 if phase == "batch" else 600.0)  # noqa: B010
@@ -247,8 +248,9 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
     """The check at the start on a node where something is broken; the error's words."""
     import torch
 
-    from pipeline import groups, health
-    from pipeline.errors import UserError
+    from pipeline.base.errors import UserError
+    from pipeline.comm import groups
+    from pipeline.resilience import health
 
     run = Run.open(path)
     try:

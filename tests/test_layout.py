@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from data_prep.tokenizer import load_encoder
-from pipeline.errors import UserError
-from pipeline.layout import LayoutError, layout_of, split_layers
+from data_prep.text.tokenizer import load_encoder
+from pipeline.base.errors import UserError
+from pipeline.config.layout import LayoutError, layout_of, split_layers
 from tests.layouts import tiny_config
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
@@ -214,7 +214,7 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
 def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    from pipeline.pipeline_parallel import NAMES
+    from pipeline.parallel.pipeline_parallel import NAMES
 
     config = tiny_config(1, model={"layers": 20}, train={"global_batch": batches, "micro_batch": 1})
     parallel = {"pipeline": pipeline, "virtual_stages": virtual, "schedule": schedule}
@@ -238,8 +238,8 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pipeline.groups import World, make_mesh
-    from pipeline.model import own_part
+    from pipeline.comm.groups import World, make_mesh
+    from pipeline.model.decoder import own_part
 
     pipeline, replicate, shard, tensor = sizes
     world = pipeline * replicate * shard * tensor

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm import html
-from slurm.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
+from slurm.show import html
+from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 
 NEEDS: dict[str, tuple[str, ...]] = {"shard": (), "train": ("shard",)}
 T0 = 1_800_000_000.0

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.communication import covered, sent
-from pipeline.config import Config
-from pipeline.layout import layout_of
-from pipeline.plan import memory, traffic
-from slurm.environment import Place
+from pipeline.base.place import Place
+from pipeline.comm.meter import covered, sent
+from pipeline.config.layout import layout_of
+from pipeline.config.sections import Config
+from pipeline.parallel.plan import memory, traffic
 from tests.layouts import VOCAB, batches, tiny_config
 from tests.mpi import mpirun
 from tests.ranks import run_ranks
@@ -39,7 +39,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, ranks: i
 
 def metered_rank(place: Place, configs: list[Config], late_s: float = 0.0) -> list[dict[str, Any]]:
     """The account of the second step of each config; the last rank's backward of it is late."""
-    from pipeline import groups
+    from pipeline.comm import groups
 
     world = groups.join(place, configs[0])
     return [account(config, place, world, late_s) for config in configs]
@@ -50,9 +50,9 @@ def account(config: Config, place: Place, world: Any, late_s: float) -> dict[str
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline.communication import Meter
-    from pipeline.engine import Engine
-    from pipeline.task import Task
+    from pipeline.comm.meter import Meter
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
 
     layout = layout_of(config, world.size, place.local_world_size, VOCAB)
     engine = Engine(config, layout, world, Task(config, VOCAB))
@@ -143,8 +143,8 @@ def hidden_rank(place: Place, config: Config) -> tuple[dict[str, Any], float, fl
     import torch
     import torch.distributed as dist
 
-    from pipeline.communication import Meter
-    from pipeline.model import EMBEDDING
+    from pipeline.comm.meter import Meter
+    from pipeline.model.decoder import EMBEDDING
 
     engine = engine_of(place, config)
     meter = Meter(engine.groups, torch.device("cpu"), ddp=True)
@@ -183,10 +183,10 @@ def direct_rank(place: Place, config: Config) -> tuple[dict[str, Any], float]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import _resolve_process_group
 
-    from pipeline import groups
-    from pipeline.communication import Meter
-    from pipeline.engine import Engine
-    from pipeline.task import Task
+    from pipeline.comm import groups
+    from pipeline.comm.meter import Meter
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
 
     world = groups.join(place, config)
     engine = Engine(config, layout_of(config, 2, 2, VOCAB), world, Task(config, VOCAB))
@@ -215,8 +215,8 @@ def over_mpi() -> None:
     """One rank under mpirun."""
     import os
 
-    from pipeline import groups
-    from slurm.environment import identify
+    from pipeline.base.place import identify
+    from pipeline.comm import groups
 
     place = identify(os.environ)
     configs = [
@@ -235,7 +235,7 @@ def over_mpi() -> None:
 def metered_late(place: Place, config: Config) -> dict[str, Any]:
     import torch
 
-    from pipeline import groups
+    from pipeline.comm import groups
 
     return account(config, place, groups.World(place.rank, place.world_size, torch.device("cpu"), "mpi"), 1.5)
 

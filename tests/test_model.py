@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.config import ModelConfig
-from pipeline.model import Decoder, flops_per_token, init_weights, loss_sum, num_parameters
+from pipeline.config.sections import ModelConfig
+from pipeline.model.decoder import Decoder, flops_per_token, init_weights, loss_sum, num_parameters
 
 VOCAB, LENGTH = 97, 24
 CONFIGS = {

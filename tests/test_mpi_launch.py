@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import Exit, UserError
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
-from slurm import mpi_launch
-from slurm.launch import Left
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import read_jsonl
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.supervise import mpi_launch
+from slurm.supervise.launch import Left
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.mpi import mpirun, processes_with, wait_until_gone

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from pipeline.config import ModelConfig, OptimizerConfig
-from pipeline.model import Decoder
-from pipeline.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
+from pipeline.config.sections import ModelConfig, OptimizerConfig
+from pipeline.model.decoder import Decoder
+from pipeline.train.optimizer import fill_state, learning_rate, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
 

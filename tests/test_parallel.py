@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config
-from pipeline.errors import Exit
-from slurm.environment import Place
+from pipeline.base.errors import Exit
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
 from tests.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.ranks import run_ranks
 from tests.test_exact import interrupted, lines, new_run
@@ -334,7 +334,7 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
 
 def gradients_rank(place: Place, configs: list[Config]) -> list[dict[str, Any]]:
     """This rank's stages' gradients of the first step, whole, by parameter name, under each config."""
-    from pipeline import groups
+    from pipeline.comm import groups
     from tests.layouts import batches, train
 
     world = groups.join(place, configs[0])
@@ -374,7 +374,7 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     """One gradient overflows on one rank only: whether this rank's weights moved, and its scale then."""
     import torch
 
-    from pipeline import groups
+    from pipeline.comm import groups
     from tests.layouts import train
 
     world = groups.join(place, config)

@@ -13,13 +13,13 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
 from examples import vit
-from pipeline.config import Config
-from pipeline.config_file import load_config
-from pipeline.layout import layout_of
-from pipeline.model import Decoder
-from pipeline.plan import Action, actions, memory, plan, timeline
-from pipeline.task import Task, recompute
-from slurm.environment import Place
+from pipeline.base.place import Place
+from pipeline.config.layout import layout_of
+from pipeline.config.read import load_config
+from pipeline.config.sections import Config
+from pipeline.model.decoder import Decoder
+from pipeline.model.task import Task, recompute
+from pipeline.parallel.plan import Action, actions, memory, plan, timeline
 from submit import main
 from tests.layouts import VOCAB, tiny_config, train
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
     """How many values of weights, and of the optimizer's moments, this rank holds under each config."""
     import torch.distributed as dist
 
-    from pipeline import groups
+    from pipeline.comm import groups
 
     world = groups.join(place, configs[0])
     results = []

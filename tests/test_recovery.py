@@ -14,21 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checkpoint_files import step_name
-from pipeline.config_file import load_config
-from pipeline.config_recovery import RecoveryConfig
-from pipeline.config_site import SiteConfig
-from pipeline.errors import Exit, UserError
-from pipeline.failure import report_error
-from pipeline.files import append_line
-from pipeline.run import Run
-from pipeline.signals import StopFlag
-from slurm import job, recovery
-from slurm.job import JobFacts, dead_nodes, parse_facts
-from slurm.launch import Left, SrunRanks
-from slurm.recovery import budget_of, close_open_attempt, refusal, standing, stop_cause
-from slurm.states import FORGOTTEN, JobState
-from slurm.supervisor import find_failure
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import append_line
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.saved import step_name
+from pipeline.config.read import load_config
+from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.site import SiteConfig
+from pipeline.run.directory import Run
+from pipeline.run.failure import report_error
+from slurm.query import causes as recovery
+from slurm.query import job
+from slurm.query.causes import budget_of, close_open_attempt, refusal, standing, stop_cause
+from slurm.query.job import JobFacts, dead_nodes, parse_facts
+from slurm.query.states import FORGOTTEN, JobState
+from slurm.supervise.launch import Left, SrunRanks
+from slurm.supervise.supervisor import find_failure
 from tests.ranks import place
 from tests.tiny import write_config
 
@@ -111,7 +112,7 @@ def leave(
     run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
 ) -> tuple[Exit, list[str]]:
     """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
-    from slurm import supervisor
+    from slurm.supervise import supervisor
 
     asked: list[str] = []
 
@@ -146,7 +147,8 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
 
 
 def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurm import sbatch, supervisor
+    from slurm.submit import sbatch
+    from slurm.supervise import supervisor
 
     run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
     submitted: list[object] = []
@@ -179,7 +181,8 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
 def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str | None, goes_on: bool
 ) -> None:
-    from slurm import sbatch, succession
+    from slurm.submit import sbatch
+    from slurm.supervise import succession
 
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")

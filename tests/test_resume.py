@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.config_errors import ConfigError
-from pipeline.config_file import load_config
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.run import Run
-from pipeline.sweep import points
-from slurm import cluster as chain
-from slurm import sbatch, sweeps
-from slurm.states import JobState
-from slurm.status import Lookout
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.problems import ConfigError
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query import jobs
+from slurm.query.states import JobState
+from slurm.show.status import Lookout
+from slurm.submit import chain, sbatch, sweeps
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
@@ -159,20 +159,20 @@ def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path,
 def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
     """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
-    assert chain.running(swept) == []
+    assert jobs.running(swept) == []
     queue.resume(swept)
-    assert chain.running(swept) == [], "what waits does not run"
+    assert jobs.running(swept) == [], "what waits does not run"
     queue.set("100_1", "RUNNING")
-    assert chain.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
+    assert jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
     lock = points(swept)[1].lock("train")
-    assert lock is not None and chain.running(swept) == [f"train of {points(swept)[1].name}"]
+    assert lock is not None and jobs.running(swept) == [f"train of {points(swept)[1].name}"]
     os.close(lock)
     lock = run.lock("shard", 1)
-    assert lock is not None and chain.running(run) == [f"shard of {run.name}"]
+    assert lock is not None and jobs.running(run) == [f"shard of {run.name}"]
     done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert done.returncode == Exit.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
-    assert chain.running(run) == []
+    assert jobs.running(run) == []
 
 
 def test_a_sweep_and_its_points_are_one_question(

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.config import Config, SiteConfig
-from pipeline.config_errors import ConfigError
-from pipeline.config_file import load_config
-from pipeline.config_site import OWN_OPTIONS
-from pipeline.errors import UserError
-from pipeline.run import CODE_ROOT, Run
-from slurm import topology
-from slurm.doctor import Facts, Finding, file_system, judge, parse_qos
-from slurm.environment import granted_tasks
-from slurm.plan import mask, print_plan
-from slurm.sbatch import parameters, script
-from slurm.topology import nodes_of_ranks, problem
+from pipeline.base.errors import UserError
+from pipeline.base.place import granted_tasks
+from pipeline.config.problems import ConfigError
+from pipeline.config.read import load_config
+from pipeline.config.sections import Config, SiteConfig
+from pipeline.config.site import OWN_OPTIONS
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query import topology
+from slurm.query.topology import nodes_of_ranks, problem
+from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
+from slurm.submit.dry_run import mask, print_plan
+from slurm.submit.sbatch import parameters, script
 from tests.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint_files import newest_step
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.saved import newest_step
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.needs import lacking
@@ -154,7 +155,7 @@ def slow(folder: Path, calm: Path, name: str) -> Path:
 
 def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
     """The run of a config, made and slowed down before anything is submitted."""
-    from pipeline.config_file import load_config
+    from pipeline.config.read import load_config
 
     return slowed(Run.create(load_config(config, overrides))).path
 

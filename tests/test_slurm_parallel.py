@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config_file import load_config
-from pipeline.files import read_jsonl
-from pipeline.run import Run
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.layouts import saved_again_rank

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config_file import load_config
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
-from slurm.launch import SETUP_NOT_RUN
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query.site_variables import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import events, prepared, submit

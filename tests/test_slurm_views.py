@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.config_file import load_config
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
-from slurm.report import attempts_of
-from slurm.states import FORGOTTEN, JobState, query
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query.states import FORGOTTEN, JobState, query
+from slurm.show.report import attempts_of
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.run import Run
-from slurm import states, status
-from slurm.cluster import Submitted
-from slurm.report import print_report
-from slurm.states import JobState
+from pipeline.run.directory import Run
+from slurm.query import states
+from slurm.query.jobs import Submitted
+from slurm.query.states import JobState
+from slurm.show import status
+from slurm.show.report import print_report
 from tests.tiny import make_run
 
 STARTED = {"event": "started"}

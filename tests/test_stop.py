@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint_files import saved_steps
-from pipeline.config import Config
-from pipeline.errors import Exit
-from pipeline.run import Run
-from pipeline.stop import SaveRequest
-from slurm.environment import Place
+from pipeline.base.errors import Exit
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import saved_steps
+from pipeline.config.sections import Config
+from pipeline.resilience.stop import SaveRequest
+from pipeline.run.directory import Run
 from tests.layouts import tiny_config
 from tests.ranks import run_ranks
 from tests.tiny import digest, make_run, stage_rank
@@ -35,9 +35,9 @@ HANDS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
 
 def agree_rank(place: Place) -> list[Any]:
     """What each of SAID leads to on this rank, and whether it raised its hand."""
-    from pipeline import groups
-    from pipeline.signals import StopFlag
-    from pipeline.stop import Agreement, Clock
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.resilience.stop import Agreement, Clock
 
     groups.join(place, tiny_config(3, train={"global_batch": 12}))
     group, found = groups.side_group(), []
@@ -64,10 +64,10 @@ def test_all_ranks_know_what_any_of_them_knew() -> None:
 
 def hand_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
     """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
-    from pipeline import groups
-    from pipeline.engine import Engine
-    from pipeline.layout import layout_of
-    from pipeline.task import Task
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
     from tests.layouts import VOCAB, batches
 
     world = groups.join(place, configs[0])
@@ -124,8 +124,8 @@ def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypat
 def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pipeline import stop
-    from pipeline.signals import StopFlag
+    from pipeline.base.signals import StopFlag
+    from pipeline.resilience import stop
 
     now = 0.0
     monkeypatch.setattr(stop.time, "monotonic", lambda: now)
@@ -147,7 +147,8 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
 
 def told_rank(place: Place, path: Path, moment: str) -> int:
     """A rank of a stage in which rank 1 gets a signal at some moment."""
-    from pipeline import evaluator, trainer
+    from pipeline.evaluate import evaluator
+    from pipeline.train import trainer
 
     def then_told(real: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -184,8 +185,8 @@ def blocked_rank(place: Place) -> tuple[bool, bool]:
 
     import torch.distributed as dist
 
-    from pipeline import groups
-    from pipeline.signals import StopFlag
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
 
     flag, seen = StopFlag().install(), []
     groups.join(place, tiny_config(2))

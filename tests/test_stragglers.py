@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.config_file import load_config
-from pipeline.metrics import own_times_file
-from pipeline.run import Run
-from slurm import exclusion
-from slurm.environment import Place
-from slurm.exclusion import bad_nodes, remember_bad_node
-from slurm.job import JobFacts
-from slurm.report import print_report
+from pipeline.base.place import Place
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.metrics import own_times_file
+from slurm.query import exclusion
+from slurm.query.exclusion import bad_nodes, remember_bad_node
+from slurm.query.job import JobFacts
+from slurm.show.report import print_report
 from tests.ranks import run_ranks
 from tests.tiny import make_run, stage_rank, write_config
 
 
 def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> int:
     """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
-    from pipeline import task
+    from pipeline.model import task
 
     loss_sum = task.loss_sum
     calls = 0
@@ -98,7 +98,7 @@ def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkey
 )
 def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own: list[float], named: list[int]) -> None:
     """Ranks 0 and 1 hold one pipeline stage, 2 and 3 another; of two peers the faster one counts."""
-    from pipeline.stragglers import Stragglers
+    from pipeline.resilience.stragglers import Stragglers
 
     run = config_run(tmp_path)
     judge = Stragglers.__new__(Stragglers)

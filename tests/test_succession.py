@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.files import read_jsonl
-from pipeline.run import Run
-from pipeline.sweep import points
-from slurm.exclusion import remember_bad_node
+from pipeline.base.files import read_jsonl
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query.exclusion import remember_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for

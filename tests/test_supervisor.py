@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_file import load_config
-from pipeline.errors import Exit
-from pipeline.run import Run
-from pipeline.signals import StopFlag
-from slurm import supervisor
-from slurm.environment import TIME_LEFT
-from slurm.job import JobFacts
-from slurm.launch import Left
-from slurm.states import JobState
-from slurm.supervisor import Supervisor
+from pipeline.base.errors import Exit
+from pipeline.base.place import TIME_LEFT
+from pipeline.base.signals import StopFlag
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from slurm.query.job import JobFacts
+from slurm.query.states import JobState
+from slurm.supervise import supervisor
+from slurm.supervise.launch import Left
+from slurm.supervise.supervisor import Supervisor
 from tests.ranks import place
 from tests.tiny import write_config
 
@@ -87,7 +87,7 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
 def test_what_waits_in_vain_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
 ) -> None:
-    from slurm import succession
+    from slurm.supervise import succession
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
         run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
@@ -115,7 +115,8 @@ def test_what_waits_in_vain_is_cancelled(
 
 
 def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurm import sbatch, succession
+    from slurm.submit import sbatch
+    from slurm.supervise import succession
 
     for stage, job, kind, after in (
         ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),

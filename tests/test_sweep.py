@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config_errors import ConfigError
-from pipeline.config_file import load_config
-from pipeline.config_sweep import Range, SweepConfig
-from pipeline.files import read_jsonl
-from pipeline.run import Run
-from pipeline.sweep import points
-from slurm.ledger import seconds
-from slurm.report import attempts_of
-from slurm.status import Lookout
+from pipeline.base.files import read_jsonl
+from pipeline.config.problems import ConfigError
+from pipeline.config.read import load_config
+from pipeline.config.sweep import Range, SweepConfig
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.show.ledger import seconds
+from slurm.show.report import attempts_of
+from slurm.show.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.test_slurm import events, submit, wait_for
@@ -158,7 +158,7 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     run.data.rmdir()
     run.data.symlink_to(data)
     early = run.evaluation / "step-00000008.json"
-    trainer = run.code / "pipeline/trainer.py"
+    trainer = run.code / "pipeline/train/trainer.py"
     anchor, waiting = "        lr = learning_rate(", f"        while step == 20 and not os.path.exists({str(early)!r}):"
     text = trainer.read_text().replace(anchor, f"{waiting}\n            time.sleep(0.1)\n{anchor}", 1)
     trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on

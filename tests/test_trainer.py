@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config
-from pipeline.errors import Exit
-from pipeline.files import read_jsonl
-from pipeline.run import Run
-from slurm.environment import Place
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from pipeline.run.directory import Run
 from tests.layouts import tiny_config
 from tests.ranks import run_ranks
 from tests.test_exact import interrupted, lines, new_run
@@ -31,10 +31,10 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     import torch
     from torch.nn.functional import cross_entropy
 
-    from data_prep.manifest import load_manifest
-    from pipeline.model import Decoder, init_weights
-    from pipeline.optimizer import learning_rate
-    from pipeline.order import sample_indices
+    from pipeline.data.manifest import load_manifest
+    from pipeline.data.order import sample_indices
+    from pipeline.model.decoder import Decoder, init_weights
+    from pipeline.train.optimizer import learning_rate
 
     run = Run.open(path)
     config, manifest = run.config, load_manifest(run.data)
@@ -113,10 +113,10 @@ def no_sync_rank(place: Place, path: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from data_prep.manifest import load_manifest
-    from pipeline import groups
-    from pipeline.signals import StopFlag
-    from pipeline.trainer import Trainer
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.data.manifest import load_manifest
+    from pipeline.train.trainer import Trainer
 
     run = Run.open(path)
     world = groups.join(place, run.config)
@@ -156,7 +156,7 @@ def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool, bool]
     import torch
     from torch._inductor import config as compiler
 
-    from pipeline import groups
+    from pipeline.comm import groups
 
     found = []
     for config in configs:

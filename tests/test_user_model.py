@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import make_images
-from pipeline.checkpoint_files import step_name
-from pipeline.config_file import load_config
-from pipeline.errors import Exit, InputError, UserError
-from pipeline.files import read_jsonl
-from pipeline.order import deal
-from pipeline.run import Run
-from pipeline.stages import load
-from pipeline.user_model import find, found_for
-from slurm.environment import Place
+from pipeline.base.errors import Exit, InputError, UserError
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import step_name
+from pipeline.config.read import load_config
+from pipeline.config.user_model import find, found_for
+from pipeline.data.order import deal
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from tests.layouts import saved_again_rank
 from tests.ranks import place, run_ranks
 from tests.test_exact import interrupted, lines
@@ -94,10 +94,10 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
     import torch
 
-    from pipeline.inputs import manifest_of
-    from pipeline.optimizer import learning_rate
-    from pipeline.order import perm, sample_indices
-    from pipeline.task import task_of
+    from pipeline.data.check import manifest_of
+    from pipeline.data.order import perm, sample_indices
+    from pipeline.model.task import task_of
+    from pipeline.train.optimizer import learning_rate
 
     run = Run.open(path)
     config, facts, manifest = run.config, run.user_model, manifest_of(run)
@@ -238,10 +238,10 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
-    from pipeline.data import GlobalOrderSampler
-    from pipeline.inputs import manifest_of
-    from pipeline.order import sample_indices
-    from pipeline.samples import SampleDataset
+    from pipeline.data.check import manifest_of
+    from pipeline.data.order import sample_indices
+    from pipeline.data.samples import SampleDataset
+    from pipeline.data.tokens import GlobalOrderSampler
 
     run = new_run(series, "dealt", text=RAGGED)
     dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]

@@ -6,11 +6,11 @@ import json
 import random
 from pathlib import Path
 
-from pipeline.config_file import load_config
-from pipeline.run import Run
-from pipeline.signals import StopFlag
-from pipeline.stages import load
-from slurm.environment import Place
+from pipeline.base.place import Place
+from pipeline.base.signals import StopFlag
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from tests.ranks import place, run_ranks
 
 WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
@@ -75,7 +75,7 @@ def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | N
 
 def slowed(run: Run, seconds: float = 0.5) -> Run:
     """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
-    trainer, line = run.code / "pipeline/trainer.py", "        lr = learning_rate("
+    trainer, line = run.code / "pipeline/train/trainer.py", "        lr = learning_rate("
     text = trainer.read_text()
     assert text.count(line) == 1, "the trainer has changed"
     trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
@@ -88,7 +88,8 @@ def digest(run: Run) -> str:
 
 
 def _digest(where: Place, path: Path) -> str:
-    from pipeline import checkpoint, checkpoint_files
+    from pipeline.checkpoint import save as checkpoint
+    from pipeline.checkpoint import saved as checkpoint_files
 
     folder = Run.open(path).checkpoints
     newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])

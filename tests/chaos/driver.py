@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint_files import newest_step
-from pipeline.config_file import load_config
-from pipeline.files import read_jsonl
-from pipeline.run import CODE_ROOT, Run
-from slurm.recovery import ENDS, GOES_ON
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.saved import newest_step
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query.causes import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
 from tests.tiny import digest, write_config

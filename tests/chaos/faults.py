@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.checkpoint_files import newest_step, saved_steps, step_name
-from pipeline.files import read_jsonl
-from pipeline.run import Run
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.saved import newest_step, saved_steps, step_name
+from pipeline.run.directory import Run
 from tests.cluster import Cluster
 
 PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from tests.cluster.cluster import Cluster, default_directory
 from tests.cluster.config import NODES, Options
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from tests.cluster.config import CONTROL, NODES, Options, Site, free_ports, write
 from tests.cluster.machines import NAMESPACES, Machine
 from tests.cluster.network import Network, free_subnet

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 
 BENCHMARK_RANGE = IPv4Network("198.18.0.0/15")
 """RFC 2544: set aside for tests of networks, so that no real host is hidden behind it."""

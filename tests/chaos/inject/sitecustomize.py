@@ -53,7 +53,7 @@ def patch_model(module):
 
     def poisoned_loss_sum(*arguments):
         loss = loss_sum(*arguments)
-        trainer = getattr(sys.modules.get("pipeline.trainer"), "Trainer", None)
+        trainer = getattr(sys.modules.get("pipeline.train.trainer"), "Trainer", None)
         return loss * float("nan") if getattr(trainer, "poisoned", False) else loss
 
     module.loss_sum = poisoned_loss_sum
@@ -92,10 +92,10 @@ def patch_run(module):
 
 
 PATCHES = {
-    "pipeline.run": patch_run,
-    "pipeline.model": patch_model,
-    "pipeline.checkpoint": patch_checkpoint,
-    "pipeline.trainer": patch_trainer,
+    "pipeline.run.directory": patch_run,
+    "pipeline.model.decoder": patch_model,
+    "pipeline.checkpoint.save": patch_checkpoint,
+    "pipeline.train.trainer": patch_trainer,
 }
 
 

@@ -1,0 +1,117 @@
+"""Work units: how the inputs are cut, once, so that any number of tasks writes the same bytes.
+
+All inputs are laid end to end on one line, each as long as its size. With n units, unit i owns the stretch
+[i·L/n, (i+1)·L/n) of a line of length L:
+
+    - a format that splits (plain .jsonl, .txt by lines) is cut just before the borders, at multiples of about a
+      hundredth of a unit (a power of two) from the file's start;
+    - a whole file, or a parquet row group, belongs to the unit where it starts.
+
+So many small files share a unit, one large file is spread over many, and nothing depends on the number of
+tasks. And a file that is mended, and a few bytes longer then, moves hardly any cut in the others. What a unit owns of
+one input is a :class:`Piece`. `units.json` holds the inputs and the units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from data_prep.inputs.sources import Input
+from pipeline.base.files import write_atomic
+
+MIN_UNITS = 4  # so that a few tasks have something to share on small data
+MIN_UNIT_BYTES = 1 << 16
+_FILL = 0.9  # of a shard; the rest is room for texts that need more tokens than the sample did
+_EXPANSION = {"gzip": 4, "zstd": 4}  # rough, but only the balance between units depends on it
+
+
+class Piece(NamedTuple):
+    """A stretch of an input: bytes [start, end), for parquet row groups [start, end)."""
+
+    input: int
+    """Place in the plan's inputs."""
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The inputs and the work units, each a list of pieces in the order of the inputs."""
+
+    inputs: tuple[Input, ...]
+    units: tuple[tuple[Piece, ...], ...]
+
+
+def unit_count(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
+    """How many units: each about one shard, but a few at least when there is enough for them."""
+    full = total_bytes / (shard_tokens * bytes_per_token * _FILL)
+    return max(1, int(full) + 1, min(MIN_UNITS, total_bytes // MIN_UNIT_BYTES))
+
+
+def total_bytes(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]]) -> int:
+    """About how many bytes of text the inputs hold; `groups` has the row groups' bytes of parquet inputs."""
+    return sum(sum(_atoms(index, source, groups)) for index, source in enumerate(inputs))
+
+
+def _atoms(index: int, source: Input, groups: Mapping[int, Sequence[int]]) -> Sequence[int]:
+    if source.format == "parquet":
+        return groups[index]
+    return [source.size * _EXPANSION.get(source.format, 1)]
+
+
+def cut(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]], count: int) -> tuple[tuple[Piece, ...], ...]:
+    """Cut the inputs into at most `count` units; units that own nothing are left out.
+
+    The pieces of one input never overlap and cover it; empty inputs have none.
+    """
+    total = total_bytes(inputs, groups)
+    borders = [total * unit // count for unit in range(count + 1)]
+    grid = 1 << max(0, (total // count).bit_length() - 7)
+    units: list[list[Piece]] = [[] for _ in range(count)]
+    position = 0
+    for index, source in enumerate(inputs):
+        for number, weight in enumerate(_atoms(index, source, groups)):
+            first = bisect_right(borders, position) - 1
+            if source.splits:
+                stop = position + weight
+                for unit in range(first, count):
+                    low, high = max(borders[unit], position), min(borders[unit + 1], stop)
+                    start = (low - position) // grid * grid
+                    end = weight if high == stop else (high - position) // grid * grid
+                    if start < end:
+                        units[unit].append(Piece(index, start, end))
+                    if high == stop:
+                        break
+            elif source.format == "parquet":
+                # A row group of no bytes still has rows to count, at the end of the line too.
+                pieces = units[min(first, count - 1)]
+                if pieces and pieces[-1].input == index and pieces[-1].end == number:
+                    pieces[-1] = Piece(index, pieces[-1].start, number + 1)
+                else:
+                    pieces.append(Piece(index, number, number + 1))
+            elif weight:
+                units[first].append(Piece(index, 0, source.size))
+            position += weight
+    return tuple(tuple(unit) for unit in units if unit)
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write `units.json`, atomically and the same bytes for the same plan."""
+    rows = [json.dumps(dataclasses.astuple(source)) for source in plan.inputs]
+    units = [json.dumps(unit) for unit in plan.units]
+    text = '{"inputs": [\n' + ",\n".join(rows) + '\n],\n"units": [\n' + ",\n".join(units) + "\n]}\n"
+    write_atomic(path, text)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read `units.json` (whose hash the caller has checked)."""
+    value = json.loads(path.read_bytes())
+    return Plan(
+        tuple(Input(*row) for row in value["inputs"]),
+        tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"]),
+    )

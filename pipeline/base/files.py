@@ -1,0 +1,153 @@
+"""Files that survive a crash: atomic writes, appended lines, hashes, and reading what a crash left.
+
+Every file of a run directory is either written whole (temporary name, fsync, rename: readers see the old or
+the new content, never half) or appended to one line per `write` (a crash can tear the last line only, and
+:func:`read_jsonl` drops a torn tail), under a lock where several processes append.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 5.0
+"""How long an append waits for the lock, in seconds."""
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make renames and new names inside directory `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: str | Path) -> None:
+    """Make the content of `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Replace `path` by `content`: temporary file beside it, fsync, rename, fsync of the directory."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def flock(fd: int, operation: int) -> bool:
+    """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+    return True
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append one line in a single `write`, under a lock: writers on several machines never lose or mix their lines.
+
+    NFS alone has no atomic append: each client writes where it believes the end to be (open(2), O_APPEND). Who holds
+    the lock for longer than `PATIENCE_S` (a suspended process) is not waited for. A tail without a newline (torn by a
+    crash) is closed first, so that it cannot swallow the new line.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        write_line(fd, f"\n{line}" if torn else line, str(path))
+    finally:
+        os.close(fd)
+
+
+def write_line(fd: int, line: str, name: str) -> None:
+    """Write one line in one `write`. Raises OSError, naming the file, where the disk fills up in the middle of it."""
+    data = line.encode() + b"\n"
+    if os.write(fd, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
+    if not Path(path).exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def last_object(path: str | Path, tail: int = 1 << 16) -> dict[str, Any] | None:
+    """The last whole object of a JSON-lines file, reading at most `tail` bytes; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return None
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file's content, as 64 hex digits."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of `value`'s canonical JSON (sorted keys, no spaces), as 64 hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def file_system_type(path: Path) -> str:
+    """Type of the file system that holds `path` ("lustre", "ext4", …); "" where df(1) cannot tell."""
+    try:
+        command = ["df", "--output=fstype", os.fspath(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (done.stdout.split() or [""])[-1]

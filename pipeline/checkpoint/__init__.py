@@ -1,0 +1,1 @@
+"""Checkpoints: saving, what is saved, verifying."""

@@ -1,0 +1,309 @@
+"""Saving and restoring: torch's distributed checkpoint (DCP) inside a commit that can be trusted.
+
+A save, on every rank, at the same step boundary:
+
+1. *stage*: copy the state to cached host buffers (DCP's `DefaultStager`, in a thread: it overlaps with the
+   next forward and backward; `wait_staged` must be called before the optimizer changes the weights);
+2. *write*: `dcp.save` into a fresh `.tmp-` directory, each rank its share of the tensors;
+3. *hash*: each rank hashes the files it wrote;
+4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs, renames. Only then is it "saved".
+
+With `mode: async` 2–4 run in a background thread, on a Gloo group of their own, so that they never wait for,
+or disturb, the training's collectives. One save is in flight at most. A failed save (a full disk) raises at
+the next `save` or `finish`, and the checkpoints before it stay.
+
+A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
+over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
+Where there are checkpoints but none is intact, that is an error: never a silent start from zero.
+
+The state is a flat dict of tensors with layout-independent names: `model.<parameter>` and
+`optimizer.<parameter>.<state>`; what replicas have of their own has other names, outside the digest. DCP hashes nothing
+by itself, and its `CheckpointException` is no `Exception`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from pipeline.base.errors import CheckpointError, StorageError, storage_error
+from pipeline.base.files import fsync_dir, fsync_file, sha256_file, write_json
+from pipeline.checkpoint import saved
+from pipeline.comm.groups import agree, from_rank0
+
+State = dict[str, torch.Tensor]
+
+
+class Checkpointer:
+    """Saves and restores one training's state; the same calls, in the same order, on every rank.
+
+    `group` is a Gloo group of all ranks that nothing else uses; `describe` goes into each manifest; `on_saved`
+    is called on rank 0 after each commit with the step and the seconds the save took.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        group: dist.ProcessGroup,
+        *,
+        keep: int,
+        background: bool,
+        describe: Mapping[str, Any],
+        on_saved: Callable[[int, float], None],
+    ) -> None:
+        self.folder, self.group, self.keep, self.background = folder, group, keep, background
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.describe, self.on_saved = dict(describe), on_saved
+        self._stager, self._reusable = new_stager(torch.cuda.is_available()), _stages_twice()
+        self._staged: Future[State] | None = None
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def save(self, state: State, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
+        """Start saving `state`; with background writing, return while it is staged and written.
+
+        Raises StorageError where this save, or the one before it, could not be written.
+        """
+        self.finish()
+        started = time.monotonic()
+        if not self._reusable:
+            self._stager.close()
+            self._stager = new_stager(torch.cuda.is_available())
+        self._staged = cast("Future[State]", self._stager.stage(state))
+        manifest = {
+            "version": 1,
+            "step": step,
+            "samples_consumed": samples_consumed,
+            "extra": dict(extra),
+            **self.describe,
+            "versions": versions(),
+        }
+        staged = self._staged
+
+        def write() -> None:
+            try:
+                self._write(staged.result(), manifest, started)
+            except BaseException as error:  # raised again by finish(), in the trainer's own thread
+                self._error = error
+
+        if self.background:
+            self._writer = threading.Thread(target=write, name=f"checkpoint-{step}")
+            self._writer.start()
+        else:
+            write()
+        if not self.background:
+            self.finish()
+
+    def wait_staged(self) -> None:
+        """Wait until the state was copied. Call before anything changes the weights."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises StorageError (or what else went wrong) where it failed."""
+        self.wait_staged()
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise _readable(error, self.folder) from error
+
+    def close(self) -> None:
+        """Wait for the save in flight and free the staging buffers."""
+        try:
+            self.finish()
+        finally:
+            self._stager.close()
+
+    def _write(self, state: State, manifest: dict[str, Any], started: float) -> None:
+        """Steps 2 to 4, on every rank. An error on any rank is an error on all."""
+        step = manifest["step"]
+        target = self.folder / saved.step_name(step)
+        temporary = self.folder / f".tmp-{target.name}"
+        if self.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        dist.barrier(self.group)
+        try:
+            writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+            mine = agree(self.group, lambda: _hash_own_files(temporary, self.rank))
+            if self.rank == 0:
+                manifest["files"] = {name: entry for part in mine for name, entry in part.items()}
+            agree(self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None)
+        except BaseException:  # DCP's CheckpointException is no Exception; nothing half stays, and the error goes on
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if self.rank == 0:
+            self.on_saved(step, time.monotonic() - started)
+            saved.remove_old(self.folder, self.keep)
+
+    def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
+        write_json(temporary / saved.MANIFEST, saved.seal(manifest))
+        fsync_dir(temporary)
+        os.rename(temporary, target)
+        fsync_dir(self.folder)
+
+    # -- restoring ---------------------------------------------------------------------------------------
+
+    def restore(self, state: State, on_damaged: Callable[[int, str], None]) -> dict[str, Any] | None:
+        """Load the newest intact checkpoint into `state`, in place; its manifest, or None where there is none yet.
+
+        `on_damaged(step, reason)` is called on rank 0 for each checkpoint that had to be set aside. Raises
+        CheckpointError where there are checkpoints and none is intact.
+        """
+        if self.rank == 0:
+            saved.remove_temporary(self.folder)
+        damaged: list[str] = []
+        while True:
+            step = from_rank0(self.group, (saved.saved_steps(self.folder) or [0])[0])
+            if step == 0:
+                break
+            checkpoint = self.folder / saved.step_name(step)
+            try:
+                manifest = verified(checkpoint, self.group)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                if self.rank == 0:
+                    saved.set_aside(self.folder, step)
+                    on_damaged(step, str(error))
+                continue
+            load(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
+            return manifest
+        left = from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
+        if left:
+            raise CheckpointError(
+                "no checkpoint is intact, and starting from zero would throw work away:\n  "
+                + "\n  ".join(damaged or left)
+                + f"\nput an intact copy of one into {self.folder} under its step-… name, or, to train from zero "
+                f"all the same, remove {self.folder}/damaged-*"
+            )
+        return None
+
+    def read(self, step: int, state: State) -> None:
+        """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
+        if state:
+            load(state, self.folder / saved.step_name(step), None)
+
+
+def new_stager(cuda: bool) -> DefaultStager:
+    """A stager that copies in a thread of its own, to pinned memory where there is a GPU."""
+    options = StagingOptions(
+        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
+    )
+    return DefaultStager(options)
+
+
+def _stages_twice() -> bool:
+    """Whether this torch's stager can be used again, with the buffers it has: that of 2.11 empties itself."""
+    stager = DefaultStager(StagingOptions(*[False] * 4))
+    try:
+        for _ in range(2):
+            stager.stage({"probe": torch.zeros(1)})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
+
+
+def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """The manifest, once every file passed its hash on one of the ranks; CheckpointError on all ranks if not."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def check() -> dict[str, Any]:
+        manifest = saved.read_manifest(checkpoint)
+        saved.check_files(checkpoint, manifest, part=rank, parts=size)
+        return manifest
+
+    return agree(group, check)[0]
+
+
+def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of `state` from `checkpoint`, whatever layout saved it.
+
+    Raises RuntimeError where it does not hold them. DCP's own exception is no `Exception`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: one process reads
+            reader = dcp.FileSystemReader(checkpoint)
+            dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise RuntimeError(f"{checkpoint} cannot be loaded: {reasons}") from error
+
+
+def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
+    """SHA-256 over weights and optimizer state, independent of the layout that saved them; 64 hex digits.
+
+    Per tensor, in the order of the names: name, dtype and shape as one line, then its bytes. Tensors are read
+    whole, one after another, at most `batch_bytes` (or one tensor) at a time.
+    """
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    total, batch, size = hashlib.sha256(), cast(State, {}), 0
+
+    def flush() -> None:
+        nonlocal size
+        load(batch, checkpoint, None)
+        for name, tensor in batch.items():
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        batch.clear()
+        size = 0
+
+    for name in sorted(metadata):
+        entry = metadata[name]
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer.")):
+            batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            size += batch[name].nbytes
+            if size >= batch_bytes:
+                flush()
+    flush()
+    return total.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What must be equal for a bit-identical continuation."""
+    return {"torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / ".metadata"] if rank == 0 else [])
+    for path in own:
+        fsync_file(path)
+    return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}
+
+
+def _readable(error: BaseException, folder: Path) -> BaseException:
+    """What a person should see of a failed save: a StorageError where the disk is to blame."""
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes = [failure[0] for failure in error.failures.values()]
+    for cause in causes:
+        if (found := storage_error(cause, folder)) is not None:
+            return found
+        if "inline_container" in str(cause):  # torch's own writer: it forgets the error number
+            free = shutil.disk_usage(folder).free
+            return StorageError(f"cannot write {folder}: no space is left, it seems ({free:,} bytes are free)")
+    return RuntimeError(f"saving failed: {causes[0]!r}")

@@ -1,0 +1,116 @@
+"""Checkpoints as files: names, manifests, what is intact, what is old. No torch, so the login node may look.
+
+    checkpoints/step-00000100/     .metadata, __0_0.distcp … (torch's distributed checkpoint) and manifest.json
+    checkpoints/.tmp-…             being written, or left by a crash: never read, removed at the next start
+    checkpoints/damaged-step-…     failed its hashes at a restore; set aside, never removed
+
+`manifest.json` is written last, and the whole directory takes its final name by one rename after everything
+was synced: a directory called `step-…` was once complete. It holds the step, `samples_consumed`, the layout,
+a hash of the config, versions, and size and SHA-256 of each file; its own `sha256` field covers the rest of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import CheckpointError
+from pipeline.base.files import sha256_file, sha256_json
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step, such as `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps whose directories bear their final name, newest first."""
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+
+
+def newest_step(folder: Path) -> int:
+    """The newest saved step whose files have their recorded sizes; 0 where there is none."""
+    for step in saved_steps(folder):
+        try:
+            manifest = read_manifest(folder / step_name(step))
+            check_files(folder / step_name(step), manifest, hashes=False)
+        except CheckpointError:
+            continue
+        return step
+    return 0
+
+
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with its own hash added."""
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**body, "sha256": sha256_json(body)}
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn or altered."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        intact = isinstance(manifest, dict) and seal(manifest)["sha256"] == manifest.get("sha256")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except ValueError:
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
+    return dict(manifest)
+
+
+def check_files(
+    checkpoint: Path, manifest: Mapping[str, Any], *, hashes: bool = True, part: int = 0, parts: int = 1
+) -> None:
+    """Compare files with the manifest; of `parts` checkers each reads every `parts`-th file.
+
+    Raises CheckpointError naming the first file that is missing, has another size or another SHA-256. An OSError (no
+    rights, a storage that fails) is no damage and passes as it is.
+    """
+    for name in sorted(manifest["files"])[part::parts]:
+        path, want = checkpoint / name, manifest["files"][name]
+        try:
+            size = path.stat().st_size
+            if size != want["size"]:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {want['size']}")
+            if hashes and sha256_file(path) != want["sha256"]:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one recorded when it was saved")
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+
+
+def set_aside(folder: Path, step: int) -> Path:
+    """Rename a damaged checkpoint so that nothing takes it again; returns its new place."""
+    number = 0
+    while (target := folder / f"damaged-{step_name(step)}{f'-{number}' if number else ''}").exists():
+        number += 1
+    return (folder / step_name(step)).rename(target)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a crash left half-written. Call it only when nobody is saving."""
+    for path in folder.glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: Path, keep: int) -> list[int]:
+    """Remove all but the `keep` newest checkpoints, each renamed first so that none is ever half there."""
+    old = saved_steps(folder)[keep:]
+    for step in old:
+        trash = folder / f".tmp-old-{step_name(step)}"
+        (folder / step_name(step)).rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+    return old

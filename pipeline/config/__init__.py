@@ -1,0 +1,1 @@
+"""What a config may say, section by section, and reading it."""

@@ -1,0 +1,273 @@
+"""The config of a run: every key that `config.yaml` may hold, its type, its default and what it means.
+
+One pydantic model per section. Unknown keys are errors. The docstring under a field is its documentation:
+`python submit.py schema` writes them all as a JSON Schema, which editors show while one types. Reading
+files, `extends:` and command-line overrides is `pipeline/config/read.py`; this file is only the meaning.
+
+Nothing here imports torch, numpy or h5py: the login node reads configs too.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.site import SiteConfig
+from pipeline.config.stages import StagesConfig
+from pipeline.config.sweep import SweepConfig
+from pipeline.config.types import (
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Section,
+    refuse_changed,
+)
+
+
+class Sharing(StrEnum):
+    """Who may read a run directory."""
+
+    PRIVATE = "private"
+    GROUP = "group"
+    ALL = "all"
+
+
+class RunConfig(Section):
+    """Which run this is and where it lives."""
+
+    name: Name
+    """Name of the run: the folder `root/name` and the prefix of its Slurm jobs."""
+    root: Path = Path("runs")
+    """Folder that holds the runs; on a cluster a path that all nodes share."""
+    seed: NonNegativeInt = 1
+    """Seed of everything random: weights, order of the samples, dropout."""
+    sharing: Sharing = Sharing.PRIVATE
+    """Who may read the run's files: `private` (0700/0600), `group` (0750/0640) or `all` (0755/0644)."""
+
+
+class TokenizerConfig(Section):
+    """Where the tokenizer comes from."""
+
+    kind: Literal["byte_bpe", "file"] = "byte_bpe"
+    """`byte_bpe` trains a byte-level BPE on the source; `file` takes a `tokenizer.json`."""
+    vocab_size: Annotated[int, Field(ge=257, le=2**32 - 1)] = 4096
+    """Number of token ids of a trained tokenizer (256 bytes, one end-of-text token, merges)."""
+    path: Path | None = None
+    """The `tokenizer.json` of kind `file`."""
+    eos_token: str = "<|endoftext|>"
+    """The token that ends each document; it must exist in a given `tokenizer.json`."""
+    train_bytes: PositiveInt = 20_000_000
+    """How many bytes of documents, spread evenly over the source, the BPE is trained on."""
+
+    @model_validator(mode="after")
+    def _path_goes_with_kind(self) -> TokenizerConfig:
+        if (self.kind == "file") != (self.path is not None):
+            raise ValueError("`path` goes with `kind: file`, and `kind: file` needs a `path`")
+        return self
+
+
+class DataConfig(Section):
+    """From documents to shards of tokens."""
+
+    source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
+    """`python-stdlib` (the running interpreter's own library sources), or one or more globs of .txt, .jsonl,
+    .jsonl.gz, .jsonl.zst or .parquet files."""
+    text_field: str = "text"
+    """Field (JSON) or column (parquet) that holds a document's text."""
+    text_documents: Literal["file", "line"] = "file"
+    """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer."""
+    sequence_length: PositiveInt = 1024
+    """Tokens of one training sample."""
+    shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000
+    """Most tokens of one HDF5 shard (500 M tokens of two bytes make 1 GB)."""
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
+    """Fraction of the documents, chosen by a hash of their text, that is kept for evaluation."""
+    max_rejected: Fraction = 0.001
+    """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
+    verify: Literal["hashes", "sizes"] = "hashes"
+    """What is checked of every shard when a training starts; `sizes` where reading all data costs too much."""
+
+    @property
+    def sources(self) -> list[str]:
+        """The source as a list."""
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`. Or your own."""
+
+    target: str | None = None
+    """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/config/user_model.py
+    says how); null: the decoder. Beside it only `options`, `layers` and `initializer_range` mean something."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What your own model is built from: any keys and values, handed to it as they are."""
+    dim: PositiveInt = 256
+    """Width of the residual stream (`hidden_size`)."""
+    layers: PositiveInt = 4
+    """Number of decoder blocks (`num_hidden_layers`)."""
+    heads: PositiveInt = 8
+    """Query heads (`num_attention_heads`)."""
+    kv_heads: PositiveInt | None = None
+    """Key and value heads (`num_key_value_heads`); null: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; null: dim / heads."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the SwiGLU layer; null: 8/3 of dim, rounded up to a multiple of 64."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position frequencies."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the RMS norms."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout on the output of attention and MLP."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelConfig:
+        if self.target is not None:
+            if not all(part.isidentifier() for part in self.target.split(".")):
+                raise ValueError(f"target ({self.target}) is no name of a Python module such as my_package.my_model")
+            if "layers" in self.options:
+                raise ValueError("options.layers is model.layers: set that")
+            refuse_changed(self, {"target", "options", "layers", "initializer_range"}, "with model.target use options")
+            return self
+        if self.options:
+            raise ValueError("options are for a model of your own: name its module as target")
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"dim ({self.dim}) is no multiple of heads ({self.heads}); set head_dim or change one")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads ({self.heads}) is no multiple of kv_heads ({self.num_kv_heads})")
+        if self.head_size % 2:
+            raise ValueError(f"the head size ({self.head_size}) is odd; rotary positions need an even one")
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the SwiGLU layer, resolved."""
+        return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
+
+
+class TrainConfig(Section):
+    """The training loop."""
+
+    steps: PositiveInt
+    """Optimizer steps of the whole training."""
+    global_batch: PositiveInt = 16
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch: PositiveInt = 4
+    """Sequences of one forward and backward pass on one rank."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Arithmetic of forward and backward; weights and optimizer state are always fp32. `fp8`: bf16, with the blocks'
+    matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
+    threads: PositiveInt = 1
+    """CPU threads per rank; part of what makes a result bit-identical."""
+    deterministic: bool = True
+    """Refuse kernels whose results vary from run to run."""
+    compile: bool = False
+    """Compile each decoder block with torch.compile."""
+    log_every: PositiveInt = 10
+    """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> TrainConfig:
+        if self.global_batch % self.micro_batch:
+            raise ValueError(f"global_batch ({self.global_batch}) is no multiple of micro_batch ({self.micro_batch})")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer (Loshchilov and Hutter, arXiv 1711.05101)."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    min_lr_ratio: Fraction = 0.1
+    """Last learning rate, as a fraction of the peak."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate grows linearly from 0 to the peak."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay)."""
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """Last part of the training in which `wsd` decays linearly."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; vectors (norms) have none."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the whole gradient; null: no clipping."""
+
+
+class CheckpointConfig(Section):
+    """When the training saves and what it keeps."""
+
+    every_steps: PositiveInt = 100
+    """Steps between two checkpoints; the last step is always saved."""
+    keep: PositiveInt = 3
+    """How many of the newest checkpoints are kept."""
+    mode: Literal["sync", "async"] = "async"
+    """`async` writes in the background while training goes on."""
+
+
+class EvaluateConfig(Section):
+    """What is evaluated on the held-out documents."""
+
+    every: Literal["end", "checkpoint"] = "end"
+    """`end`: the newest checkpoint once training is done; `checkpoint`: every checkpoint that is kept."""
+    batch: PositiveInt = 8
+    """Sequences of one forward pass; it does not change the result's meaning, only its last digits."""
+    max_sequences: PositiveInt | None = None
+    """Evaluate at most so many sequences; null: all held-out text."""
+
+
+class Config(Section):
+    """One run of the pipeline."""
+
+    run: RunConfig
+    """Which run this is and where it lives."""
+    data: DataConfig = DataConfig()
+    """From documents to shards of tokens."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the ranks split the work."""
+    train: TrainConfig
+    """The training loop."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning rate."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the training saves and what it keeps."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """What is evaluated."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What happens after a stop."""
+    site: SiteConfig = SiteConfig()
+    """The cluster."""
+    stages: StagesConfig = StagesConfig()
+    """Resources by stage."""
+    sweep: SweepConfig | None = None
+    """Many trainings that differ in a few values; null: one training."""

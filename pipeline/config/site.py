@@ -1,0 +1,151 @@
+"""The `site` section: what differs from cluster to cluster, written once in `configs/sites/NAME.yaml`.
+
+A run says `site: {extends: sites/mycluster.yaml}`. Options of sbatch that every cluster has are keys of their own, so
+that they are checked before anything is submitted; what only some clusters have goes into `sbatch`, a mapping of
+sbatch's own long options (sbatch(1)). slurm/submit/sbatch.py turns all of it into a job.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
+
+_DISTRIBUTION = re.compile(
+    r"(\*|block|cyclic|plane=[1-9]\d*)(:(\*|block|cyclic|fcyclic)){0,2}(,(Pack|NoPack))?", re.IGNORECASE
+)
+_SWITCHES = re.compile(r"[1-9]\d*(@(\d+-)?\d+(:\d\d){0,2})?")
+_INTERFACES = re.compile(r"[A-Za-z0-9_.-]{1,15}(,[A-Za-z0-9_.-]{1,15})*")
+_POOL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_OPTION = re.compile(r"[a-z][a-z0-9]+(-[a-z0-9]+)*")
+
+OWN_OPTIONS = {
+    "account": "site.account", "constraint": "site.constraint", "cpus-per-task": "site.cpus_per_task",
+    "distribution": "site.distribution", "gpus-per-node": "site.gpus_per_node", "gres": "site.gpus_per_node",
+    "mem": "site.mem_gb", "nodes": "stages.STAGE.nodes", "ntasks-per-node": "stages.STAGE.tasks_per_node",
+    "partition": "site.partition", "qos": "site.qos", "signal": "site.signal_s", "switches": "site.switches",
+    "time": "stages.STAGE.time",
+    "array": "", "chdir": "", "comment": "", "dependency": "", "error": "", "export": "", "export-file": "",
+    "get-user-env": "", "ignore-pbs": "", "job-name": "", "kill-on-invalid-dep": "", "no-requeue": "site.requeue",
+    "open-mode": "", "output": "", "parsable": "", "requeue": "site.requeue", "test-only": "", "uid": "", "wait": "",
+    "wrap": "",
+}  # fmt: skip
+"""Options of sbatch that Sluice sets, and the key to use instead where there is one."""
+
+
+def _matching(pattern: re.Pattern[str], what: str) -> Any:
+    """A check that a text is as `pattern` says, else that it should be `what`."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and not pattern.fullmatch(value):
+            raise ValueError(what)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, str) and not value.startswith("/"):
+        raise ValueError("write an absolute path; a path with variables goes into site.setup: export TMPDIR=…")
+    return value
+
+
+def _options(value: Any) -> Any:
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str) or not _OPTION.fullmatch(key):
+            raise ValueError(f"{key!r} is no long option of sbatch; write it as sbatch does, without dashes in front")
+        for option, instead in OWN_OPTIONS.items():  # sbatch takes abbreviations, too
+            if option.startswith(key):
+                raise ValueError(f"{key}: " + (f"use {instead}" if instead else f"Sluice sets --{option} itself"))
+    return value
+
+
+class StripeConfig(Section):
+    """How shards are striped where they lie on Lustre (`lfs setstripe`); elsewhere it has no effect."""
+
+    count: Annotated[int, Field(ge=-1)] = 1
+    """Storage targets of each shard (`-c`); 1 suits many shards of 1 GB, -1 means all, 0 what the system says."""
+    size_mb: PositiveInt | None = None
+    """Bytes written to one target before the next, in MiB (`-S`); null: what the system says."""
+    pool: Annotated[str, _matching(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
+    """Pool of storage targets (`-p`), such as `flash`; null: any."""
+
+
+SbatchOptions = Annotated[dict[str, str | int | bool], BeforeValidator(_options)]
+
+
+class DataJobs(Section):
+    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. null: what others do."""
+
+    partition: str | None = None
+    """Slurm partition, such as one of nodes without GPUs."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the node must have; "": none."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of each process; the tokenizer uses them all."""
+    mem_gb: PositiveFloat | None = None
+    """Memory in GB."""
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """Options of sbatch on top of `site.sbatch`; `exclusive: false` takes that one back."""
+
+
+class SiteConfig(Section):
+    """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
+
+    partition: str | None = None
+    """Slurm partition."""
+    account: str | None = None
+    """Slurm account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have, as sbatch takes them."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs asked for on each node."""
+    gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
+    gpu_type: str | None = None
+    """Type of GPU to ask for, such as `h100`."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of each rank; null: what the site gives."""
+    mem_gb: PositiveFloat | None = None
+    """Memory per node in GB; null: what the site gives."""
+    distribution: (
+        Annotated[str, _matching(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
+    ) = None
+    """How ranks are spread over nodes (`--distribution`), such as `block:cyclic`; null: what the site does."""
+    switches: Annotated[str, _matching(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
+    """Most leaf switches a job may span, and how long to wait for so few (`--switches`), such as `1@00:05:00`."""
+    network_interface: (
+        Annotated[str, _matching(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
+    ) = None
+    """Interface that ranks talk over: jobs get it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    scratch: Annotated[Path, BeforeValidator(_absolute)] | None = None
+    """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
+    stripe: StripeConfig = StripeConfig()
+    """How shards are striped on Lustre."""
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """More options of sbatch for every job, by their long names: a value, `true` for an option without one, `false`
+    for one that is not given after all."""
+    data_jobs: DataJobs = DataJobs()
+    """What prepare and shard ask for instead of the above."""
+    signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
+    """How many seconds before the time limit Slurm tells the ranks to save and leave."""
+    requeue: bool = True
+    """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
+    then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
+    setup: list[str] = Field(default_factory=list)
+    """Shell lines run in each job before anything else (modules, variables)."""
+
+    def of(self, stage: str) -> SiteConfig:
+        """The site as the jobs of a stage see it."""
+        if stage not in ("prepare", "shard"):
+            return self
+        other = self.data_jobs.model_dump(exclude_none=True)
+        return self.model_copy(update={**other, "sbatch": {**self.sbatch, **other["sbatch"]}})

@@ -1,0 +1,192 @@
+"""The manifest of a run's data: the contract between data_prep, which writes it, and training, which reads it.
+
+    data_dir/manifest.json       all shards in unit order (:class:`Manifest`), or all files of samples
+                                 (:class:`SampleManifest`)
+    data_dir/shards/…            the shards of tokens that it names
+
+It is written after the files that it describes, so it vouches for them: a crash leaves files without a manifest, never
+the reverse. A login node reads it too, so nothing here imports numpy or h5py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.base.errors import InputError
+from pipeline.base.files import sha256_file, write_atomic
+from pipeline.config.types import Section
+
+FORMAT_VERSION = 1
+"""Version of the layout of shards and manifests."""
+
+
+ORDER_VERSION = 1
+"""Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
+
+
+WAY_OUT = "run the shard stage again, e.g. `python submit.py resume RUN`"
+
+
+SHARDS = "shards"
+
+
+class FileEntry(Section):
+    """One small file: its size in bytes and its sha256 (64 hex digits)."""
+
+    size: int
+    sha256: str
+
+
+class ShardEntry(Section):
+    """One HDF5 shard.
+
+    A document counts in the file where it starts, so `documents` and `bytes` add up over files to the totals
+    also where a document runs on into the next file.
+    """
+
+    file: str
+    """Path relative to the data folder."""
+    tokens: int
+    """Length of the dataset `tokens`; never 0."""
+    documents: int
+    """Documents that start in this file."""
+    bytes: int
+    """UTF-8 bytes of the texts of these documents (the end-of-text token is no text)."""
+    offset: int
+    """Where the data of `tokens` starts in the file, in bytes: map `tokens` items of `dtype` from here."""
+    dtype: str
+    """`uint16` or `uint32`, little-endian."""
+    size: int
+    """Bytes of the file."""
+    sha256: str
+    """SHA-256 of the file, as 64 hex digits."""
+
+
+class Manifest(Section):
+    """`manifest.json`: all shards of a run, in unit order."""
+
+    format_version: int
+    order_version: int
+    key: str
+    source: tuple[str, ...]
+    tokenizer_sha256: str
+    vocab_size: int
+    eos_id: int
+    dtype: str
+    documents: int
+    """Documents with text, held-out ones included."""
+    held_out_documents: int
+    rejected_documents: int
+    train_tokens: int
+    held_out_tokens: int
+    train_bytes: int
+    held_out_bytes: int
+    train: tuple[ShardEntry, ...]
+    held_out: tuple[ShardEntry, ...]
+
+
+T = TypeVar("T", bound=Section)
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Read one manifest. Raises InputError, naming the file, when it is missing, torn or of another shape."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: {WAY_OUT}") from None
+    except ValueError:  # pydantic's, too
+        raise InputError(f"{path} is torn or no manifest of this version: {WAY_OUT}") from None
+
+
+def load_manifest(data_dir: Path) -> Manifest:
+    """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
+    return load(data_dir / "manifest.json", Manifest)
+
+
+def file_problem(path: Path, entry: FileEntry | ShardEntry | SampleFile, hashes: bool = True) -> str | None:
+    """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    if size != entry.size:
+        return f"{path} has {size} bytes, its manifest says {entry.size}"
+    found = sha256_file(path) if hashes else entry.sha256
+    return None if found == entry.sha256 else f"{path} is damaged: its sha256 is {found}, not {entry.sha256}"
+
+
+def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, way_out: str = WAY_OUT) -> None:
+    """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
+
+    Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
+    written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
+    """
+    if problem := file_problem(data_dir / entry.file, entry, hashes):
+        raise InputError(f"{problem}: {way_out}")
+
+
+SPLIT_SEED = 0
+"""Seed of the permutation that says which samples are held out."""
+
+
+class Array(Section):
+    """One dataset of a file."""
+
+    offset: int
+    """Where its data starts in the file, in bytes."""
+    dtype: str
+    """Name of its type, little-endian."""
+    shape: tuple[int, ...]
+    """Samples first."""
+
+
+class SampleFile(Section):
+    """One HDF5 file."""
+
+    file: str
+    """Its absolute path."""
+    size: int
+    mtime_ns: int
+    samples: int
+    arrays: dict[str, Array]
+    sha256: str = ""
+    """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
+
+
+class SampleManifest(Section):
+    """What `prepare` found, what one task has hashed, or the whole."""
+
+    key: str
+    train: tuple[SampleFile, ...]
+    held_out_samples: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All of them, held-out ones included."""
+        return sum(entry.samples for entry in self.train)
+
+    @property
+    def held_out(self) -> tuple[SampleFile, ...]:
+        """The files that held-out samples are in: all of them."""
+        return self.train if self.held_out_samples else ()
+
+    def write(self, path: Path) -> None:
+        """Write it, atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, self.model_dump_json(indent=1))
+
+
+def load_sample_manifest(path: Path) -> SampleManifest:
+    """One of the manifests. Raises InputError, naming the file, when it is missing or torn."""
+    try:
+        return SampleManifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: run the shard stage, e.g. `python submit.py resume RUN`") from None
+    except ValueError:
+        raise InputError(f"{path} is torn or no manifest of samples: remove it and resume") from None
+
+
+def check_file(entry: SampleFile, hashes: bool) -> None:
+    """Compare a file with its entry, as `check_shard` does. Raises InputError with what differs."""
+    check_shard(Path("/"), entry, hashes, "put the file back as it was, or start a new run on what there is now")

@@ -1,0 +1,1 @@
+"""The stage evaluate: held-out loss of checkpoints."""

@@ -1,0 +1,89 @@
+"""Stage evaluate: held-out loss, perplexity and bits per byte of checkpoints, in all ranks together.
+
+Options of the rank door: `--step N`, `--step newest` or `--step every`; without it, what `evaluate.every` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.base.place import Place
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.saved import newest_step, saved_steps
+from pipeline.evaluate.result import figure, newest_result, read_result
+from pipeline.run.directory import Run
+
+NEEDS: tuple[str, ...] = ("train",)
+
+
+def wanted(run: Run, which: str | None) -> list[int]:
+    """The steps to evaluate: `which` is a number, `newest`, `every`, or None for what the config says.
+
+    Raises UserError where it is none of these, or there is no such checkpoint.
+    """
+    steps = saved_steps(run.checkpoints)
+    if which is None:
+        which = "every" if run.config.evaluate.every == "checkpoint" else "newest"
+    if which == "every":
+        return steps
+    if which == "newest":
+        newest = newest_step(run.checkpoints)
+        return [newest] if newest else []
+    if not which.isdecimal():
+        raise UserError(f"--step {which}: give a step's number, newest or every")
+    if int(which) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"--step {which}: no such checkpoint in {run.checkpoints}; there are: {there}")
+    return [int(which)]
+
+
+def missing(run: Run) -> str | None:
+    """Why evaluation is not done; None when every wanted checkpoint has its result."""
+    if run.config.data.held_out == 0:
+        return None
+    steps = wanted(run, None)
+    without = [step for step in steps if read_result(run, step) is None]
+    if not steps:
+        return "there is no checkpoint yet"
+    return f"step {without[0]} is not evaluated" if without else None
+
+
+def progress(run: Run) -> str:
+    """A phrase for `status`."""
+    if run.config.data.held_out == 0:
+        return "nothing is held out (data.held_out: 0)"
+    result = newest_result(run)
+    if result is None:
+        return "-"
+    name, value = figure(result)
+    return f"step {result['step']}: {name} {value:.3f}"
+
+
+def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
+    from pipeline.comm import groups
+    from pipeline.data.check import manifest_of
+    from pipeline.evaluate.evaluator import Evaluator
+    from pipeline.resilience.watchdog import Watchdog
+
+    if run.config.data.held_out == 0:
+        print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
+        return Exit.DONE
+    watchdog = Watchdog(run, "evaluate", place, flag)
+    watchdog.start()
+    manifest = manifest_of(run)
+    groups.make_deterministic(run.config)
+    world = groups.join(place, run.config)
+    steps = groups.from_rank0(groups.side_group(), wanted(run, options.get("step")))
+    if not steps:
+        raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
+    steps = groups.from_rank0(groups.side_group(), [step for step in steps if read_result(run, step) is None])
+    evaluator = Evaluator(run, manifest, world, flag, watchdog)
+    groups.end_of_startup()
+    for step in sorted(steps):
+        if not evaluator.evaluate(step):
+            return Exit.STOPPED
+    watchdog.close()
+    groups.leave()
+    return Exit.DONE

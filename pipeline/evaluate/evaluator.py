@@ -1,0 +1,114 @@
+"""Held-out loss of a checkpoint, the same number whatever the number of ranks.
+
+The held-out tokens are cut into windows of `sequence_length`, the windows into batches of `evaluate.batch`.
+Batch b belongs to rank b mod ranks, so a batch holds the same windows on any layout and its loss is the same
+bits; the sums are gathered and added in batch order, in double precision. Each token is predicted once: the
+first of a file from the end-of-text token, the first of any other window from the last token before it.
+Where training splits the model, one rank may not hold it, and evaluation splits it too: by ZeRO 3, on all ranks.
+
+A model of the user's own is evaluated the same way on its held-out samples (pipeline/data/samples.py).
+
+Bits per byte (loss in bits, per byte of UTF-8 text) does not depend on the tokenizer. Beside it stands the
+unigram figure: the entropy of the held-out tokens' own frequencies, in bits per byte: what a model that knew the
+frequencies of tokens, and nothing of their order, could reach at best.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipeline.base.errors import CheckpointError
+from pipeline.base.files import write_json
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint import saved
+from pipeline.checkpoint.save import load, verified
+from pipeline.comm import groups
+from pipeline.data.check import verify_shards
+from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
+from pipeline.evaluate.result import result_words
+from pipeline.model.task import DTYPES, task_of
+from pipeline.parallel.data_parallel import shard
+from pipeline.resilience.stop import Agreement
+from pipeline.resilience.watchdog import Watchdog
+from pipeline.run.directory import Run
+
+
+class Evaluator:
+    """One rank of an evaluation; builds the model once and loads one checkpoint after another into it."""
+
+    def __init__(
+        self, run: Run, manifest: Manifest | SampleManifest, world: groups.World, flag: StopFlag, watchdog: Watchdog
+    ) -> None:
+        self.run, self.world, self.watchdog = run, world, watchdog
+        self.group = groups.side_group()
+        self.agreement = Agreement(flag, groups.side_group())
+        verify_shards(run, manifest.held_out, self.group, hashes=True)
+        config = run.config
+        self.task = task = task_of(config, run.user_model, run.code, manifest)
+        model = task.build(range(config.model.layers))
+        parallel = config.parallel
+        self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
+        if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
+            mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
+            shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
+        self.model = model.to_empty(device=world.device).eval()
+        task.fill(self.model, world.device)
+        limit = config.evaluate.max_sequences
+        self.held_out: TextHeldOut | SampleHeldOut = (
+            TextHeldOut(run, manifest, world.device)
+            if isinstance(manifest, Manifest)
+            else SampleHeldOut(task, manifest, limit, world.device)
+        )
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
+        checkpoint = self.run.checkpoints / saved.step_name(step)
+        try:
+            sealed = verified(checkpoint, self.group)
+        except CheckpointError as error:
+            if self.world.first:  # so that training counts as not done, and goes on from the one before
+                saved.set_aside(self.run.checkpoints, step)
+                self.run.event("damaged", "evaluate", step=step, reason=str(error))
+            raise
+        load({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
+        sums = self._batch_sums(step)
+        if sums is None:
+            return False
+        if self.world.first:
+            result = {"step": step, **self.held_out.result(sums), "checkpoint": sealed["sha256"]}
+            write_json(self.run.evaluation / f"{saved.step_name(step)}.json", result)
+            known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
+            self.run.event("evaluated", "evaluate", step=step, **known)
+            print(result_words(result), flush=True)
+        return True
+
+    @torch.no_grad()
+    def _batch_sums(self, step: int) -> list[dict[str, float]] | None:
+        """Sums of every batch, in batch order, on every rank; None where the ranks agreed to stop."""
+        size = self.run.config.evaluate.batch
+        batches = range(0, self.held_out.count, size)
+        mine: dict[int, dict[str, float]] = {}
+        for first in range(0, len(batches), self.world.size):
+            began = time.monotonic()
+            self.watchdog.enter(first, "batch")
+            self.agreement.start()
+            number = first + self.world.rank
+            if number < len(batches):
+                start = batches[number]
+                mine[number] = self.held_out.sums(self.model, start, min(start + size, self.held_out.count))
+            elif self.split:  # the others gather weights from this rank too
+                self.held_out.sums(self.model, 0, 1)
+            if self.agreement.stop():
+                return None
+            self.watchdog.stepped(time.monotonic() - began)
+            if self.world.first and first // self.world.size % 10 == 0:
+                print(f"evaluating step {step}: batch {first}/{len(batches)}", flush=True)
+        self.watchdog.enter(len(batches), "start")  # what comes now, another checkpoint too, depends on storage
+        merged: dict[int, dict[str, float]] = {}
+        for part in groups.agree(self.group, lambda: mine):
+            merged |= part
+        return [merged[number] for number in range(len(batches))]

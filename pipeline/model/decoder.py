@@ -1,0 +1,310 @@
+"""The model: a Llama-style decoder whose parameter names are those of Hugging Face's `LlamaForCausalLM`.
+
+Each block is `x + attention(norm(x))`, then `x + mlp(norm(x))`: RMSNorm (Zhang and Sennrich, arXiv 1910.07467),
+rotary positions (Su et al., arXiv 2104.09864), grouped-query attention (Ainslie et al., arXiv 2305.13245) and SwiGLU
+(Shazeer, arXiv 2002.05202); no biases. Names and conventions follow transformers' Llama, so that weights move
+between the two unchanged and anyone's tools can read a checkpoint.
+
+Shapes are in the names: B sequences, T tokens, D = `dim`, H heads, K width of a head, V = `vocab_size`.
+
+**A part of the model**: `Decoder(…, layers=range(4, 8))` has only these blocks, with the embedding only if it starts at
+the first block and norm and output layer only if it ends with the last: a pipeline stage. Parameters keep the names
+that they have in the whole model.
+
+**Initial weights** are a function of (seed, parameter name, position in the parameter) and of nothing else: each
+parameter is drawn on its own, on the CPU, whole, from a generator seeded by a hash of its name. Whoever builds a part
+of the model, in any order, on any device, even from `meta`, gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from pipeline.config.sections import ModelConfig
+from pipeline.parallel.tensor_parallel import Replicated
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the two parameters that may be tied."""
+
+
+class Rotary(nn.Module):
+    """Tables of rotary positions, for all positions up to `sequence_length`; never trained, never saved."""
+
+    cos_TK: Tensor
+    sin_TK: Tensor
+
+    def __init__(self, config: ModelConfig, sequence_length: int) -> None:
+        super().__init__()
+        self.theta = config.rope_theta
+        shape = (sequence_length, config.head_size)
+        self.register_buffer("cos_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Fill the tables: fp32, computed on the CPU so that every device has the same bits.
+
+        Angle of position t and pair i: t * theta^(-2i/K), i < K/2, written twice (arXiv 2104.09864, section 3.2.2;
+        the two halves as in transformers' `rotate_half`).
+        """
+        length, width = self.cos_TK.shape
+        pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
+        positions = torch.arange(length, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, 1.0 / self.theta ** (pairs / width)).repeat(1, 2)
+        self.cos_TK.copy_(angles.cos())
+        self.sin_TK.copy_(angles.sin())
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        """Turn each head's vectors by their positions; computed in fp32, returned in the input's type."""
+        length = x_BHTK.shape[2]
+        left, right = x_BHTK.chunk(2, dim=-1)
+        turned = x_BHTK * self.cos_TK[:length] + torch.cat((-right, left), dim=-1) * self.sin_TK[:length]
+        return turned.to(x_BHTK.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; H / G query heads share one key and value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.groups = config.heads // config.num_kv_heads
+        self.q_proj = nn.Linear(config.dim, config.heads * self.head_size, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.num_kv_heads * self.head_size, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.num_kv_heads * self.head_size, bias=False)
+        self.o_proj = nn.Linear(config.heads * self.head_size, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """Mix each position with the ones before it."""
+        q_BHTK = rotary(self._heads(self.q_proj(x_BTD)))
+        k_BHTK = rotary(self._heads(self.k_proj(x_BTD)))
+        v_BHTK = self._heads(self.v_proj(x_BTD))
+        if self.groups > 1:
+            # Repeated, not `enable_gqa`: with that, CUDA's memory-efficient kernel (the one for fp32) refuses, and
+            # torch silently takes the kernel that holds all T x T scores.
+            k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
+            v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, heads * K) to (B, heads, T, K); the number of heads is taken from the tensor."""
+        return x_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_size, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.ffn_size, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Transform each position by itself."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """Add attention's and the MLP's output to the residual stream."""
+        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and last norm: the `model.` of the parameter names. Of a part, what belongs to it."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, config.dim) if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps) if layers.stop == config.layers else None
+        self.rotary = Rotary(config, sequence_length)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The decoder blocks in order."""
+        return [cast(Block, block) for block in self.layers.values()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids (of a later part: hidden states) to hidden states `x_BTD`, normalised by the last part."""
+        x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.rotary)
+        return x_BTD if self.norm is None else self.norm(x_BTD)
+
+
+class Decoder(nn.Module):
+    """The language model: int64 `tokens_BT` (T <= `sequence_length`) to `logits_BTV`; or a part of it.
+
+    Building it draws weights of torch's own kind; :func:`init_weights` sets those that a training starts from. Under
+    `torch.device("meta")` it takes no memory: then call `to_empty(device=...)` and :func:`init_weights`.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range | None = None) -> None:
+        super().__init__()
+        self.config = config
+        layers = range(config.layers) if layers is None else layers
+        self.model = Backbone(config, vocab_size, sequence_length, layers)
+        self.lm_head = nn.Linear(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
+        self.compute_dtype: torch.dtype | None = None
+        """Type in which matrix products are computed, by autocast; None: that of the weights."""
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the output layer use the embedding's parameter, if the config says so (`to_empty` parts them)."""
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter with its name in the whole model; a tied output layer's is the embedding's."""
+        for name, parameter in self.named_parameters():
+            yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`."""
+        with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+            x_BTD = self.model(x)
+            return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Sum over all tokens of the cross-entropy in nats: an fp32 scalar, computed in fp32.
+
+    A sum, so that micro-batches and ranks add up; the caller divides by the global batch's tokens. Targets of -100
+    (torch's `ignore_index`) count nothing.
+    """
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, seed: int, std: float) -> None:
+    """Set all parameters and the rotary tables, in place, on whatever device they are; of a DTensor, this rank's part.
+
+    Norms are ones. All else is normal with mean 0 and deviation `std`; the projections that write to the residual
+    stream have std / sqrt(2 * layers), since 2 * layers of them add up (Radford et al., "Language Models are
+    Unsupervised Multitask Learners", 2019, section 2.3). Bits are those of torch's CPU generator, whose last digits
+    may differ between kinds of processors. Memory: one whole parameter at a time.
+    """
+    model.tie_weights()
+    model.model.rotary.reset()
+    residual_std = std / math.sqrt(2 * model.config.layers)
+    for name, parameter in model.named_weights():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            continue
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+        generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
+        put(values.normal_(0.0, residual_std if scaled else std, generator=generator), parameter)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """What seeds the draw of one parameter's initial values."""
+    digest = hashlib.sha256(f"sluice init seed {seed} parameter {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def put(values: Tensor, parameter: Tensor) -> None:
+    """Write a whole parameter's `values` into it; of a DTensor, this rank's part."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(own_part(values, parameter))
+    else:
+        parameter.copy_(values)
+
+
+def own_part(values: Tensor, like: DTensor) -> Tensor:
+    """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication.
+
+    Tensor parallelism cuts first and sharded data parallelism cuts its pieces again, though its mesh dimension comes
+    first: so cuts are made from the innermost mesh dimension outwards.
+    """
+    where: Sequence[int] = like.device_mesh.get_coordinate() or ()
+    for at, size, placement in list(zip(where, like.device_mesh.shape, like.placements, strict=True))[::-1]:
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            pieces = values.chunk(size, dim)
+            values = pieces[at] if at < len(pieces) else values.narrow(dim, 0, 0)
+    return values
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of trained values; shared parameters count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
+    """Floating-point operations of training on one token, forward and backward: 6 N + 12 L H Q T.
+
+    Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width Q, T tokens of
+    context (the causal mask is not deducted), nothing recomputed. N counts all of them, as is usual: also an embedding
+    of its own, though that is only looked up (7 % of 8.03 billion parameters with a vocabulary of 128,256).
+    """
+    heads = 2 * (config.heads + config.num_kv_heads) * config.head_size
+    block = config.dim * (heads + 3 * config.ffn_size + 2)
+    tables = 1 if config.tie_word_embeddings else 2
+    parameters = config.layers * block + config.dim + tables * vocab_size * config.dim
+    return 6 * parameters + 12 * config.layers * config.heads * config.head_size * sequence_length
+
+
+def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: bool) -> None:
+    """Cut `part` over the one-dimensional `mesh`, in place.
+
+    Sizes must divide (`pipeline/config/layout.py` checks). Hidden states between layers are local tensors: of shape
+    (B, T / tensor, D) with `sequence`, else (B, T, D). Logits are a DTensor cut along the vocabulary with
+    `keep_logits_cut`, else whole local tensors.
+    """
+    stream = Shard(1) if sequence else Replicate()
+    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "model.norm": norm,
+        "lm_head": ColwiseParallel(
+            input_layouts=stream,
+            output_layouts=Shard(-1) if keep_logits_cut else Replicate(),
+            use_local_output=not keep_logits_cut,
+        ),
+        "model.layers.*.input_layernorm": norm,
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+        ),
+        "model.layers.*.post_attention_layernorm": norm,
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel(output_layouts=stream)
+    absent = {"model.embed_tokens": part.model.embed_tokens, "model.norm": part.model.norm, "lm_head": part.lm_head}
+    parallelize_module(part, mesh, {name: style for name, style in plan.items() if absent.get(name, part) is not None})
+    part.tie_weights()

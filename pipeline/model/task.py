@@ -1,0 +1,261 @@
+"""What a training trains, behind one door: the decoder on tokens, or a model of the user's own on arrays.
+
+The engine composes the parallelisms, the trainer the loop, the evaluator the sums; all that they need to know of the
+model is here: how a part of it is built, cut, filled and named, what it takes of a batch, what the loss is. A batch is
+what the loader gives: `tokens_BT1` (int64, shape (B, sequence_length + 1)) for the decoder, else a dict of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils import checkpoint
+
+from pipeline.base.errors import UserError
+from pipeline.config.layout import Layout
+from pipeline.config.sections import Config
+from pipeline.config.user_model import LENGTHS, UserModel
+from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.model.decoder import Decoder, cut, flops_per_token, init_weights, loss_sum, parameter_seed, put
+
+Batch = Any
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+"""What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
+_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class Task:
+    """The decoder of pipeline/model/decoder.py on tokens; a model of the user's own answers the same questions,
+    below."""
+
+    unit = "tokens"
+    """What metrics count."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
+        self.per_step = config.train.global_batch * self.length
+        """So many of the unit has a global batch."""
+        self.flops = flops_per_token(config.model, vocab_size, self.length)
+        """Operations of training on one of them; 0 where they are not known."""
+
+    def build(self, layers: range) -> nn.Module:
+        """The part with these blocks, on `meta`."""
+        with torch.device("meta"):
+            part = Decoder(self.config.model, self.vocab_size, self.length, layers)
+        part.compute_dtype = DTYPES.get(self.config.train.precision)
+        return part
+
+    def blocks(self, part: Any) -> Sequence[nn.Module]:
+        """What is compiled and recomputed one by one."""
+        return list(part.model.blocks)
+
+    def shard_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
+        """What ZeRO gathers together, and whether level 3 frees it again after forward; the rest goes with the root."""
+        yield from (([block], True) for block in self.blocks(part))
+        if not self.config.model.tie_word_embeddings:  # tied ones must stay in one group, that of the whole
+            if part.model.embed_tokens is not None:
+                yield [part.model.embed_tokens], True
+            if part.model.norm is not None and part.lm_head is not None:
+                yield [part.model.norm, part.lm_head], False
+
+    def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
+        """Cut the part for tensor parallelism, in place."""
+        cut_logits = self.config.parallel.loss_parallel
+        cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
+
+    def fill(self, part: Any, device: torch.device) -> None:
+        """Set all initial weights in place; constant tables go to `device`."""
+        part.model.rotary.to(device)  # tables stay where they are used
+        init_weights(part, self.config.run.seed, self.config.model.initializer_range)
+
+    def weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter with its name in the whole model."""
+        yield from part.named_weights()
+
+    def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
+        """The batch in pieces of `size` samples."""
+        return list(batch.split(size))
+
+    def rows(self, batch: Batch, rows_B: Tensor) -> Batch:
+        """These samples of the batch."""
+        return batch[rows_B]
+
+    def entries(self, batch: Batch) -> Tensor | None:
+        """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
+        return None
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What the model's forward takes."""
+        return (batch[:, :-1],)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Summed loss: an fp32 scalar."""
+        return loss_sum(outputs, batch[:, 1:])
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
+        """Further sums of an evaluation, by name."""
+        return {}
+
+    def smallest(self, device: torch.device) -> Batch:
+        """A batch of zeros that a forward pass takes; with compile of the size of a micro-batch."""
+        full = self.config.train.compile
+        shape = (self.config.train.micro_batch, self.length + 1) if full else (1, 2)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+class _UserTask(Task):
+    """A module of the user's own (pipeline/config/user_model.py) on the arrays of `manifest`."""
+
+    unit, flops = "samples", 0
+
+    def __init__(self, config: Config, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
+        self.config, self.facts, self.module = config, facts, module
+        self.shapes = {name: (array.shape[1:], array.dtype) for name, array in manifest.train[0].arrays.items()}
+        self.per_step = config.train.global_batch
+        self.options = {**config.model.options, "layers": config.model.layers}
+
+    def build(self, layers: range) -> nn.Module:
+        """Raises UserError for buffers and ties that would not be the same on every layout."""
+        with torch.device("meta"):
+            part: nn.Module = self.module.build(self.options, layers)
+        seen: dict[int, str] = {}
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            if seen.setdefault(id(parameter), name) != name:
+                raise UserError(
+                    f"{self.facts.target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
+                    "in one module and call torch.nn.functional with it where else it is used"
+                )
+        for name, child in part.named_modules():
+            for buffer in _buffers(child):
+                where = f"{self.facts.target}: buffer {name}.{buffer}"
+                if buffer not in child._non_persistent_buffers_set:
+                    raise UserError(f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm")
+                if not hasattr(child, "reset_buffers"):
+                    raise UserError(f"{where}: its module needs a method reset_buffers() that fills it")
+        if (dtype := DTYPES.get(self.config.train.precision)) is not None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            part.forward = torch.autocast(device, dtype)(part.forward)
+        return part
+
+    def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
+        return list(self.module.blocks(part)) if "blocks" in self.facts.names else []
+
+    def shard_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
+        return [([block], True) for block in self.blocks(part)]
+
+    def cut(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+        """Raises UserError for a parameter that the plan forgets."""
+        parallelize_module(part, mesh, self.module.tensor_plan(self.options))
+        for name, parameter in part.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise UserError(
+                    f"tensor_plan of {self.facts.target} says nothing of {name}; "
+                    "pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks"
+                )
+
+    @torch.no_grad()
+    def fill(self, part: nn.Module, device: torch.device) -> None:
+        for child in part.modules():
+            if tables := _buffers(child):
+                child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
+                child.reset_buffers()  # type: ignore[operator]
+        for name, parameter in part.named_parameters():
+            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(parameter_seed(self.config.run.seed, name))
+                if "init" in self.facts.names:
+                    self.module.init(name, values, self.options)
+                elif values.ndim < 2:
+                    values.fill_(1.0 if name.split(".")[-1] == "weight" else 0.0)
+                else:
+                    values.normal_(0.0, self.config.model.initializer_range)
+            put(values, parameter)
+
+    def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        return part.named_parameters()
+
+    def micro_batches(self, batch: dict[str, Tensor], size: int) -> Sequence[dict[str, Tensor]]:
+        """Padded arrays are cut to the longest sample of their piece."""
+        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
+        found = [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
+        for piece in found if self.facts.padded else ():
+            longest = int(piece[LENGTHS].max())
+            piece |= {name: piece[name][:, :longest] for name in self.facts.padded}
+        return found
+
+    def rows(self, batch: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
+        return {name: array[rows_B] for name, array in batch.items()}
+
+    def entries(self, batch: dict[str, Tensor]) -> Tensor | None:
+        return batch[LENGTHS].sum(dtype=torch.int64) if self.facts.has_lengths else None
+
+    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(batch[name] for name in self.facts.inputs)
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Raises UserError for what is no sum."""
+        loss: Tensor = self.module.loss(outputs, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
+        return loss.float()
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
+        return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
+
+    def smallest(self, device: torch.device) -> dict[str, Tensor]:
+        """Lengths are those of whole samples."""
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        batch = {
+            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in self.shapes.items()
+        }
+        if self.facts.has_lengths:
+            batch[LENGTHS] += max([1, *(self.shapes[name][0][0] for name in self.facts.padded)])
+        return batch
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def task_of(config: Config, facts: UserModel | None, code: Path, manifest: Manifest | SampleManifest) -> Task:
+    """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
+    if facts is None or isinstance(manifest, Manifest):
+        assert isinstance(manifest, Manifest)
+        return Task(config, manifest.vocab_size)
+    return _UserTask(config, facts, facts.load(code), manifest)
+
+
+def recompute(block: nn.Module, kind: str) -> None:
+    """Let backward compute the block again instead of keeping it: `full`, `selective` (not what is dear) or `none`."""
+    if kind == "none":
+        return
+    layer = block.forward
+
+    def forward(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return layer(*inputs)
+        options: dict[str, Any] = {}
+        if kind == "selective":
+            options["context_fn"] = _selective  # of the module, not a closure: that one torch.compile refuses
+        return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
+
+    block.forward = forward
+
+
+def _selective() -> Any:
+    return checkpoint.create_selective_checkpoint_contexts(_keep_products)
+
+
+def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    """Keep what is dear to compute; elementwise work is cheap to do again."""
+    keep = op in _KEPT or "scaled_dot_product" in str(op)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,1 @@
+"""A process group over MPI for the stock torch wheel."""

@@ -1,0 +1,318 @@
+"""The threads behind the MPI process group: operations in order, time-outs, and the names of missing ranks.
+
+**Why threads.** DDP waits in C++ for a future that somebody else must complete, and a blocking MPI call cannot be
+interrupted. So each group has a `Lane`: a thread that takes the group's collectives one after the other, as every
+rank of the group called them. Point-to-point messages have no common order; they are posted at once by their caller,
+and one more thread (`Messages`) watches all of them.
+
+**Why two phases.** A blocking MPI call is the fastest way to move bytes, but while it waits for a rank that is not
+there yet it spins: it takes a core from the very rank it waits for. So a collective first *meets*: a 16-byte
+`Iallreduce`, tested in growing pauses (a tenth of the time waited so far, at most a millisecond), which sleeps and
+can be given up at a deadline. Only when all ranks are there does the blocking call move the data. The 16 bytes carry a
+checksum of what each rank is about to do: different operations, types or sizes are found before they do harm.
+
+**Errors.** A rank that has waited for a while writes what it waits for into the store. When the time is up, those who
+wrote nothing, or something else, are the missing ones. A rank may also stop in the blocking call: one more thread gives
+up on a call that lasts too long, though the call itself stays. After an error a group stays broken: MPI cannot tell in
+what state its communicator is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from pipeline.mpi.work import MpiError, MpiTimeout, MpiWork
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
+LOOK_S = 1.0
+"""How often somebody looks at operations that all ranks have begun."""
+_PR_SET_TIMERSLACK = 29
+
+
+def pause_s(waited: float) -> float:
+    """How long to sleep between two looks after waiting for `waited` seconds: late by a tenth at most, and idle."""
+    return min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, waited / 10))
+
+
+@dataclass
+class _Collective:
+    number: int
+    signature: str
+    run: Callable[[], Iterator[None]]
+    work: MpiWork
+    seconds: float
+    ready: torch.cuda.Event | None
+
+
+class Lane:
+    """One group's collectives, in the order of their calls, on a thread of their own."""
+
+    broken = False
+    """Whether any group of this process has failed: then MPI cannot be finalized any more."""
+    recent: ClassVar[deque[tuple[int, Lane, int, str]]] = deque(maxlen=3)
+    """The last collectives that this process entered: time (ns), lane, number and signature."""
+    all: ClassVar[list[Lane]] = []
+
+    def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
+        """comm: only this lane's; store: only this group's; ranks: global numbers of the group's ranks."""
+        self.comm, self.name, self.store, self.ranks = comm, name, store, ranks
+        self.error: BaseException | None = None
+        self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._number = self.done = 0
+        self.running: tuple[_Collective, float] | None = None
+        """What all ranks have begun, and when."""
+        self._given_up: object = None
+        """Kept for good: MPI may still write into it."""
+        Lane.all.append(self)
+
+    def submit(
+        self, signature: str, run: Callable[[], Iterator[None]], results: list[torch.Tensor], timeout: timedelta
+    ) -> MpiWork:
+        """Have `run` go on once all ranks have submitted the same `signature` (operation, type and sizes).
+
+        `run` is a generator: up to its `yield` it makes ready what it needs, which may fail; then it calls MPI.
+        """
+        self.check()
+        self._number += 1
+        Lane.recent.append((time.time_ns(), self, self._number, signature))
+        work = MpiWork(f"{signature.split()[0]} (number {self._number} in group {self.name})", results)
+        # what is queued on the GPU's stream must have happened before MPI reads it
+        device = next((tensor.device for tensor in results if tensor.is_cuda), None)
+        ready = torch.cuda.current_stream(device).record_event() if device is not None else None
+        self._queue.put(_Collective(self._number, signature, run, work, timeout.total_seconds(), ready))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"mpi {self.name}", daemon=True)
+            self._thread.start()
+        return work
+
+    def close(self) -> None:
+        """Run what was submitted, then end the thread and free the communicator. All ranks of the group call it."""
+        if self.error is None and self._thread is not None:
+            self._queue.put(None)
+            while self._thread.is_alive() and self.error is None:
+                self._thread.join(LOOK_S)
+        if self.error is None:
+            Lane.all.remove(self)
+            self.comm.Free()
+
+    def check(self) -> None:
+        """Raises MpiError where the group is broken."""
+        if self.error is not None:
+            kind = MpiTimeout if isinstance(self.error, MpiTimeout) else MpiError
+            raise kind(f"group {self.name} cannot be used after an error: {self.error}")
+
+    def fail(self, work: MpiWork, error: BaseException) -> None:
+        """`work` ended with `error`, and the group with it."""
+        self.error = self.error or error
+        Lane.broken = True
+        work.finish(error)
+
+    def _serve(self) -> None:
+        # Linux prolongs a thread's sleeps by up to 50 µs to save wake-ups, more than the pauses here (prctl(2))
+        getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
+        while (item := self._queue.get()) is not None:
+            try:
+                self.check()
+                if item.ready is not None:
+                    item.ready.synchronize()
+                run = item.run()
+                next(run)  # where there is no memory for copies, say, this rank fails here, before others wait in MPI
+                self._meet(item)
+                self.running = item, time.perf_counter()
+                next(run, None)
+                if item.ready is not None:
+                    torch.cuda.synchronize(item.ready.device)
+            except BaseException as error:
+                self.fail(item.work, error)
+            else:
+                self.done = item.number
+                item.work.finish()
+            self.running = None
+
+    def look(self) -> None:
+        """Give up on an operation that all ranks began and that lasts too long, and on those behind it."""
+        running = self.running
+        if running is None or time.perf_counter() - running[1] < running[0].seconds:
+            return
+        what, seconds = running[0].work.what, running[0].seconds
+        words = f"{what} timed out after {seconds:g} s on rank {self._me}: all ranks called it, but it does not end"
+        self.fail(running[0].work, MpiTimeout(words))
+        with suppress(Empty):
+            while (behind := self._queue.get_nowait()) is not None:
+                self.fail(behind.work, MpiTimeout(words))
+
+    def _meet(self, item: _Collective) -> None:
+        """Wait until all ranks are at this operation. Raises MpiError where they are not, in time or at another."""
+        check = zlib.crc32(item.signature.encode())
+        largest = array("q", [check, -check])
+        request = self.comm.Iallreduce(MPI.IN_PLACE, [largest, MPI.INT64_T], MPI.MAX)
+        started, told, patience = time.perf_counter(), False, min(1.0, item.seconds / 4)
+        while not request.Test():
+            waited = time.perf_counter() - started
+            if not told and waited > patience:
+                self._tell(item)
+                told = True
+            if waited > item.seconds + 2 * patience:  # so that those who came in time have told
+                self._given_up = request, largest
+                raise MpiTimeout(self._missing(item))
+            time.sleep(pause_s(waited))
+        if largest[0] != -largest[1]:
+            self._tell(item)
+            raise MpiError(self._different(item))
+
+    def _tell(self, item: _Collective) -> None:
+        """Write into the store where this rank is."""
+        self.store.set(f"at/{self.comm.rank}", f"{item.number} {item.signature}")
+
+    def _heard(self, rank: int) -> tuple[int, str]:
+        """Where a rank says it is: number and signature of its operation; 0 where it has not told."""
+        key = f"at/{rank}"
+        if not self.store.check([key]):
+            return 0, ""
+        number, _, signature = self.store.get(key).decode().partition(" ")
+        return int(number), signature
+
+    def _missing(self, item: _Collective) -> str:
+        absent = [self.ranks[r] for r in range(self.comm.size) if self._heard(r)[0] < item.number]
+        who = f"{named(absent)} did not call it" if absent else "all ranks called it, some too late"
+        return f"{item.work.what} timed out after {item.seconds:g} s on rank {self._me}: {who}"
+
+    def _different(self, item: _Collective) -> str:
+        calls: dict[str, list[int]] = {}
+        deadline = time.monotonic() + item.seconds
+        for rank, name in enumerate(self.ranks):
+            while (heard := self._heard(rank))[0] != item.number and time.monotonic() < deadline:
+                time.sleep(0.05)  # what stands there is from an earlier wait
+            calls.setdefault(heard[1] if heard[0] == item.number else "no word", []).append(name)
+        words = "; ".join(f"{named(ranks)}: {call}" for call, ranks in calls.items())
+        return f"operation number {item.number} in group {self.name} is not the same on all ranks: {words}"
+
+    @property
+    def _me(self) -> int:
+        return self.ranks[self.comm.rank]
+
+
+def look_for_ever() -> None:
+    """A thread's work: all lanes' deadlines."""
+    while True:
+        time.sleep(LOOK_S)
+        for lane in list(Lane.all):
+            lane.look()
+
+
+def last_collectives() -> list[dict[str, Any]]:
+    """What this rank called last in its MPI groups, in the watchdog's words."""
+    return [
+        {
+            "operation": f"{signature.split()[0]} over MPI",
+            "group": lane.name,
+            "number": number,
+            "sizes": signature,
+            "state": "completed" if number <= lane.done else "started" if number == lane.done + 1 else "scheduled",
+            "time_ns": moment,
+        }
+        for moment, lane, number, signature in Lane.recent.copy()
+    ]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+@dataclass
+class _Message:
+    lane: Lane
+    request: MPI.Request
+    work: MpiWork
+    buffer: torch.Tensor
+    received: Callable[[MPI.Status], None] | None
+    seconds: float
+    started: float
+
+
+class Messages:
+    """All point-to-point messages of this process that are under way, watched by one thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._pending: list[_Message] = []
+        self._given_up: list[_Message] = []
+        """Kept for good: MPI may still read or write their buffers."""
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self, lane: Lane, request: MPI.Request, work: MpiWork, buffer: torch.Tensor,
+        received: Callable[[MPI.Status], None] | None, timeout: timedelta,
+    ) -> None:  # fmt: skip
+        """Finish `work` once `request` is done, on `buffer`, and `received`, if it is one, was called with its status.
+
+        Where that fails, `lane`, the group's, is broken.
+        """
+        message = _Message(lane, request, work, buffer, received, timeout.total_seconds(), time.perf_counter())
+        if self._finished(message):
+            return
+        with self._condition:
+            self._pending.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no message is under way."""
+        return not self._pending
+
+    def _serve(self) -> None:
+        moved = time.perf_counter()
+        while True:
+            with self._condition:
+                while not self._pending:
+                    self._condition.wait()
+                    moved = time.perf_counter()
+                pending = list(self._pending)
+            done = {id(message) for message in pending if self._finished(message)}
+            with self._condition:
+                if done:
+                    moved = time.perf_counter()
+                    self._pending = [message for message in self._pending if id(message) not in done]
+                else:
+                    self._condition.wait(pause_s(time.perf_counter() - moved))
+
+    def _finished(self, message: _Message) -> bool:
+        """Whether the message is done, or its time is up."""
+        try:
+            status = MPI.Status()
+            if message.request.Test(status):
+                if message.received is not None:
+                    message.received(status)
+                message.work.finish()
+                return True
+            if time.perf_counter() - message.started > message.seconds:
+                self._given_up.append(message)
+                if message.received is not None:
+                    message.request.Cancel()  # or it takes the next message with its tag
+                raise MpiTimeout(
+                    f"{message.work.what} timed out after {message.seconds:g} s: the other rank did not come"
+                )
+        except BaseException as error:
+            message.lane.fail(message.work, error)
+            return True
+        return False

@@ -1,0 +1,285 @@
+"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication.
+
+Parameters are counted exactly; memory of activations and traffic are estimates from shapes, good enough to compare
+layouts. Bytes of communication are what one rank sends in one step, with ring algorithms: an all-reduce of n bytes
+over r ranks sends 2·n·(r−1)/r, an all-gather or a reduce-scatter half of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.config.layout import Layout, layout_of
+from pipeline.config.sections import Config
+from pipeline.config.user_model import UserModel, found_for
+from pipeline.run.code import CODE_ROOT
+
+COLUMNS = 100
+"""Width of the timeline's picture; a longer one is cut."""
+GB = 1e9
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One box of the timeline. `kind`: F forward, B backward, I its part for inputs, W its part for weights."""
+
+    kind: str
+    stage: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: int
+    """Parameter values of this rank's stages, after tensor parallelism; a count, no bytes."""
+    weights: int
+    """fp32 weights between steps."""
+    gathered: int
+    """Weights that ZeRO holds whole beside its shard during a step; without ZeRO, their copies in the low precision."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Most of a step, estimated."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+
+
+def actions(layout: Layout) -> list[list[Action]]:
+    """What each pipeline rank does in one step, in order. The schedules of several stages are torch's own."""
+    ranks, batches = range(layout.pipeline), layout.micro_batches
+    if layout.schedule in ("gpipe", "1f1b"):
+        orders = []
+        for rank in ranks:
+            ahead = batches if layout.schedule == "gpipe" else min(batches, layout.pipeline - rank)
+            order = [Action("F", rank, micro) for micro in range(ahead)]
+            for micro in range(batches):
+                order.append(Action("B", rank, micro))
+                order += [Action("F", rank, micro + ahead)] if micro + ahead < batches else []
+            orders.append(order)
+        return orders
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    from pipeline.parallel.pipeline_parallel import NAMES
+
+    found = get_schedule_ops(NAMES[layout.schedule], layout.pipeline, batches, layout.virtual_stages)
+    # an action prints as "2F0": stage, kind, micro-batch; overlapping ones as a pair of those
+    texts = (" ".join(map(str, order)) for order in found)
+    return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]
+
+
+def timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
+    """A row of text per pipeline rank, a column per time of one forward (a whole backward takes two).
+
+    Each rank begins an action as soon as it is free and the neighbouring stages have delivered.
+    """
+    ends: dict[tuple[bool, int, int], int] = {}  # (forward?, stage, micro-batch) -> when it is done
+    rows, at = ["" for _ in orders], [0 for _ in orders]
+    while any(at[rank] < len(order) for rank, order in enumerate(orders)):
+        before = sum(at)
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                kind, stage, micro = order[at[rank]]
+                needs = []
+                if kind == "F" and stage:
+                    needs = [(True, stage - 1, micro)]
+                elif kind in "BI":
+                    needs = [(True, stage, micro)] + ([(False, stage + 1, micro)] if stage + 1 < stages else [])
+                if any(need not in ends for need in needs):
+                    break
+                start = max([len(rows[rank]), *(ends[need] for need in needs)])
+                width = 2 if kind == "B" else 1
+                letter = str(micro % 10)
+                box = {"F": letter, "B": f"{letter}▒", "I": "▒", "W": "▓"}[kind]
+                rows[rank] = rows[rank].ljust(start, "·") + box
+                if kind != "W":
+                    ends[(kind == "F", stage, micro)] = start + width
+                at[rank] += 1
+        if sum(at) == before:
+            raise RuntimeError("the schedule waits for itself")
+    longest = max(map(len, rows))
+    return [row.ljust(longest, "·") for row in rows]
+
+
+def _stage_parameters(config: Config, layout: Layout, stage: int, vocab: int) -> int:
+    """Values that one tensor parallel rank holds of a stage."""
+    model, blocks = config.model, len(layout.stage_layers[stage])
+    heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
+    count = blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + 2 * model.dim)
+    table = vocab * model.dim // layout.tensor
+    first, last = stage == 0, stage == layout.stages - 1
+    tied = model.tie_word_embeddings and first and last
+    return count + (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
+
+
+def _through_fsdp(config: Config, layout: Layout) -> bool:
+    """Whether FSDP2 holds the weights, and gathers them in the precision's type (pipeline/train/engine.py)."""
+    whole = layout.pipeline == layout.tensor == 1 and not layout.zero
+    return config.parallel.offload or (layout.data > 1 and not whole)
+
+
+def _stream_width(config: Config, layout: Layout) -> int:
+    """Bytes of a value of the residual stream: it is in the type of the embedding's weights."""
+    return 2 if _through_fsdp(config, layout) and config.train.precision != "fp32" else 4
+
+
+def _block_activations(config: Config, layout: Layout, kind: str) -> int:
+    """Bytes that one block keeps for the backward pass of one micro-batch, estimated from its tensors' shapes.
+
+    `kind`: of activation checkpointing.
+    """
+    model, width = config.model, 4 if config.train.precision == "fp32" else 2
+    wide = _stream_width(config, layout)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    heads = (model.heads + 2 * model.num_kv_heads) * model.head_size
+    stream = layout.tensor if layout.sequence else 1
+    streams, whole, cut = {
+        "none": (2, 3, 2 * heads + 2 * model.heads * model.head_size + 4 * model.ffn_size),
+        "selective": (1, 2, heads + model.heads * model.head_size + 2 * model.ffn_size),
+        "full": (1, 0, 0),
+    }[kind]
+    return tokens * ((wide * streams + width * whole) * model.dim // stream + width * cut // layout.tensor)
+
+
+def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action]) -> Memory:
+    """What a rank of this pipeline position holds."""
+    stages = layout.stages_of(pipeline)
+    parameters = sum(_stage_parameters(config, layout, stage, vocab) for stage in stages)
+    width = 4 if config.train.precision == "fp32" else 2
+    share = layout.shard if layout.zero else 1
+    gathered, last = 0, layout.stages - 1 in stages
+    table = vocab * config.model.dim // layout.tensor * width
+    if _through_fsdp(config, layout):
+        gathered = whole = parameters * width
+        if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
+            blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
+            gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
+    elif width == 2:  # autocast's copies, of which blocks that are compiled and recomputed keep none
+        recomputed = config.train.compile and config.parallel.activation_checkpointing != "none"
+        gathered = table * last if recomputed else parameters * width
+    kind = config.parallel.activation_checkpointing
+    held, peak, block = 0, 0, _block_activations(config, layout, kind)
+    for action in order:
+        size = len(layout.stage_layers[action.stage]) * block
+        held += {"F": size, "B": -size, "I": 0, "W": -size}[action.kind]
+        peak = max(peak, held)
+    again = 0 if kind == "none" else _block_activations(config, layout, "none")  # of the block in backward
+    if last:  # three times in fp32: log-softmax, its gradient, that of the logits
+        cut = layout.tensor if config.parallel.loss_parallel else 1
+        again = max(again, config.train.micro_batch * config.data.sequence_length * vocab // cut * 12)
+    return Memory(
+        parameters=parameters,
+        weights=4 * parameters // share,
+        gathered=gathered,
+        gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
+        optimizer=8 * parameters // share,
+        activations=peak + again,
+    )
+
+
+def traffic(config: Config, layout: Layout, parameters: int) -> Iterator[tuple[str, int, str]]:
+    """Group, bytes that one rank sends in a step, and what it sends. `parameters`: of the rank, as in `Memory`."""
+    width = 4 if config.train.precision == "fp32" else 2
+    micro, zero = layout.micro_batches, layout.zero
+    hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
+    hook, local = config.parallel.hook, config.parallel.local_sgd
+    if layout.data > 1 and not zero:
+        size, words = _ring(2 * 4 * parameters, layout.data), "gradients, all-reduced once"
+        if local is not None:
+            size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
+        elif hook.kind in ("fp16", "bf16"):
+            size, words = size // 2, f"gradients, all-reduced once in {hook.kind}"
+        elif hook.kind == "topk" and hook.ratio * layout.data < 1:
+            size, words = round(8 * hook.ratio * parameters) * (layout.data - 1), "places and values, gathered by all"
+        elif hook.kind == "powersgd":
+            words += ", where PowerSGD does not send less"
+        yield "data", size, words
+    elif layout.data > 1:
+        gathers = 2 * micro if zero == 3 and layout.pipeline == 1 else 1
+        times = micro if layout.reduce_each_micro_batch else 1
+        words = f"weights gathered {gathers}×, gradients reduced {times}×"
+        size = _ring(width * parameters, layout.shard) * gathers + _ring(4 * parameters, layout.shard) * times
+        yield "shard", size, words
+        if layout.replicate > 1:
+            size = _ring(2 * 4 * parameters // layout.shard, layout.replicate)
+            yield "replicate", size, "shards of gradients, all-reduced once"
+    if layout.tensor > 1:
+        blocks = sum(map(len, layout.stage_layers)) // layout.pipeline
+        kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
+        size = _ring(hidden, layout.tensor) * 8 * blocks * micro
+        yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
+    if layout.pipeline > 1:
+        cut = layout.tensor if layout.sequence else 1
+        wide = hidden // width * _stream_width(config, layout)
+        size = 2 * wide // cut * micro * layout.virtual_stages
+        yield "pipeline", size, "hidden states to the next stage, their gradients back"
+
+
+def _ring(size: int, ranks: int) -> int:
+    return size * (ranks - 1) // ranks
+
+
+def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterator[int]:
+    """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
+    import torch
+
+    module, options = facts.load(facts.root.parent), {**config.model.options, "layers": config.model.layers}
+    for rank in range(layout.pipeline):
+        with torch.device("meta"):
+            parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+        yield sum(parameter.numel() for part in parts for parameter in part.parameters())
+
+
+def plan(config: Config) -> Iterator[str]:
+    """The lines of the plan."""
+    facts = found_for(config, [Path.cwd(), CODE_ROOT])
+    layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
+    parallel = config.parallel
+    zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
+    yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    if config.data.tokenizer.kind == "file":
+        yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
+    yield ""
+    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
+    for rank in range(layout.world):
+        at = layout.coordinates(rank)
+        blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
+        words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
+    single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
+    orders = actions(layout) if layout.pipeline > 1 else single
+    if layout.pipeline > 1:
+        rows = timeline(orders, layout.stages)
+        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+        yield ""
+        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
+        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
+        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
+    if facts is not None:
+        yield ""
+        yield f"{facts.target}: memory and communication are not estimated"
+        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tensor > 1 else "")
+        yield from (f"{rank:>5} {count:>15,}" for rank, count in enumerate(_own_parameters(config, layout, facts)))
+        return
+    yield ""
+    yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
+    heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
+    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>9}" for head in heads)
+    found = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    for rank, part in enumerate(found):
+        sizes = (part.weights, part.gathered, part.gradients, part.optimizer, part.activations, part.total)
+        yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
+    if parallel.offload:
+        yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
+    yield ""
+    yield "a rank sends in a step"
+    sent = list(traffic(config, layout, max(part.parameters for part in found)))
+    yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])

@@ -1,0 +1,1 @@
+"""What keeps a training alive or ends it well: stops, bad numbers, hangs, bad nodes, stragglers."""

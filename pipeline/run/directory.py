@@ -1,0 +1,323 @@
+"""The run directory: the only state there is.
+
+    runs/NAME/
+      config.yaml      the resolved config, frozen when the run is made
+      changes.jsonl    what each `resume RUN key=value` changed since (config.yaml itself never changes)
+      code/            the code that the jobs run, copied when the run is made, with its git commit and diff
+      jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
+      data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
+      checkpoints/     step-00000100/ …
+      metrics.jsonl    one line per optimizer step
+      events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
+      evaluation/      step-00000100.json …
+      decisions.jsonl  bad steps that were left out (pipeline/resilience/guard.py); bad_nodes.jsonl: nodes to avoid
+      stop, save, cancelled   requests, by anybody who may write here: save and leave; save; leave and stay ended
+
+Any process may die at any moment: whoever comes next reads this directory and goes on. The login node reads
+it too, so nothing here imports torch, numpy or h5py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError, storage_error
+from pipeline.base.files import append_line, flock, read_jsonl, write_atomic
+from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
+from pipeline.config.sections import Config, Sharing
+from pipeline.config.user_model import UserModel, found_for
+from pipeline.run.code import CODE_ROOT, copy_code
+
+_UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
+_MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
+
+
+def now() -> str:
+    """The present, as events write it (UTC, ISO 8601, milliseconds)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that took a stage's lock: a supervisor, or a rank started by hand."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def terminate(self) -> None:
+        """Send it TERM, where it is on this host (a pid means nothing on another)."""
+        if self.pid and self.host == os.uname().nodename:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGTERM)
+
+
+class Run:
+    """One run directory. Constructing reads nothing; `create` and `open` are the ways to get one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.code = self.path / "code"
+        self.jobs = self.path / "jobs"
+        self.data = self.path / "data"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluation = self.path / "evaluation"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.changes = self.path / "changes.jsonl"
+        self.config_file = self.path / "config.yaml"
+        self.decisions = self.path / "decisions.jsonl"
+        self.stop_file = self.path / "stop"
+        self.save_file = self.path / "save"
+        self.cancelled_file = self.path / "cancelled"
+
+    # -- making and finding ------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, config: Config) -> Run:
+        """Make the run of `config`, or find it where it was made before with the same config.
+
+        Raises UserError where a run of this name exists with another config, naming what differs.
+        """
+        config = with_absolute_paths(config)
+        os.umask(_UMASK[config.run.sharing])
+        run = cls(config.run.root / config.run.name)
+        if not run.config_file.exists():
+            found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
+        run.path.mkdir(parents=True, exist_ok=True)
+        with run._alone():  # two at once: the second finds the run made
+            if run.config_file.exists():
+                differences = describe_differences(load_config(run.config_file), config)
+                if differences:
+                    raise UserError(
+                        f"{run.name} exists with another config:\n  "
+                        + "\n  ".join(differences)
+                        + f"\nchoose another run.name, or go on with the run as it is: {run.resume_command}"
+                    )
+                return run
+            for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
+                folder.mkdir(exist_ok=True)
+            run.__dict__["config"] = config  # as it would be read back
+            run._copy()
+            write_atomic(run.config_file, dump_config(config))
+            run.event("created", config=str(run.config_file))
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run in directory `path`. Raises UserError where there is none."""
+        run = cls(Path(path))
+        if not run.config_file.is_file():
+            hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
+            raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
+        os.umask(_UMASK[run.config.run.sharing])
+        return run
+
+    @property
+    def name(self) -> str:
+        """The path that a person types for this run: relative to the working directory where that is shorter."""
+        try:
+            return str(self.path.relative_to(Path.cwd()))
+        except ValueError:
+            return str(self.path)
+
+    @property
+    def resume_command(self) -> str:
+        """What a person types to go on."""
+        return f"python submit.py resume {shlex.quote(self.name)}"
+
+    # -- config ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def config(self) -> Config:
+        """The config as it holds now: config.yaml with all changes of `resume` applied."""
+        values = load_config(self.config_file).model_dump(mode="json")
+        for change in read_jsonl(self.changes):
+            values = merge(values, change.get("set", {}))
+        return config_from_mapping(values, self.config_file.name)
+
+    def change(self, overrides: Sequence[str]) -> None:
+        """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*`, `recovery.*`, a larger `train.steps`.
+
+        Raises UserError for any other key, and ConfigError where the changed config is wrong.
+        """
+        if not overrides:
+            return
+        changes = parse_overrides(overrides)
+        for key, value in flatten(changes).items():
+            if key == "train.steps":
+                if not isinstance(value, int) or value < self.config.train.steps:
+                    raise UserError(
+                        f"train.steps={value}: resume can only make it larger than the {self.config.train.steps} "
+                        "steps of this run"
+                    )
+            elif not key.startswith(_MAY_CHANGE):
+                raise UserError(
+                    f"{key}: resume cannot change it without changing the result; it takes parallel.*, stages.*, "
+                    "site.*, recovery.*, data.max_rejected, data.verify and a larger train.steps. For anything else "
+                    "start a new run (another run.name)"
+                )
+        changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
+        point_configs(changed)
+        found_for(changed, [self.code])
+        append_line(self.changes, json.dumps({"time": now(), "set": changes}))
+        self.event("changed", set=flatten(changes))
+        self.__dict__["config"] = changed
+
+    @cached_property
+    def user_model(self) -> UserModel | None:
+        """The module in the run's code that gives its model; None where that is the decoder."""
+        return found_for(self.config, [self.code])
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def event(self, event: str, stage: str | None = None, **fields: Any) -> None:
+        """Append one line to events.jsonl."""
+        append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
+
+    def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
+        """All events, or those of one stage, or of these names; oldest first."""
+        events = (e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage)
+        return [e for e in events if not names or e["event"] in names]
+
+    def attempts(self, stage: str) -> int:
+        """How often the stage was started so far."""
+        return len(self.read_events(stage, "started"))
+
+    # -- requests of a person ----------------------------------------------------------------------------
+
+    def request(self, file: Path, who: str) -> None:
+        """Write a stop or cancel request."""
+        write_atomic(file, f"{now()} {who}\n")
+
+    def refuse_cancelled(self) -> None:
+        """Raise UserError where a person cancelled the run."""
+        if self.cancelled_file.exists():
+            raise UserError(f"{self.name} was cancelled; to go on all the same: {self.resume_command}")
+
+    def clear_requests(self) -> None:
+        """Forget stop and cancel requests: a person said to go on."""
+        for file in (self.stop_file, self.cancelled_file):
+            file.unlink(missing_ok=True)
+
+    # -- who is running ----------------------------------------------------------------------------------
+
+    def stage_folder(self, stage: str) -> Path:
+        """`jobs/STAGE`, made where it is missing."""
+        folder = self.jobs / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def lock(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
+        """Take the stage's lock (a task of an array: its own) and write who holds it; None where somebody does.
+
+        The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
+        """
+        name = "lock" if task is None else f"lock-{task}"
+        fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
+        deadline = time.monotonic() + patience_s  # somebody who only looks (`holder`) has it for a moment, too
+        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
+        return fd
+
+    def unwritable(self) -> str | None:
+        """Why nothing can be written into the run directory now; None where something can."""
+        probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(1 << 16))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return None
+
+    def holder(self, stage: str) -> Holder | None:
+        """Who runs the stage, or a task of its array (one of them); None where nobody does."""
+        for lock in sorted((self.jobs / stage).glob("lock*")):
+            with open(lock, "rb") as file:
+                if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+                    pid, _, host = file.read().decode().strip().partition(" ")
+                    return Holder(int(pid) if pid.isdigit() else 0, host)
+        return None
+
+    # -- code --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until nobody else makes this run or replaces its code."""
+        with open(self.path / ".creating", "w") as lock:
+            flock(lock.fileno(), fcntl.LOCK_EX)
+            yield
+
+    def snapshot_code(self) -> None:
+        """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
+
+        With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or OSError where the
+        copy cannot be written (errors.storage_error explains both); the older one stays then, and nothing of the new.
+        """
+        with self._alone():
+            self._copy()
+
+    def _copy(self) -> None:
+        model = found_for(self.config, [Path.cwd(), CODE_ROOT])
+        copy_code(self.path, model, self.config.run.root.name)
+
+    @property
+    def commit(self) -> str | None:
+        """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
+        with suppress(FileNotFoundError):
+            diff = self.code / "DIFF"
+            return (self.code / "COMMIT").read_text().strip() + ("+" if diff.stat().st_size else "")
+        return None
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with every path made absolute: jobs run in another working directory than the person."""
+    values = config.model_dump(mode="json")
+    values["run"]["root"] = os.path.abspath(os.path.expanduser(values["run"]["root"]))
+    sources = [s if s == "python-stdlib" else os.path.abspath(os.path.expanduser(s)) for s in config.data.sources]
+    values["data"]["source"] = sources[0] if isinstance(config.data.source, str) else sources
+    if config.data.tokenizer.path is not None:
+        values["data"]["tokenizer"]["path"] = os.path.abspath(os.path.expanduser(config.data.tokenizer.path))
+    return Config.model_validate(values)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def describe_differences(old: Config, new: Config) -> list[str]:
+    """Lines such as `train.steps: 200 → 300` for every key that differs."""
+    before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)} → {after.get(k)}" for k in keys if before.get(k) != after.get(k)]

@@ -1,0 +1,71 @@
+"""What a failing rank leaves behind: an exit code, words, and `jobs/STAGE/error-rank-N.json` for the supervisor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+
+from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.files import write_json
+from pipeline.base.place import Place, step_id
+from pipeline.run.directory import Run
+from pipeline.run.stages import number
+
+PEERS_LEAVE_S = 5
+"""How long ranks that were started by hand may take to leave after one of them failed."""
+
+
+def explain(error: BaseException) -> tuple[Exit, str]:
+    """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
+    if isinstance(error, UserError):
+        return error.code, f"error: {error}"
+    if (storage := storage_error(error)) is not None:
+        return storage.code, f"error: {storage}"
+    text = "".join(traceback.format_exception(error))
+    kind, words = type(error).__name__, str(error)
+    if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
+        return Exit.OUT_OF_MEMORY, text
+    lost = kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words
+    lost |= "MpiTimeout" in f"{kind} {words}"  # through C++ only the words come
+    if lost and "address already in use" not in words:
+        return Exit.PEER_LOST, text
+    return Exit.CRASHED, text
+
+
+def report_error(
+    run: Run | None, stage: str, place: Place | None, code: Exit, message: str, host: str | None = None
+) -> None:
+    """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
+    if run is None or place is None or code == Exit.STOPPED:
+        return
+    try:
+        entry = {
+            "time": time.time(),
+            "rank": number(stage, place),
+            "code": int(code),
+            "cause": code.name.lower(),
+            "message": message,
+        }
+        entry["host"] = host or os.uname().nodename
+        write_json(run.stage_folder(stage) / f"error-rank-{entry['rank']}.json", entry)
+    except OSError:
+        pass
+
+
+def leave_peers(place: Place, code: Exit, message: str) -> None:
+    """Say what failed, where no supervisor sorts it: the culprit at once, ranks that only lost it later, in one line.
+
+    torchrun and mpirun end the other ranks by themselves. srun does not by default, and with NCCL they may hang for
+    half an hour: so their step is killed once they had time to leave.
+    """
+    if code == Exit.PEER_LOST:
+        time.sleep(1)
+        message = f"lost another rank ({message.splitlines()[-1]})"
+    elif (step := step_id(os.environ)) is not None and place.launcher == "srun":
+        wait_and_kill = ["sh", "-c", f'sleep {PEERS_LEAVE_S}; exec scancel --signal=KILL "$0"', step]
+        null = subprocess.DEVNULL
+        subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    print(f"rank {place.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)

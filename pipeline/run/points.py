@@ -1,0 +1,37 @@
+"""The points of a sweep as runs: made from the sweep's own run, with links to its data and code.
+
+runs/NAME/points/000/   config.yaml (the sweep's, with the point's values), data -> ../../data, code -> ../../code,
+                        and jobs/, metrics.jsonl, checkpoints/, evaluation/ like any run
+"""
+
+from __future__ import annotations
+
+from pipeline.base.files import write_atomic
+from pipeline.config.read import dump_config, point_configs
+from pipeline.run import stages
+from pipeline.run.directory import Run
+
+STAGES = ("train", "evaluate")
+"""The stages that each point has; those before them belong to the sweep."""
+
+
+def own_stages(run: Run) -> tuple[str, ...]:
+    """The stages of this run itself: those of a sweep end where its points begin."""
+    return stages.STAGES if run.config.sweep is None else tuple(s for s in stages.STAGES if s not in STAGES)
+
+
+def points(run: Run) -> list[Run]:
+    """The runs of a sweep's points, made where they are missing; none where `run` is no sweep."""
+    found = []
+    for config in point_configs(run.config):
+        point = Run(config.run.root / config.run.name)
+        if not point.config_file.exists():
+            for folder in (point.jobs, point.checkpoints, point.evaluation):
+                folder.mkdir(parents=True, exist_ok=True)
+            for link in (point.data, point.code):
+                if not link.is_symlink():
+                    link.symlink_to(f"../../{link.name}")
+            write_atomic(point.config_file, dump_config(config))
+            point.event("created", config=str(point.config_file), sweep=run.config.run.name)
+        found.append(point)
+    return found

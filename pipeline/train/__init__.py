@@ -1,0 +1,1 @@
+"""The stage train: loop, engine, optimizer."""

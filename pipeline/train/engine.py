@@ -1,0 +1,354 @@
+"""The model on its ranks: what the trainer talks to, whatever the layout.
+
+An engine builds this rank's part of the model and composes the parallelisms around it, from the inside out: cut by
+tensor, recomputing, compiled, sharded by data, staged by pipeline. It offers what a step needs: `backward` (all
+micro-batches of a step, the loss on all ranks), `clip` (over the whole model) and `state` by names and DTensors that
+know nothing of the layout, so that any layout loads what any other saved.
+
+Initial weights are drawn by name (pipeline/model/decoder.py): every layout starts from the same ones. Random numbers of
+a step are seeded by (seed, step, place): a rerun on the same layout draws the same ones, and tensor parallel ranks that
+compute the same activations drop the same of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pipeline.checkpoint.save import State
+from pipeline.comm.groups import World, labels, make_mesh
+from pipeline.config.layout import Layout
+from pipeline.config.sections import Config
+from pipeline.model.decoder import EMBEDDING, HEAD
+from pipeline.model.task import DTYPES, Batch, Task, recompute
+from pipeline.parallel import data_parallel, float8, tensor_parallel
+from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
+from pipeline.parallel.local_sgd import LocalSgd
+from pipeline.train.optimizer import LossScaler, fill_state, make_optimizer
+
+if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
+    from pipeline.parallel.pipeline_parallel import Pipeline
+
+
+def step_seed(seed: int, step: int, place: int, micro: int) -> int:
+    """Seed of everything random in one micro-batch: a function of place and time, not of history."""
+    text = f"{seed}/{step}/{place}/{micro}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+class Engine:
+    """This rank's stages, its optimizer, and a step's forward and backward."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        world: World,
+        task: Task,
+        own: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """`own` is entered around forward passes: this rank's own work, before it waits for others."""
+        self.own: AbstractContextManager[None] = own or nullcontext()
+        self.config, self.layout, self.world, self.task = config, layout, world, task
+        parallel = config.parallel
+        whole = layout.pipeline == 1 and layout.tensor == 1
+        mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
+        self._split = mesh is not None
+        self.groups = labels(mesh)
+        """What each group that this engine talks in is for."""
+        self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
+        self._place = layout.random_place(world.rank)
+        self._entries = task.per_step  # what the loss of the global batch is a sum over
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._batch: Batch = None
+        numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
+        self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
+        self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
+        fill_state(self.optimizer)
+        self.scaler = LossScaler() if config.train.precision == "fp16" else None
+        self.model: nn.Module = self.parts[0]
+        """What forward calls where there is no pipeline."""
+        self.replicas: GradientHook | LocalSgd | None = None
+        """What is between whole replicas instead of gradients."""
+        self._pipeline: Pipeline | None = None
+        if layout.pipeline > 1 and mesh is not None:
+            from pipeline.parallel.pipeline_parallel import Pipeline
+
+            self._stage_group = mesh.get_group("pp")
+            self._pipeline = Pipeline(
+                self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
+            )
+        elif mesh is None and parallel.local_sgd is not None:
+            self.replicas = LocalSgd(parallel.local_sgd, dict(task.weights(self.parts[0])))
+        elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
+            ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+            if parallel.hook.kind != "none":
+                self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
+                self.replicas.register(ddp)
+            self._fix_buckets()
+
+    def _build(self, layers: range, mesh: DeviceMesh | None) -> nn.Module:
+        """The part of the model with these blocks, with this rank's share of its weights."""
+        config, layout, task = self.config, self.layout, self.task
+        part = task.build(layers)
+        if config.train.precision == "fp8":
+            float8.convert(task.blocks(part), self.world.device, layout.tensor)
+        if mesh is not None and layout.tensor > 1:
+            task.cut(part, mesh["tp"], layout)
+        for block in task.blocks(part):
+            recompute(block, config.parallel.activation_checkpointing)
+            if config.train.compile:
+                block.compile()
+        if mesh is not None and (layout.data > 1 or config.parallel.offload):
+            over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+            dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
+            groups = task.shard_groups(part)
+            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3, offload=offload)
+        part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
+        task.fill(part, self.world.device)
+        return part
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        batch: Batch,
+        step: int,
+        enter: Callable[[str], None] = lambda phase: None,
+        hand: Callable[[], bool] = bool,
+    ) -> Tensor:
+        """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
+
+        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length), the same on
+        all ranks of a pipeline and of a tensor parallel group. `enter` is called with the name of each phase that
+        begins. Returns the mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all
+        ranks; NaN where `hand()` was true on any rank (pipeline/resilience/stop.py), and `loss_again` has the loss
+        then.
+        """
+        if (entries := self.task.entries(batch)) is not None:
+            dist.all_reduce(entries)
+            self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
+        self._step = step
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.step = step
+        with tensor_parallel.loss_context(self._cut_logits):
+            run = self._run_pipeline if self._pipeline else self._accumulate
+            self._loss = run(batch, step, enter)
+        enter("reduce")
+        if isinstance(self.replicas, LocalSgd):
+            self.replicas.reduce(step)
+        loss = self._mean(self._loss * math.nan if hand() else self._loss)
+        if self.layout.tensor > 1:
+            self._settle_gradients()
+        self._join_tied_gradients()
+        return loss
+
+    def loss_again(self) -> Tensor:
+        """What `backward` would have returned had nobody raised a hand; all ranks call it."""
+        return self._mean(self._loss)
+
+    def _mean(self, part: Tensor) -> Tensor:
+        """All ranks' parts of a summed loss as the mean over the global batch."""
+        total = part.clone()
+        dist.all_reduce(total)
+        return total / (self.layout.tensor * self._entries)
+
+    def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
+        """One micro-batch after another through the whole model; this rank's summed loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = self.task.micro_batches(batch, self.config.train.micro_batch)
+        for micro, piece in enumerate(micro_batches):
+            torch.manual_seed(step_seed(self.config.run.seed, step, self._place, micro))
+            with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
+                enter("forward")
+                with self.own:
+                    loss = self.task.loss(self.model(*self.task.inputs(piece)), piece)
+                enter("backward")
+                # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
+                (loss * self._weight()).backward()
+            total += _whole(loss.detach())
+        return total
+
+    def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
+        """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
+        assert self._pipeline is not None
+        torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
+        enter("pipeline")
+        self._batch, inputs = batch, self.task.inputs(batch)
+        losses = self._pipeline.run(inputs, torch.arange(len(inputs[0]), device=self.world.device))
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for loss in losses:
+            total += _whole(loss.detach())
+        return total / self._weight()
+
+    def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
+        return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
+
+    def _weight(self) -> float:
+        """Factor of a micro-batch's summed loss before backward."""
+        return self.layout.data / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
+
+    def _settle_gradients(self) -> None:
+        """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""
+        for parameter in (p for part in self.parts for p in part.parameters()):
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Norm of the whole model's gradient, before it is clipped to `limit`; the same on all ranks.
+
+        With fp16 gradients are unscaled here; where any rank's overflowed, the norm is not finite, on all ranks.
+        """
+        parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
+        if self.scaler is not None:
+            for parameter in parameters:
+                parameter.grad.mul_(1 / self.scaler.scale)  # type: ignore[union-attr]
+        norm = self._norm(parameters)
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return self.replicas.together(norm) if isinstance(self.replicas, LocalSgd) else norm
+
+    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
+
+        Where ranks hold parts, each adds the squares of its own, divided by the number of ranks with the same values.
+        """
+        if not self._split:
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        copy, squares = self._tied_copy(), torch.zeros((), dtype=torch.float64, device=self.world.device)
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            gradient, copies = parameter.grad, 1
+            if isinstance(gradient, DTensor):
+                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+            if parameter is not copy and gradient is not None:
+                by_copies.setdefault(copies, []).append(_local(gradient))
+        for copies, gradients in by_copies.items():
+            squares += nn.utils.get_total_norm(gradients).to(squares).square() / copies
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    def update(self, norm: float, *, good: bool = True) -> None:
+        """One step of the optimizer, where it is `good` and its gradient has not overflowed; gradients are gone then.
+
+        `norm` is what `clip` returned.
+        """
+        good = good and (self.scaler is None or self.scaler.see(norm))
+        if good:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, LocalSgd):
+            self.replicas.stepped(self._step)
+        elif self.replicas is not None:
+            self.replicas.commit(good)
+
+    def _fix_buckets(self) -> None:
+        """Make DDP rebuild its gradient buckets now, not after the first step.
+
+        DDP reduces the first backward after a start in other buckets than all later ones; with three ranks or
+        more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
+        the last bits. One backward whose gradients are thrown away settles the buckets.
+        """
+        batch = self.task.smallest(self.world.device)
+        self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.replicas, GradientHook):
+            self.replicas.commit(good=False)
+
+    # -- tied embeddings on two stages -------------------------------------------------------------------
+
+    def _tied_copy(self) -> nn.Parameter | None:
+        """The output layer's copy of a tied embedding that lives in another stage; None where there is none here."""
+        if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.last:
+            return None
+        return self.parts[-1].get_parameter(HEAD)
+
+    def _join_tied_gradients(self) -> None:
+        """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""
+        if self._pipeline is None or not self.config.model.tie_word_embeddings:
+            return
+        first, copy = self._pipeline.first, self._tied_copy()
+        if first and copy is not None:  # a V shape: both ends are here
+            embedding = self.parts[0].get_parameter(EMBEDDING)
+            assert embedding.grad is not None and copy.grad is not None
+            embedding.grad.add_(copy.grad)
+            copy.grad.copy_(embedding.grad)
+        elif first or copy is not None:
+            from pipeline.parallel.pipeline_parallel import add_from_peer
+
+            weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
+            assert weight.grad is not None
+            add_from_peer(_local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
+        state: State = {}
+        for part in self.parts:
+            for name, parameter in self.task.weights(part):
+                if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
+                    state[f"model.{name}"] = parameter.detach()
+                    for key, value in self.optimizer.state[parameter].items():
+                        state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    def saved_state(self) -> tuple[State, dict[str, Any]]:
+        """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
+        if self.replicas is None:
+            return self.state(), {}
+        return self.replicas.saved(self.state()), self.replicas.describe()
+
+    @torch.no_grad()
+    def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:
+        """Call after `state()` was filled: a tied copy that it does not name follows its original.
+
+        `kept`: what `saved_state` said of the replicas; `read` fills tensors by the names of `saved_state`. Returns in
+        words what of the replicas' own state is not as it was.
+        """
+        copy = self._tied_copy()
+        if copy is not None and self._pipeline is not None and self._pipeline.first:
+            embedding = self.parts[0].get_parameter(EMBEDDING)
+            copy.copy_(embedding)
+            for key, value in self.optimizer.state[embedding].items():
+                self.optimizer.state[copy][key].copy_(value)
+        if self.replicas is not None and read is not None:
+            self.replicas.restore(self.state(), kept or {}, read)
+        return _not_kept(kept or {}, self.replicas.describe() if self.replicas else {})
+
+
+def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In words what a restore drops or changes of what replicas had of their own; both are `describe`'s."""
+    before, replicas = kept.get("replicas"), now.get("replicas")
+    notes: list[str] = []
+    if kept.get("residuals") and not now.get("residuals"):
+        notes.append(f"the residuals of {before} replicas are dropped")
+    elif kept.get("residuals") and before != replicas:
+        notes.append(f"residuals of {before} replicas summed on {replicas}")
+    if kept.get("rank") and kept["rank"] != now.get("rank"):
+        notes.append(f"PowerSGD's Q of rank {kept['rank']} is dropped")
+    same = now.get("local") and before == replicas and now["warmup"] <= kept.get("warmup", 0)
+    if kept.get("local") and not same:
+        notes.append(f"all replicas start from the mean of {before}")
+    if kept.get("outer") and not now.get("outer"):
+        notes.append("the outer optimizer's weights and momentum are dropped")
+    return "; ".join(notes) or None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A DTensor gathered, anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,83 @@
+"""Stage train: from where the checkpoints stand to `train.steps`, in all ranks together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import last_object
+from pipeline.base.place import Place
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.saved import newest_step
+from pipeline.run.directory import Run
+from pipeline.run.metrics import loss_words
+
+NEEDS: tuple[str, ...] = ("shard",)
+
+
+def missing(run: Run) -> str | None:
+    """Why training is not done; None when the checkpoint of the last step is there."""
+    step, steps = newest_step(run.checkpoints), run.config.train.steps
+    return None if step >= steps else f"the newest checkpoint is step {step} of {steps}"
+
+
+def progress(run: Run) -> str:
+    """A phrase for `status`."""
+    last = last_object(run.metrics)
+    if last is None:
+        return f"0/{run.config.train.steps} steps"
+    return f"{last['step']}/{run.config.train.steps} steps, {loss_words(last)}"
+
+
+def check_place(place: Place, tensor: int) -> None:
+    """Raise UserError where a launcher tore a tensor parallel group apart, as `srun -m cyclic` does by hand.
+
+    Groups are `tensor` consecutive ranks. All share a node if each rank's number there counts along with its own one.
+    """
+    if place.local_rank % tensor != place.rank % tensor:
+        first = place.rank - place.rank % tensor
+        raise UserError(
+            f"rank {place.rank} is number {place.local_rank} on its node, and ranks {first} to {first + tensor - 1} "
+            f"(parallel.tensor={tensor}) must share one: deal ranks out in blocks, as `srun --distribution=block` does"
+        )
+
+
+def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
+    check_place(place, run.config.parallel.tensor)
+    startup_s: dict[str, float] = {}
+    since = flag.since
+
+    def mark(part: str) -> None:
+        """Note how long a part of the start took."""
+        nonlocal since
+        startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
+
+    from pipeline.comm import groups
+    from pipeline.data.check import manifest_of
+    from pipeline.resilience import health
+    from pipeline.resilience.watchdog import Watchdog
+    from pipeline.train.trainer import Trainer
+
+    mark("imports")
+
+    watchdog = Watchdog(run, "train", place, flag)
+    watchdog.start()
+    manifest = manifest_of(run)
+    groups.make_deterministic(run.config)
+    world = groups.join(place, run.config)
+    mark("rendezvous")
+    if run.config.recovery.preflight:
+        group = groups.side_group(health.PATIENCE)  # now that all are here: a bad device may hold one up for ever
+        health.check_alone(run, place, world.device)
+        health.check_together(place, world, group)
+        mark("preflight")
+    trainer = Trainer(run, manifest, place, world, flag, watchdog)
+    groups.end_of_startup()
+    mark("build_and_load")
+    trainer.startup_s = startup_s
+    result = trainer.fit()
+    watchdog.close()
+    groups.leave()
+    return result

@@ -1,0 +1,325 @@
+"""The training loop, from top to bottom: build, restore, step, save, stop.
+
+`Trainer.step` is one optimizer step and fits on a screen. What makes a run exact (contract 3) stands here in
+three places: the batch of a step is a function of `samples_consumed` alone (pipeline/data/order.py); a step's gradients
+are a function of weights, batch, step number and layout (pipeline/train/engine.py); and a checkpoint is taken at step
+boundaries only, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.base.errors import CheckpointError, Exit
+from pipeline.base.files import read_jsonl, sha256_json
+from pipeline.base.place import Place, time_left
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.save import Checkpointer
+from pipeline.comm import groups
+from pipeline.comm.meter import Meter
+from pipeline.config.layout import layout_of
+from pipeline.config.sections import Config
+from pipeline.data.check import verify_shards
+from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.order import ORDER_VERSION
+from pipeline.data.samples import SampleDataset
+from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.model.task import Batch, task_of
+from pipeline.resilience.guard import Guard, recent
+from pipeline.resilience.stop import Agreement, Clock, SaveRequest
+from pipeline.resilience.stragglers import OwnTime, Stragglers
+from pipeline.resilience.watchdog import Watchdog
+from pipeline.run.directory import Run
+from pipeline.run.metrics import Metrics, lost_lines, rewind
+from pipeline.train.engine import Engine
+from pipeline.train.optimizer import learning_rate, set_learning_rate
+
+
+def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
+    """What makes a training this training, wherever and however long it runs: kept in each checkpoint."""
+    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
+    for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
+        for key in keys:
+            values.get(section, {}).pop(key, None)
+    return {
+        "config_hash": sha256_json({**values, "seed": config.run.seed}),
+        "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
+        "order_version": ORDER_VERSION,
+    }
+
+
+class Trainer:
+    """One rank of one attempt of one training."""
+
+    def __init__(
+        self,
+        run: Run,
+        manifest: Manifest | SampleManifest,
+        place: Place,
+        world: groups.World,
+        flag: StopFlag,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
+        config = run.config
+        self.run, self.config, self.world = run, config, world
+        self.layout = layout_of(config, world.size, place.local_world_size, getattr(manifest, "vocab_size", None))
+        self.task = task_of(config, run.user_model, run.code, manifest)
+        self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
+        self.agreement = Agreement(flag, groups.side_group(), self.clock)
+        self.save_request = SaveRequest(run)
+        if world.first:
+            self.agreement.wants_save = self.save_request
+        self.watchdog = watchdog or Watchdog(run, "train", place, flag)
+        self.own = OwnTime(world.device)
+        peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
+        self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename, peers)
+        self.checkpointer = Checkpointer(
+            run.checkpoints,
+            groups.side_group(),
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.mode == "async",
+            describe={"layout": groups.describe(self.layout, config, world), **identity(config, manifest)},
+            on_saved=self._log_saved,
+        )
+        verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
+        self.dataset = self._dataset(manifest)
+        self.engine = Engine(config, self.layout, world, self.task, self.own)
+        self.meter: Meter | None = None
+        if world.first and world.size > 1:
+            ddp = isinstance(self.engine.model, DistributedDataParallel)
+            self.meter = Meter(self.engine.groups, world.device, ddp)
+        self.samples_consumed = 0
+        self.start_step = self._restore()
+        self.guard = self._make_guard()
+        self.metrics = Metrics(run.metrics if world.first else None)
+        self._checkpoint_s = 0.0
+        self.startup_s: Mapping[str, float] = {}
+        """What the start of rank 0 took, by part."""
+
+    def _dataset(self, manifest: Manifest | SampleManifest) -> TokenDataset | SampleDataset:
+        if isinstance(manifest, SampleManifest):
+            return SampleDataset(manifest)
+        spans = [ShardSpan(self.run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train]
+        return TokenDataset(spans, self.config.data.sequence_length)
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def step(self, step: int, batch: Batch) -> dict[str, Any]:
+        """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
+
+        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length).
+        """
+        config, engine = self.config, self.engine
+        lr = learning_rate(config.optimizer, step, config.train.steps)
+        set_learning_rate(engine.optimizer, lr)
+        if self.meter is not None:
+            self.meter.begin()
+        mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
+        grad_norm = engine.clip(config.optimizer.clip_norm)
+        # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
+        loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
+        self.agreement.save = False
+        if math.isnan(loss):  # on all ranks alike: one of them has something to say, or the loss is not a number
+            self.agreement.start()
+            self.agreement.stop()
+            loss = engine.loss_again().item()
+        scaled = engine.scaler is not None and engine.scaler.scale > 1
+        overflow = scaled and not math.isfinite(norm)  # the scaler leaves such a step out, and tries a smaller scale
+        bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
+        self.checkpointer.wait_staged()
+        engine.update(norm, good=bad is None)
+        self.samples_consumed += config.train.global_batch
+        line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
+        line[self.task.unit] = step * self.task.per_step
+        if self.meter is not None:
+            line |= self.meter.take()
+        return line if bad is None else {**line, "skipped": bad}
+
+    def _enter(self, step: int, phase: str) -> None:
+        """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
+        self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
+        if self.meter is not None:
+            self.meter.phase(phase)
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    def fit(self) -> Exit:
+        """Train from where the run stands to `train.steps`, or until all ranks agree to stop."""
+        config = self.config.train
+        if self.start_step >= config.steps:
+            return Exit.DONE
+        self.agreement.start()
+        if self.agreement.stop():  # asked to stop during start-up: nothing new to save
+            return Exit.STOPPED
+        sampler = GlobalOrderSampler(
+            self.dataset,
+            global_batch=config.global_batch,
+            seed=self.config.run.seed,
+            samples_consumed=self.samples_consumed,
+            left_out=self.guard.left_out,
+            num_replicas=self.layout.data,
+            rank=self.layout.coordinates(self.world.rank).data,
+        )
+        with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
+            return self._loop(iter(batches), batches)
+
+    def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
+        steps, every = self.config.train.steps, self.config.checkpoint.every_steps
+        if self.world.first:
+            how = {"communication": self.world.transport} if self.world.transport else {}
+            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **how)
+        previous_end = time.perf_counter()
+        for step in range(self.start_step + 1, steps + 1):
+            self._enter(step, "data")
+            line = self.step(step, next(ready))
+            end, saved_s = time.perf_counter(), self._checkpoint_s
+            self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
+            self._look_back(step, end - previous_end - saved_s, batches.data_wait_s, line)
+            previous_end = end
+            if self.agreement.reason is not None and step < steps:
+                return self._leave(step)
+            due = step % every == 0 or self.agreement.save
+            if step == steps or (due and not self.guard.in_a_row):  # a row of bad steps may end in a return
+                self.save(step)
+        self.watchdog.enter(steps, "save")
+        self.checkpointer.close()
+        return Exit.DONE
+
+    def _look_back(self, step: int, seconds: float, data_wait_s: float, line: Mapping[str, Any]) -> None:
+        """What a step leaves behind beside its line: limits that follow its time, stragglers, words in the log."""
+        self.clock.stepped(seconds)
+        self.watchdog.stepped(seconds)
+        self.own.add(data_wait_s)
+        if step % self.config.train.log_every == 0:
+            self.stragglers.gather(step, self.own.take())
+        if "skipped" in line:
+            self._print(f"step {step} is left out: {line['skipped']}")
+        elif step % self.config.train.log_every == 0 or step == 1:
+            speed = f"{self.task.per_step / seconds:,.0f} {self.task.unit}/s"
+            self._print(
+                f"step {step}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
+                f"lr {line['lr']:.2e}  {speed}"
+            )
+
+    def _leave(self, step: int) -> Exit:
+        """The ranks agreed to stop after `step`: save, where there is time for it."""
+        why_not = None
+        if self.agreement.too_late:
+            why_not = f"too late to save: a save takes {self.clock.save_s:.1f} s"
+        elif self.guard.in_a_row:
+            why_not = "in a row of bad steps, which may end in a return"
+        if self.world.first:
+            self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
+            if why_not is not None:
+                self.run.event("save_skipped", "train", step=step, reason=why_not)
+        if why_not is None:
+            self.save(step)
+        self.watchdog.enter(step, "save")
+        self.checkpointer.close()
+        self._print(f"stopped after step {step}, " + (f"{why_not}; the last checkpoint counts" if why_not else "saved"))
+        return Exit.STOPPED
+
+    def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
+        per_s = self.task.per_step / step_s
+        values = {
+            "step_time_s": round(step_s, 6),
+            "data_wait_s": round(data_wait_s, 6),
+            f"{self.task.unit}_per_s": round(per_s, 1),
+            **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
+            "memory_gb": round(self._memory_gb(), 3),
+        }
+        if self._checkpoint_s:
+            values["checkpoint_s"], self._checkpoint_s = round(self._checkpoint_s, 6), 0.0
+        return values
+
+    def _memory_gb(self) -> float:
+        """Peak memory: of the device where there is one, else of the process."""
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
+        started = time.perf_counter()
+        self._enter(step, "save")
+        self.metrics.sync()
+        self.checkpointer.finish()
+        self.clock.saving = True
+        self.save_request.begun()
+        state, replicas = self.engine.saved_state()
+        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
+        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
+        self._checkpoint_s += time.perf_counter() - started
+
+    def _restore(self) -> int:
+        """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
+
+        def on_damaged(step: int, reason: str) -> None:
+            self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
+            self.run.event("damaged", "train", step=step, reason=reason)
+
+        started = time.perf_counter()
+        note: str | None = None
+        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
+        step = int(manifest["step"]) if manifest else 0
+        if manifest is not None:
+            for key in ("config_hash", "data_hash", "order_version"):
+                if manifest[key] != self.checkpointer.describe[key]:
+                    raise CheckpointError(
+                        f"checkpoint {step} has another {key} than this run now: its config, shards or code were "
+                        "changed by hand; going on would be another training. Undo that, or start a new run"
+                    )
+            self.samples_consumed = int(manifest["samples_consumed"])
+            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
+            if manifest["extra"]["scaler"] and self.engine.scaler is not None:
+                self.engine.scaler.load(manifest["extra"]["scaler"])
+        if self.world.first:
+            saves = [event["seconds"] for event in self.run.read_events("train") if event["event"] == "saved"]
+            self.clock.save_s = saves[-1] if saves else 0.0
+            lost = lost_lines(self.run.metrics, step)
+            if lost:  # noted before it is cut, so that no crash in between loses it twice
+                self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+            rewind(self.run.metrics, step)
+            if step:
+                seconds = round(time.perf_counter() - started, 3)
+                more = {"replicas": note} if note else {}
+                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
+                self._print(
+                    f"restored step {step}"
+                    + (f", {len(lost)} steps are done again" if lost else "")
+                    + (f"; {note}" if note else "")
+                )
+        return step
+
+    # -- words -------------------------------------------------------------------------------------------
+
+    def _make_guard(self) -> Guard:
+        """The judge of bad numbers, from what rank 0 reads of the steps before."""
+        known: tuple[list[Any], list[Any]] = ([], [])
+        if self.world.first:
+            known = (list(read_jsonl(self.run.decisions)), recent(read_jsonl(self.run.metrics)))
+        decisions, metrics = groups.from_rank0(self.agreement.group, known)
+        return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
+
+    def _log_saved(self, step: int, seconds: float) -> None:
+        self.clock.save_s, self.clock.saving = max(self.clock.save_s, seconds), False
+        self.save_request.done()
+        self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
+        self._print(f"saved step {step} ({seconds:.2f} s)")
+
+    def _print(self, text: str) -> None:
+        if self.world.first:
+            print(text, flush=True)

@@ -1,0 +1,125 @@
+"""What Slurm says of the job that this process runs in, and what it can be asked to do with it.
+
+`scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
+preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
+without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
+`scancel` shows neither. Until the last process of a job is gone its state is COMPLETING, whatever ended it: only
+accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period,
+or a time limit that came before the job's own (a reservation's end).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from pipeline.config.types import parse_time
+from slurm.query.states import call
+from slurm.query.states import fields as shown_fields
+
+FINAL = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY")
+"""States in which Slurm ends jobs, as accounting has them."""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One job, as the controller sees it now."""
+
+    state: str
+    """Such as RUNNING, COMPLETING, CANCELLED, PREEMPTED, TIMEOUT, NODE_FAIL."""
+    restarts: int
+    """How often it was put back into the queue."""
+    preempted: bool
+    """Whether a preemption has begun (or was how it ended)."""
+    left_s: float | None
+    """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
+    batch: bool
+    """Whether it was submitted with sbatch: nothing else can be requeued."""
+    start: str = ""
+    """When it started, as Slurm writes it."""
+    exit_code: int = 0
+    """What its batch script left with, once it has."""
+    partition: str = ""
+    excluded: str = ""
+    """The nodes that it may not run on, as a host list."""
+
+
+def job_facts(job_id: str) -> JobFacts | None:
+    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say, twice."""
+    command = ("scontrol", "show", "job", job_id)
+    text = call(*command)
+    if text is None:  # a busy controller refuses now and then, and a cause would be told wrong for it
+        time.sleep(0.5)
+        text = call(*command)
+    if text is None:
+        print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
+        return None
+    facts = parse_facts(text)
+    if facts.state == "COMPLETING":
+        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()  # such as CANCELLED by 0
+        if states and states[0] in FINAL:  # it lags: RUNNING says nothing
+            facts = replace(facts, state=states[0])
+    return facts
+
+
+def parse_facts(text: str) -> JobFacts:
+    """Read the output of `scontrol show job`."""
+    fields = shown_fields(text)
+    left = None
+    with suppress(ValueError):  # UNLIMITED
+        left = float(parse_time(fields.get("TimeLimit", "")) - parse_time(fields.get("RunTime", "")))
+    state = fields.get("JobState", "UNKNOWN")
+    return JobFacts(
+        state=state,
+        restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
+        preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
+        left_s=left,
+        batch=fields.get("BatchFlag") == "1",
+        start=fields.get("StartTime", ""),
+        partition=fields.get("Partition", ""),
+        excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
+        exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
+    )
+
+
+def dead_nodes(nodes: str, since: str = "") -> list[str]:
+    """Those of `nodes` (a host list) that the controller holds for down or that do not answer it.
+
+    With `since` (a time as Slurm writes it) also those whose slurmd started later: they were away, and are back.
+    """
+    found = set()
+    for line in ((call("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or "").splitlines():
+        shown = shown_fields(line)
+        state, up = shown.get("State", ""), shown.get("SlurmdStartTime", "")
+        if "DOWN" in state or "*" in state or "NOT_RESPONDING" in state or (since and up[:1].isdigit() and up > since):
+            found.add(shown["NodeName"])
+    return sorted(found)
+
+
+def requeue(job_id: str, restarts: int, exclude: str | None = None) -> bool:
+    """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
+
+    `restarts`: how often it was put back before. `exclude`: None leaves the list as it is. Slurm then ends this run of
+    the job: it sends TERM, and KILL after KillWait. The TERM may reach the scontrol that asked for it before that has
+    left with 0, so a failure is only believed once Slurm says that the job was not put back. In the time before KILL,
+    not before, the job's list of excluded nodes can be changed.
+    """
+    if call("scontrol", "requeue", job_id) is None and not _was_requeued(job_id, restarts):
+        return False
+    if exclude is not None:
+        deadline = time.monotonic() + 4
+        while call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}") is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    return True
+
+
+def _was_requeued(job_id: str, restarts: int) -> bool:
+    deadline = time.monotonic() + 4
+    while (facts := job_facts(job_id)) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return facts is not None and facts.restarts > restarts

@@ -1,0 +1,43 @@
+"""The jobs that were submitted for a run, and what runs of it now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.run import points as sweep
+from pipeline.run import stages
+from pipeline.run.directory import Run
+from slurm.query.states import JobState, query
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job of this run that was submitted and not seen to end."""
+
+    stage: str
+    job_id: str
+    state: JobState
+    step: int | None = None
+    """The checkpoint that it evaluates (slurm/supervise/evaluations.py): nothing in the chain waits for it."""
+
+
+def jobs_of(runs: Sequence[Run], forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
+    """The jobs in the events of `runs`, oldest first, with their states from one query (`forgotten`: see there)."""
+    events = [e for run in runs for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
+    states = query((e["job_id"] for e in events), forgotten)
+    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]], e.get("step")) for e in events]
+
+
+def running(run: Run) -> list[str]:
+    """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun."""
+    everyone = (run, *sweep.points(run))
+    held = [f"{stage} of {one.name}" for one in everyone for stage in stages.STAGES if one.holder(stage)]
+    jobs = [job for job in jobs_of(everyone) if job.state.active and job.state.state != "PENDING"]
+    return held or [f"{job.stage} (job {job.job_id})" for job in jobs]
+
+
+def uses_slurm(run: Run) -> bool:
+    """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
+    submitted = [e for one in (run, *sweep.points(run)) for e in one.read_events(None, "submitted")]
+    return bool(submitted) and max(submitted, key=lambda e: str(e["time"])).get("executor") == "slurm"

@@ -1,0 +1,118 @@
+"""Which rank is on which node: checked before ranks start, against what Slurm granted; and what connects them.
+
+The ranks of one tensor parallel group exchange activations twice a layer, so they must share a node. Groups are
+consecutive ranks (the mesh is `pp × dp × tp`, tp innermost). That holds when the group's size divides the ranks per
+node and ranks are laid out in blocks; `--distribution=cyclic` deals them out one by one and tears groups apart
+without any error: training would only be slow. The same check runs on what a job would ask for (slurm/submit/sbatch.py)
+and on what it got, which by hand in `salloc` or a template may be anything.
+
+Once per attempt `nvidia-smi topo -m` (links between the GPUs of this node) and `scontrol show topology` (switches)
+go into events.jsonl, where a slow attempt can be compared with a fast one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+
+from pipeline.base.place import granted_tasks, in_allocation
+from pipeline.config.sections import Config
+from pipeline.run.directory import Run
+from slurm.query.states import call
+
+_GPU_LINKS = ("nvidia-smi", "topo", "-m")
+_SWITCHES = ("scontrol", "show", "topology")
+_MOST_TEXT = 20_000
+
+
+def nodes_of_ranks(tasks: Sequence[int], distribution: str) -> list[int]:
+    """The node of each rank, where node n has room for `tasks[n]` (srun(1), `--distribution`).
+
+    block fills a node before the next, plane=N deals out N ranks to each node in turn, cyclic one.
+    """
+    first = re.split("[:,]", distribution.lower())[0]
+    at_once = _plane(distribution) or (1 if first == "cyclic" else max(tasks, default=1))
+    left, nodes = list(tasks), list[int]()
+    while any(left):
+        for node, room in enumerate(left):
+            dealt = min(room, at_once)
+            nodes += [node] * dealt
+            left[node] -= dealt
+    return nodes
+
+
+def _plane(distribution: str) -> int | None:
+    match = re.match(r"plane=(\d+)", distribution.lower())
+    return int(match[1]) if match else None
+
+
+def problem(
+    stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
+) -> str | None:
+    """Why `nodes` × `per_node` ranks in groups of `tensor` do not fit what was granted; None where they do.
+
+    `tasks`: how many each granted node may run; `distribution` as sbatch takes it, None for the default (block).
+    More nodes than wanted are no problem: srun takes the first ones.
+    """
+    if per_node % tensor:
+        return (
+            f"parallel.tensor ({tensor}) does not divide the ranks per node ({per_node}), and the ranks of a tensor "
+            f"parallel group must share a node: change parallel.tensor or stages.{stage}.tasks_per_node"
+        )
+    if len(tasks) < nodes or min(tasks[:nodes]) < per_node:
+        return (
+            f"{stage} wants {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes for "
+            f"{', '.join(map(str, tasks))} tasks: ask with --nodes={nodes} --ntasks-per-node={per_node}, or set "
+            f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what is there"
+        )
+    plane = _plane(distribution or "")
+    if plane and per_node % plane:  # srun would fill planes where there is room: 3 and 1 ranks instead of 2 and 2
+        return (
+            f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): ask with "
+            "--distribution=block (site.distribution)"
+        )
+    place = nodes_of_ranks([per_node] * nodes, distribution or "block")
+    for first in range(0, len(place), tensor):
+        if len(set(place[first : first + tensor])) > 1:
+            return (
+                f"--distribution={distribution} puts ranks {first} to {first + tensor - 1} on several nodes, and the "
+                f"ranks of a tensor parallel group (parallel.tensor={tensor}) must share one: ask with "
+                "--distribution=block (site.distribution)"
+            )
+    return None
+
+
+def planned_mismatch(config: Config) -> str | None:
+    """What is wrong with the placement that the training's job would ask for; None where nothing is."""
+    wanted, nodes = config.stages.train, config.stages.train.most_nodes
+    tasks = [wanted.tasks_per_node] * nodes
+    return problem("train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution)
+
+
+def mismatch(run: Run, stage: str, size: int) -> str | None:
+    """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
+    granted = granted_tasks(os.environ)
+    if stage not in ("train", "evaluate") or granted is None:
+        return None
+    wanted, tensor = getattr(run.config.stages, stage), run.config.parallel.tensor if stage == "train" else 1
+    return problem(stage, size // wanted.tasks_per_node, wanted.tasks_per_node, tensor, *granted)
+
+
+def record(run: Run, stage: str, job: str, attempt: int) -> None:
+    """Write the links of this node's GPUs and the cluster's switches into events.jsonl, where there are any.
+
+    In a thread that nobody waits for: nvidia-smi takes a second, and on a broken GPU it never returns.
+    """
+    commands = {"nvidia_smi": _GPU_LINKS, **({"switches": _SWITCHES} if in_allocation(os.environ) else {})}
+
+    def read() -> None:
+        told = {name: (call(*command) or "").strip()[:_MOST_TEXT] for name, command in commands.items()}
+        found = {name: text for name, text in told.items() if text}
+        if found:
+            run.event("topology", stage, job_id=job, attempt=attempt, host=os.uname().nodename, **found)
+
+    if stage == "train" and any(shutil.which(command[0]) for command in commands.values()):
+        threading.Thread(target=read, daemon=True).start()

@@ -1,0 +1,255 @@
+"""The ledger: where the hours of a run went, attempt by attempt. Arithmetic only; slurm/show/report.py shows it.
+
+Everything comes from events.jsonl and metrics.jsonl, and from `sacct` where there is one (when Slurm really started
+and ended a job). An attempt's account begins where that of the attempt before it ended; for the first one, when
+the stage was submitted and its parents were done. So the parts of all attempts add up to the stage's wall time:
+
+    ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · checkpoint · lost ┼ ending ┤
+    end of    somebody   the job    the loop begins                          last step     end of this one
+    the last  wants it   starts
+
+idle           nobody had asked for the stage to go on
+queue          asked for, and waiting: for nodes, or for the delay after a requeue
+startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
+compute        steps that count; for stages without steps all of their running time
+data           waiting for the next batch; `communication`: that which no computing hides, where it is measured
+checkpoint     what a save keeps the loop waiting, with the last save
+lost           steps that were done again, because no checkpoint held them
+ending         from the last recorded step to the end: leaving, or hanging until somebody noticed
+
+Two figures sum it up, after Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
+(HPCA 2025, arXiv 2410.21680, the metrics of section II): the *effective training time ratio* is productive
+runtime over available wall-clock time, which is time scheduled or waiting in the queue (idle time is neither).
+Unproductive is work that is done again and what a restart costs; the paper's model of the ETTR also counts writing
+checkpoints. *Forward progress* is productive runtime over scheduled time: the same without the queue. The very
+first start-up counts as unproductive, too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from slurm.query.causes import ENDS, GOES_ON
+
+Event = Mapping[str, Any]
+PARTS = ("idle", "queue", "startup", "compute", "data", "communication", "checkpoint", "lost", "ending")
+PRODUCTIVE = ("compute", "data", "communication")
+WAITING = ("idle", "queue")
+_IN_STEP = {"data": "data_wait_s", "communication": "exposed_comm_s", "checkpoint": "checkpoint_s"}
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """One run of a Slurm job, as accounting knows it; times in seconds since 1970."""
+
+    job_id: str
+    start: float
+    end: float | None
+
+
+@dataclass
+class Attempt:
+    """One attempt of a stage (of one task of an array); all times in seconds, `begin` and `end` since 1970."""
+
+    stage: str
+    task: int | None
+    number: int
+    ranks: int
+    begin: float
+    """Where the account before it ended."""
+    end: float = 0.0
+    cause: str = ""
+    """How it ended: done, or the cause."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds by the names in `PARTS`; they add up to `end - begin`."""
+
+    @property
+    def wall(self) -> float:
+        """Seconds in all."""
+        return self.end - self.begin
+
+
+def seconds(event: Event) -> float:
+    """An event's time, in seconds since 1970."""
+    return datetime.fromisoformat(event["time"]).timestamp()
+
+
+def ledger(
+    events: Sequence[Event],
+    metrics: Iterable[Event],
+    needs: Mapping[str, Sequence[str]],
+    now: float,
+    going: Iterable[str] = (),
+    jobs: Sequence[JobRun] = (),
+) -> list[Attempt]:
+    """The attempts of all stages, in the order of `needs` (stage → the stages it waits for), tasks one by one.
+
+    `going`: the stages that run at this moment; their last attempt lasts until `now`.
+    """
+    found: list[Attempt] = []
+    for stage, parents in needs.items():
+        ready_at = max((seconds(e) for e in events if e.get("stage") in parents and e["event"] == "done"), default=0.0)
+        own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
+        array_ends = 0.0
+        tasks = {e.get("task") for e in own if e["event"] == "started"}
+        for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
+            mine = [e for e in own if "task" not in e or e["task"] == task]
+            since = max(ready_at, array_ends) if task is None else ready_at
+            found += _stage(stage, task, mine, list(metrics) if stage == "train" else [], since, jobs)
+            if task is not None:  # the job behind an array waits for all of it
+                array_ends = max(array_ends, found[-1].end)
+            if stage in going and found[-1].cause == _SILENT:
+                last = found[-1]
+                last.parts["compute" if last.parts["compute"] else "startup"] += max(0.0, now - last.end)
+                last.end, last.cause = max(now, last.end), "running"
+    return found
+
+
+_SILENT = "no word of its end"
+
+
+def _stage(
+    stage: str, task: int | None, events: list[Event], metrics: list[Event], ready_at: float, jobs: Sequence[JobRun]
+) -> list[Attempt]:
+    starts = [i for i, e in enumerate(events) if e["event"] == "started"]
+    steps = _steps_of_attempts(events, starts, metrics)
+    begun: list[Attempt] = []
+    for number, at in enumerate(starts):
+        started, own = events[at], events[at + 1 : starts[number + 1] if number + 1 < len(starts) else None]
+        before = events[starts[number - 1] + 1 if number else 0 : at]
+        start = seconds(started)
+        if not begun:
+            asked = [seconds(e) for e in before if e["event"] in ("submitted", "resumed")]
+            begin = min(start, max(asked[0], min(ready_at, start))) if asked else start
+        else:
+            begin = begun[-1].end
+        job = _job_run(jobs, started, start)
+        start = max(begin, min(start, job.start) if job else start)
+        attempt = Attempt(stage, task, number + 1, started.get("ranks", 1), begin)
+        attempt.parts = dict.fromkeys(PARTS, 0.0)
+        asked_at = min(max(_asked(before, begin), begin), start)
+        attempt.parts |= {"idle": asked_at - begin, "queue": start - asked_at}
+        end = next((e for e in own if e["event"] in ENDS), None)
+        kept, lost = steps[number]
+        ready = max(start, _time_of(own, ("ready", "restored"), start))
+        if end is not None and not end.get("noticed_later"):
+            attempt.end = max(start, seconds(end))
+        else:  # its supervisor died with it: Slurm's word, else the last sign of life
+            asks = ("submitted", "resumed")
+            signs = [seconds(e) for e in own if not e.get("noticed_later") and e["event"] not in asks]
+            signs += [ready + sum(line["step_time_s"] for line in [*kept, *lost]), start]
+            attempt.end = max(start, job.end) if job and job.end else max(signs)
+        attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
+        if stage != "train":
+            attempt.parts["compute"] = attempt.end - start
+        elif not any(e["event"] in ("ready", "restored") for e in own) and not kept and not lost:
+            attempt.parts["startup"] = attempt.end - start
+        else:
+            _training(attempt, start, min(ready, attempt.end), kept, lost, own)
+        begun.append(attempt)
+    return begun
+
+
+def _training(
+    attempt: Attempt, start: float, ready: float, kept: list[Event], lost: list[Event], own: Sequence[Event]
+) -> None:
+    """Divide the running time of an attempt with steps."""
+    parts, left = attempt.parts, attempt.end - ready
+    parts["startup"] = ready - start
+    for line in kept:
+        rest = line["step_time_s"]
+        for part, key in _IN_STEP.items():
+            spent = min(max(0.0, line.get(key) or 0.0), rest)
+            parts[part] += spent
+            rest -= spent
+        parts["compute"] += rest
+    parts["lost"] = sum(line["step_time_s"] for line in lost)
+    known = sum(parts[name] for name in (*PRODUCTIVE, "checkpoint", "lost"))
+    if known > left:  # clocks of several hosts: what the steps took cannot be more than there was
+        for name in (*PRODUCTIVE, "checkpoint", "lost"):
+            parts[name] *= left / known
+        known = left
+    saved = max((seconds(e) for e in own if e["event"] == "saved"), default=0.0)
+    last_save = min(max(0.0, saved - (ready + known)), left - known)
+    parts["checkpoint"] += last_save
+    parts["ending"] = left - known - last_save
+
+
+def _steps_of_attempts(
+    events: Sequence[Event], starts: Sequence[int], metrics: Sequence[Event]
+) -> list[tuple[list[Event], list[Event]]]:
+    """For each attempt the metric lines of its steps: those that count, and those that were done again.
+
+    An attempt that restores step s writes lines from s + 1; lines beyond s of those before it were moved to its
+    `lost_work` event. So a line belongs to the newest attempt that began before its step.
+    """
+    steps: list[tuple[list[Event], list[Event]]] = [([], []) for _ in starts]
+    began: list[int] = []  # ascending: the step that each attempt in `who` began after
+    who: list[int] = []
+    for number, at in enumerate(starts):
+        first = None
+        for event in events[at : starts[number + 1] if number + 1 < len(starts) else None]:
+            if event["event"] == "lost_work":
+                for line in event["lines"]:
+                    if owner := bisect_left(began, line["step"]):
+                        steps[who[owner - 1]][1].append(line)
+            elif event["event"] in ("restored", "ready"):
+                first = event["step"]
+        if first is not None:
+            keep = bisect_left(began, first)
+            began[keep:], who[keep:] = [first], [number]
+    for line in metrics:
+        if owner := bisect_left(began, line["step"]):
+            steps[who[owner - 1]][0].append(line)
+    return steps
+
+
+def _asked(before: Sequence[Event], begin: float) -> float:
+    """When somebody, or the stage itself, asked for the next attempt."""
+    for event in before:
+        if event["event"] in GOES_ON:
+            return begin
+        by_hand = event["event"] == "resumed" or (event["event"] == "submitted" and event.get("kind") != "afternotok")
+        if by_hand and seconds(event) >= begin:
+            return seconds(event)
+    return begin
+
+
+def _time_of(events: Sequence[Event], names: Sequence[str], default: float) -> float:
+    for name in names:
+        for event in events:
+            if event["event"] == name:
+                return seconds(event)
+    return default
+
+
+def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | None:
+    """The run of its Slurm job that an attempt began in: the last one that had started by then.
+
+    One supervisor may make several attempts in one run of a job; then only the first began with it.
+    """
+    job_id = started.get("slurm_job") or started.get("job_id")
+    fitting = [job for job in jobs if job.job_id == job_id and job.start <= start + 2]
+    return max(fitting, key=lambda job: job.start, default=None)
+
+
+def total(attempts: Iterable[Attempt]) -> dict[str, float]:
+    """Seconds by part, over several attempts."""
+    sums = dict.fromkeys(PARTS, 0.0)
+    for attempt in attempts:
+        for part, spent in attempt.parts.items():
+            sums[part] += spent
+    return sums
+
+
+def ratios(parts: Mapping[str, float]) -> tuple[float, float]:
+    """Effective training time ratio and forward progress, each from 0 to 1 (0 where no time has passed)."""
+    productive = sum(parts[name] for name in PRODUCTIVE)
+    scheduled = sum(spent for name, spent in parts.items() if name not in WAITING)
+    available = scheduled + parts["queue"]
+    return (productive / available if available else 0.0), (productive / scheduled if scheduled else 0.0)

@@ -1,0 +1,90 @@
+"""`logs`: what a rank, or the supervisor, of a stage has written; readable from the login node while it runs.
+
+`jobs/STAGE/rank-N.log` grows over all attempts of the stage (in the array of shard N is the task). The supervisor's
+own words are in the log of its job, `JOB_0_log.out`: one file per job, appended to when the job is requeued.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.base.errors import UserError
+from pipeline.run import points as sweep
+from pipeline.run.directory import Run
+from slurm.show.status import IDLE_LOOKS, LOOK_S, Lookout, Row
+
+SUPERVISOR = "supervisor"
+POLL_S = 0.3
+
+
+def log_file(run: Run, stage: str, who: str) -> Path | None:
+    """The newest log of a rank (its number), or of the supervisor; None where there is none yet.
+
+    Raises UserError where `who` is neither.
+    """
+    if who != SUPERVISOR and not who.isdecimal():
+        raise UserError(f"--rank {who}: give a rank's number, or {SUPERVISOR}")
+    names = "*_log.out" if who == SUPERVISOR else f"rank-{int(who)}.log"
+    return max((run.jobs / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def show(run: Run, stage: str, who: str, follow: bool) -> None:
+    """Print a log; with `follow` go on as it grows, over requeues and successors, until the stage has ended.
+
+    Raises UserError, saying how the stage stands, where there is nothing to print.
+    """
+    if stage not in sweep.own_stages(run):
+        raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
+    path, lookout = log_file(run, stage, who), Lookout(run)
+    if path is None:
+        words = _nothing(run, stage, who, rows := lookout.look())
+        if not (follow and _goes_on(rows, stage)):
+            raise UserError(words)
+        print(words, file=sys.stderr)
+    shown, at, quiet, look_at = None, 0, 0, 0.0
+    with suppress(KeyboardInterrupt):
+        while True:
+            if follow and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
+            going = follow and quiet < IDLE_LOOKS
+            if shown is not None:
+                at = _print_from(shown, at)
+            if path is not None and path != shown:
+                if shown is not None:
+                    print(f"--- {path}", flush=True)
+                shown, at = path, _print_from(path, 0)
+            if not going:
+                return
+            time.sleep(POLL_S)
+            path = log_file(run, stage, who)
+
+
+def _print_from(path: Path, start: int) -> int:
+    """Print what a file holds from byte `start` on; where it ended."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.flush()
+        return file.tell()
+
+
+def _goes_on(rows: list[Row], stage: str) -> bool:
+    """Whether the stage runs, or may still begin."""
+    row = next(row for row in rows if row.stage == stage)
+    return row.going or (row.state == "waiting" and any(other.going for other in rows))
+
+
+def _nothing(run: Run, stage: str, who: str, rows: list[Row]) -> str:
+    """Why there is no such log."""
+    row = next(row for row in rows if row.stage == stage)
+    if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
+        return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
+    if row.going and row.job:
+        return f"{stage} has not begun: job {row.job} is {row.state}" + (f" ({row.reason})" if row.reason else "")
+    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and row.attempts else ""
+    return f"{stage} has no log of {who if who == SUPERVISOR else f'rank {who}'}: it is {row.state}{where}"

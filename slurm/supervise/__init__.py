@@ -1,0 +1,1 @@
+"""Inside a job: ranks started and watched, causes told, successors."""

@@ -1,0 +1,231 @@
+"""Starting ranks, watching them, and ending them: as processes of this machine, or as a Slurm step.
+
+A rank's output goes to `jobs/STAGE/rank-N.log`, appended across attempts. On one machine the rendezvous socket is
+bound here and handed to rank 0 already listening, so that no other process can take its port in between; in a Slurm
+step every rank derives the port from the job (pipeline/base/place.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from pipeline.base.errors import Exit
+from pipeline.base.place import cpus_per_task, local_environment
+from pipeline.config.site import SiteConfig
+from pipeline.run.code import with_code
+from pipeline.run.directory import Run, now
+from slurm.query.site_variables import SETUP_NOT_RUN, site_variables
+
+SRUN_WAIT_S = 60
+"""How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
+_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
+_SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
+_OOM_EVENT = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank that is gone: its exit code (negative: the signal that killed it)."""
+
+    rank: int
+    code: int
+    host: str = ""
+    told: str = ""
+    """What the launcher said, where it named no rank: it may have started none."""
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"left with code {self.code}"
+        return f"was killed by {signal.Signals(-self.code).name}"
+
+
+def use_site(site: SiteConfig, job_id: str | None) -> None:
+    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote."""
+    if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
+        return
+    os.environ.update(site_variables(site))
+    if site.setup:
+        print(SETUP_NOT_RUN, flush=True)
+
+
+def free_listener(size: int) -> socket.socket:
+    """A socket that listens on a free port of this machine, for `size` ranks."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(size + 8)
+    return listener
+
+
+def _spawn(
+    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code and `more` variables."""
+    return subprocess.Popen(
+        [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
+        env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
+        cwd=run.code,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=inherited,
+        preexec_fn=_die_with_parent,
+    )
+
+
+def _die_with_parent() -> None:
+    """In a new rank: have the kernel send TERM when the supervisor dies; no rank goes on unwatched (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class LocalRanks:
+    """The rank processes of one stage on this machine."""
+
+    def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
+        """`size` ranks, not started yet; `keep_open` are descriptors that they inherit (the run's lock)."""
+        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start all ranks."""
+        run, size = self._run, self.size
+        with free_listener(size) as listener:
+            for rank in range(size):
+                sockets = [listener.fileno()] if rank == 0 else []
+                place = local_environment(rank, size, size, "127.0.0.1", listener.getsockname()[1], *sockets)
+                with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
+                    log.write(f"--- {now()} rank {rank}\n".encode())
+                    log.flush()
+                    self._alive[rank] = _spawn(run, self._stage, [], log, place, [*self._keep_open, *sockets])
+
+    def poll(self) -> list[Left]:
+        """The ranks that left since the last call, in the order of their numbers."""
+        gone = [Left(rank, p.returncode) for rank, p in self._alive.items() if p.poll() is not None]
+        for item in gone:
+            del self._alive[item.rank]
+        return gone
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank is still there."""
+        return bool(self._alive)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that is still there."""
+        for process in self._alive.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """End all ranks now, and wait until they are gone."""
+        self.send(signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while self.running and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.01)
+
+
+class SrunRanks:
+    """The rank processes of one stage in this job's allocation: one `srun` step, one task per rank.
+
+    srun says how the step ended as a whole; which task ended badly first, and where, is read from its messages.
+    """
+
+    launcher = "srun"
+    settings: Mapping[str, str] = {}
+    """What is said to the launcher in variables."""
+
+    def __init__(
+        self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], task: int | None = None
+    ) -> None:
+        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock).
+
+        `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
+        """
+        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
+        self._nodes = -(-size // per_node)
+        self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
+        part = "" if task is None else f"-{task}"
+        self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
+        self._from = self.messages.stat().st_size if self.messages.exists() else 0
+        self._step: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """What starts the ranks, up to the program and its arguments."""
+        folder = self._run.stage_folder(self._stage)
+        command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
+        command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
+        if self._stage != "shard":  # whose tasks know nothing of each other: they sit where there is room
+            command.append(f"--nodes={self._nodes}")
+        if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
+            command.append(f"--cpus-per-task={cpus}")
+        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+
+    def start(self) -> None:
+        """Start the step."""
+        with open(self.messages, "ab") as log:
+            self._step = _spawn(self._run, self._stage, self.command(), log, self.settings, self._keep_open)
+
+    def poll(self) -> list[Left]:
+        """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
+        if self._step is None or self._step.poll() is None:
+            return []
+        code, self._step = self._step.returncode, None
+        if code in (Exit.DONE, Exit.STOPPED):
+            return [Left(0, code)]
+        with open(self.messages, "rb") as log:
+            log.seek(self._from)
+            messages = log.read().decode(errors="replace")
+        end = "\n".join(messages.splitlines()[-10:])
+        told = f"{self.launcher} {Left(0, code)} and named no rank; the end of {self.messages}:\n{end}"
+        return [self.first_bad(messages, code) or Left(0, code, told=told)]
+
+    @staticmethod
+    def first_bad(messages: str, code: int) -> Left | None:
+        """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's.
+
+        None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
+        slurmstepd saw it.
+        """
+        found, starved = [], _OOM_EVENT.search(messages) is not None
+        for line in messages.splitlines():
+            if match := _SRUN_TASK.match(line):
+                host, task, words = match.groups()
+                killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
+                if "Out Of Memory" in words or (killed == -signal.SIGKILL and starved):
+                    killed = int(Exit.OUT_OF_MEMORY)
+                exited = re.search(r"exit code (\d+)", words)
+                found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
+        return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
+
+    @property
+    def running(self) -> bool:
+        """Whether the step is still there."""
+        return self._step is not None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank: srun passes it on, but for TERM, which makes it kill the step at once.
+
+        To the ranks USR2 means the same as TERM (pipeline/base/signals.py), so that is sent instead.
+        """
+        if self._step is not None:
+            self._step.send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
+
+    def kill(self) -> None:
+        """End all ranks now: srun ends its step by force when it is interrupted twice within a second."""
+        deadline = time.monotonic() + 30
+        while self._step is not None:
+            self.send(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
+            time.sleep(0.2)
+            self.poll()

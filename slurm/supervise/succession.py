@@ -1,0 +1,105 @@
+"""Who comes after a job: successors that take over from it, and the jobs of later stages that wait for it.
+
+Sites whose jobs cannot be put back into the queue (`site.requeue: false`) have successors:
+
+    train T1 ◄─afterok─ evaluate        T1 dies (preempted with PreemptMode=CANCEL, time limit, node failure …):
+       ▲                                T2 starts, submits T3 behind itself, and lets evaluate wait for T2
+       └─afternotok─ T2
+
+A training has its successor from the day it is submitted. Any other job (a point of a sweep, another stage, one that a
+person submitted) submits it when it is stopped and is to go on (:func:`hand_over`); one that dies without a word, as
+with its node, has none, and its stage waits for `resume`.
+
+Slurm keeps a job whose dependency can no longer be satisfied pending for ever. So whoever makes a job superfluous
+cancels it: a stage that is done cancels its successor; one that may not go on, or that a person cancelled, all that
+waits for it, with and without requeue. `resume` submits those again.
+"""
+
+from __future__ import annotations
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place
+from pipeline.run import points as sweep
+from pipeline.run.directory import Run
+from slurm.query.causes import ENDS, newest
+from slurm.query.states import FORGOTTEN, call, query
+
+
+def _predecessor(run: Run, stage: str, job: str) -> str | None:
+    """The job that `job` was submitted to succeed; None where it is no successor."""
+    told = run.read_events(stage, "submitted")
+    return next((str(e["after"][0]) for e in told if e["job_id"] == job and e.get("kind") == "afternotok"), None)
+
+
+def _waiting(run: Run, job: str, *, further: bool = True) -> dict[str, str]:
+    """The pending jobs that cannot do without `job`, or (`further`) others that cannot, oldest first; with their kinds.
+
+    What waits for its end only (`afterany`), however that is, can do without.
+    """
+    kinds = {job: ""}
+    needed = kinds.keys() if further else {job}
+    for one in (run, *sweep.points(run)):
+        for event in one.read_events(None, "submitted", "took_over"):
+            if event["event"] == "took_over" and event["job_id"] in needed:
+                kinds.update(dict.fromkeys(event["children"], "afterok"))
+            elif event.get("kind") == "afterany" and job in event["after"]:
+                continue
+            elif not needed.isdisjoint(event.get("after", ())):
+                kinds[event["job_id"]] = event["kind"]
+    states = query(kinds)
+    return {waits: kind for waits, kind in kinds.items() if waits != job and states[waits].state == "PENDING"}
+
+
+def take_over(run: Run, stage: str, place: Place) -> str | None:
+    """What a successor does first; a reason where it must not go on. Nothing in a job that is none.
+
+    Its own successor is submitted before anything else: this job, too, may die at any moment.
+    """
+    from slurm.submit.sbatch import submit
+
+    job = place.job_id or ""
+    if (predecessor := _predecessor(run, stage, job)) is None:
+        return None
+    if _cancelled(run, stage, predecessor):
+        facts = {"cause": "cancelled", "exit_code": int(Exit.CANCELLED)}
+        run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
+        return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
+    children = [waits for waits, kind in _waiting(run, predecessor, further=False).items() if kind != "afternotok"]
+    if place.restart_count == 0:
+        submit(run, stage, [job], kind="afternotok")
+    for child in children:
+        call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
+    run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
+    return None
+
+
+def hand_over(run: Run, stage: str, job: str) -> str | None:
+    """See to it that `job`, about to end, has a successor; the reason where Slurm takes no job from here."""
+    from slurm.submit.sbatch import submit
+
+    if any(e.get("kind") == "afternotok" and job in e["after"] for e in run.read_events(stage, "submitted")):
+        return None
+    try:
+        submit(run, stage, [job], kind="afternotok")
+    except UserError as error:
+        return f"no successor could be submitted ({error})"
+    return None
+
+
+def _cancelled(run: Run, stage: str, job: str) -> bool:
+    """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
+    state = query([job])[job].state
+    told = newest([e for e in run.read_events(stage) if e.get("job_id") == job], "started", "stopping", *ENDS) or {}
+    return state == "CANCELLED" or (state == FORGOTTEN and told.get("cause") == "cancelled")
+
+
+def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
+    """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
+
+    The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
+    """
+    job = place.job_id or ""
+    waiting = _waiting(run, job if done else _predecessor(run, stage, job) or job)
+    heirs = [waits for waits in waiting if _predecessor(run, stage, waits) == job]
+    if vain := heirs if done else list(reversed(waiting)):
+        call("scancel", *vain)

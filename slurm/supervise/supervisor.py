@@ -1,0 +1,399 @@
+"""One job's supervisor: starts the ranks of a stage, watches them, and alone decides what their end means.
+
+Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory, the
+requests of a person and what Slurm says of the job, the supervisor tells why a stage ended, writes it to events.jsonl,
+charges it to its budget (slurm/query/causes.py) and goes on, or leaves with that cause's own exit code. Success is a
+matter of outputs: a stage whose ranks all left with 0 and whose outputs do not validate has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
+from pipeline.base.signals import OWN_CLOCK, StopFlag
+from pipeline.run import stages
+from pipeline.run.directory import Run
+from slurm.query import causes as recovery
+from slurm.query import exclusion, topology
+from slurm.query import job as slurm_job
+from slurm.query.blame import blame
+from slurm.supervise import mpi_launch, succession
+from slurm.supervise.evaluations import Evaluations
+from slurm.supervise.launch import Left, LocalRanks, SrunRanks, use_site
+
+POLL_S = 0.05
+REQUEST_POLL_S = 0.5
+REQUEUED_WAIT_S = 120.0
+ANSWER_WAIT_S = 600.0
+"""How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
+EVALUATION_WAIT_S = 3600.0
+"""How long an evaluation waits for another one of the same run, of a checkpoint before."""
+STOP_GRACE_S = 600.0
+"""How long the ranks may take to save and leave once they were asked to."""
+PEERS_LEAVE_S = 5.0
+"""After one rank failed, how long the others have to leave by themselves before they are killed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong."""
+
+    code: Exit
+    rank: int
+    host: str
+    message: str
+
+
+@dataclass
+class Ended:
+    """How an attempt ended: a code, who asked for a stop, and more facts for its event."""
+
+    code: Exit
+    asked: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Supervisor:
+    """One stage of one run in this job. Ranks are started again in place, or by the queue; never two at once."""
+
+    def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
+        self.run, self.stage, self.flag = run, stage, flag
+        self.work = stages.load(stage)
+        self.place: Place = identify(os.environ)
+        self.on_slurm = in_allocation(os.environ)
+        self.task = self.place.array[0] if self.place.array and stage == "shard" else None
+        """In the array of shard, whose tasks are one rank each of the same run: which one this is."""
+        facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
+        self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
+        self.since = facts.start if facts is not None else ""
+        self.job = self.place.submitted_as or str(os.getpid())
+        self.evaluations = Evaluations(run)
+        left_s = facts.left_s if facts is not None else None
+        self.ends = None if left_s is None else time.monotonic() + left_s
+        """The end of the job's time; not the hour, for clocks of nodes may differ."""
+
+    def supervise(self) -> Exit:
+        """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
+        run, stage = self.run, self.stage
+        # on Slurm the run of this job before it may still be ending; here, somebody else is at work
+        patience = EVALUATION_WAIT_S if stage == "evaluate" else 60.0
+        lock = run.lock(stage, self.task, patience if self.on_slurm else 1.0)
+        if lock is None:
+            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        run.refuse_cancelled()
+        if self.on_slurm:
+            use_site(run.config.site, self.place.job_id)
+        refused = recovery.close_open_attempt(run, stage, self.place, self.task)
+        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
+            refused = Exit.CANCELLED, reason
+        if refused is not None:
+            print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
+            self.leave_nothing_waiting(done=False)
+            os.close(lock)
+            return refused[0]
+        while True:
+            before = recovery.standing(run, stage)
+            ended = self._attempt(lock, before)
+            progress = recovery.standing(run, stage) != before
+            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in recovery.REQUESTS
+            if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
+                ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
+            why_not = None
+            if not ends_here:
+                history = recovery.history(run, stage, self.task)
+                why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
+            self._write_end(ended, why_not)
+            if ends_here or why_not is not None:
+                self.leave_nothing_waiting(done=ended.code == Exit.DONE)
+                os.close(lock)
+                return ended.code
+            if self.batch:
+                os.close(lock)
+                return self._leave(ended, progress)
+            self._event("retried", ended.code, progress)
+            print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
+
+    def _attempt(self, lock: int, before: str) -> Ended:
+        run, stage, place = self.run, self.stage, self.place
+        granted = len(allocated_hosts(os.environ)) or None
+        size = 1 if self.task is not None else stages.ranks(run, stage, granted)
+        if stage == "shard" and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
+            size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
+        attempt = run.attempts(stage) + 1
+        run.event(
+            "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
+            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
+        )  # fmt: skip
+        for report in _reports(run, stage, "*", self.task):
+            report.unlink()
+        if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
+            return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
+        started = time.monotonic()
+        if self.ends is not None:
+            os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
+        ranks: LocalRanks | SrunRanks
+        per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
+        if run.config.parallel.backend == "mpi" and stage in mpi_launch.STAGES:
+            try:
+                ranks = mpi_launch.ranks(run, stage, size, per_node, [lock], self.on_slurm)
+            except UserError as error:  # no mpirun
+                return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
+        elif self.on_slurm:
+            ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock], task=self.task)
+        else:
+            ranks = LocalRanks(run, stage, size, keep_open=[lock])
+        try:
+            ranks.start()
+            topology.record(run, stage, self.job, attempt)
+            ended = self._watch(ranks)
+        finally:
+            ranks.kill()  # none is left, unless something failed here
+            late = _take_request(run)
+        if late is not None and ended.asked not in recovery.REQUESTS:
+            ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
+            if ended.code == Exit.STOPPED:
+                ended.facts["cause"] = late
+        # a task of an array does its part only; the job behind the array validates the whole
+        whole = self.task is None and not self.evaluations.one_of_many(self.job)
+        if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
+            facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
+            ended = Ended(Exit.CRASHED, ended.asked, facts)
+        elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
+            self._ask_slurm(ended)
+        ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
+        return ended
+
+    def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
+        nodes = ",".join(allocated_hosts(os.environ))
+        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
+
+    def _write_end(self, ended: Ended, why_not: str | None) -> None:
+        """Write how the attempt ended, and why the stage does not go on where that is so."""
+        name = recovery.ending(ended.code, final=why_not is not None)
+        if name == "stopped" and self.run.cancelled_file.exists():
+            name = "cancelled"
+        facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
+        if why_not is not None:
+            message = str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
+            facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
+        if name == "failed":
+            print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
+        self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
+
+    def _ask_slurm(self, ended: Ended) -> None:
+        """Refine the cause by what Slurm knows, and remember nodes that failed."""
+        facts = slurm_job.job_facts(self.place.job_id or "")
+        code, words = self._cause(ended.code, facts)
+        if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
+            code = Exit.TIME_LIMIT
+        if code != ended.code:
+            was = ended.facts.get("message")
+            ended.facts = {**ended.facts, "cause": code.name.lower()}
+            if words:
+                ended.facts["message"] = f"{words}\n{was}" if was else words
+            ended.code = code
+        if code == Exit.BAD_NODE:
+            exclusion.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
+
+    def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
+        self.run.event(
+            event, self.stage, job_id=self.job, task=self.task, cause=cause.name.lower(),
+            budget=recovery.budget_of(cause), progress=progress, **more,
+        )  # fmt: skip
+
+    def _leave(self, ended: Ended, progress: bool) -> Exit:
+        """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
+
+        A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
+        for it; so the supervisor stays until it is killed.
+        """
+        job, site = self.place.job_id or "", self.run.config.site
+        signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
+        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
+            time.sleep(1)
+        why_not = None
+        if facts is not None and facts.restarts > self.place.restart_count:
+            self._event("requeued", ended.code, progress, by="slurm")
+        elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
+            # behind one of many there is a job that does what they left
+            part = self.task is not None or self.evaluations.one_of_many(self.job)
+            if (why_not := None if part else succession.hand_over(self.run, self.stage, job)) is None:
+                self._event("handed_over", ended.code, progress)
+                return ended.code
+        elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
+            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
+            self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
+            self.leave_nothing_waiting(done=False)
+            return Exit.CANCELLED
+        elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
+            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
+        elif slurm_job.requeue(
+            job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
+        ):
+            self._event("requeued", ended.code, progress)
+        else:
+            why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
+        if why_not is not None:
+            self._write_end(ended, why_not)
+            self.leave_nothing_waiting(done=False)
+            return ended.code
+        deadline = time.monotonic() + REQUEUED_WAIT_S
+        while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
+            time.sleep(POLL_S)
+        return ended.code
+
+    def leave_nothing_waiting(self, *, done: bool) -> None:
+        """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
+        if self.batch and self.task is None:
+            succession.not_needed(self.run, self.stage, self.place, done=done)
+
+    def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
+        """Wait for all ranks; the verdict and its facts."""
+        run, stage = self.run, self.stage
+        gone: list[Left] = []
+        first: list[Left] = []
+        deadline, stop_deadline, next_look = math.inf, math.inf, 0.0
+        asked: str | None = None
+        while ranks.running:
+            clock = time.monotonic()
+            if asked is None and clock >= next_look:
+                next_look = clock + REQUEST_POLL_S
+                asked = _request(run) or self.flag.reason
+                if asked is not None:
+                    ranks.send(signal.SIGTERM)
+                    stop_deadline = clock + STOP_GRACE_S
+                    print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
+                    self._note_stop(asked)
+            if self.batch and stage == "train":
+                self.evaluations.look()
+            gone += (left := ranks.poll())
+            bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
+            if bad and not first:
+                first, deadline = bad, clock + PEERS_LEAVE_S
+            if clock >= deadline:
+                ranks.kill()
+            if not first and clock >= stop_deadline:
+                ranks.kill()
+                message = f"the ranks were asked to stop and had not left after {STOP_GRACE_S:.0f} s; they were killed"
+                return Ended(Exit.HANG, asked, {"message": message})
+            time.sleep(POLL_S)
+        if asked is not None and any(left.code == -signal.SIGTERM for left in first):
+            return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
+        if first:
+            failure = find_failure(run, stage, first, self.task)
+            if failure.code == Exit.HANG:
+                failure = self._who_hangs(failure, ranks.size)
+            if failure.code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:
+                # ranks cannot report a full disk in files on it
+                failure = Failure(Exit.STORAGE, failure.rank, failure.host, f"{reason}\n{failure.message}")
+            facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
+            return Ended(failure.code, asked, {**facts, "message": failure.message})
+        if any(left.code == Exit.STOPPED for left in gone):
+            told = recovery.newest(run.read_events(stage), "started", "stop_requested") or {}  # of this attempt
+            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
+        return Ended(Exit.DONE, asked)
+
+    def _who_hangs(self, failure: Failure, size: int) -> Failure:
+        """Name the rank that did not arrive, from what all ranks wrote about themselves."""
+        hangs = _read(self.run, self.stage, "hang")
+        if not hangs:
+            return failure
+        hosts = [os.uname().nodename] * size
+        if self.on_slurm:
+            per_node = getattr(getattr(self.run.config.stages, self.stage), "tasks_per_node", size)
+            _, spread = granted_tasks(os.environ) or ([], "block")
+            nodes = allocated_hosts(os.environ)
+            hosts = [nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
+        heard = {report["rank"] for report in _read(self.run, self.stage, "error")}
+        rank, host, message = blame(hangs, hosts, heard)
+        return Failure(Exit.HANG, rank, host, message)
+
+    def _note_stop(self, asked: str) -> None:
+        """Write at once why a stop came: this process may be killed before the ranks have left."""
+        more: dict[str, Any] = {}
+        if self.on_slurm and self.place.job_id and asked not in recovery.REQUESTS:
+            facts = slurm_job.job_facts(self.place.job_id)
+            more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
+        self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
+
+
+def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
+    """Supervise `stage` here; the exit code."""
+    one = Supervisor(run, stage, flag)
+    try:
+        return one.supervise()
+    except Exception:  # it may not start: no successor may try the same for ever
+        one.leave_nothing_waiting(done=False)
+        raise
+
+
+def _request(run: Run) -> str | None:
+    """A person's request in the run directory."""
+    if run.cancelled_file.exists():
+        return "cancelled"
+    return "stop file" if run.stop_file.exists() else None
+
+
+def _take_request(run: Run) -> str | None:
+    """A person's request, the stop file taken away: honoured now, or too late, so the next start need not stop again.
+
+    Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
+    """
+    try:
+        run.stop_file.unlink()
+        stop = "stop file"
+    except FileNotFoundError:
+        stop = None
+    return "cancelled" if run.cancelled_file.exists() else stop
+
+
+def _reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
+    """What ranks left of a kind: `error` (pipeline/run/failure.py), `hang` (pipeline/resilience/watchdog.py) or `*`.
+
+    A task of an array has one of its own, and others beside it.
+    """
+    return list(run.stage_folder(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
+
+
+def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
+    found = []
+    for path in _reports(run, stage, kind, task):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_bytes()))
+    return found
+
+
+def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
+    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
+
+    A rank that a signal or a lack of memory killed writes no report; its peers report a lost connection (or abort over
+    it): they are blamed last. Among reports the earliest counts.
+    """
+    reports = _read(run, stage, "error", task)
+    told = {r["rank"] for r in reports}
+    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
+    culprits = [left for left in killed if left.code != -signal.SIGABRT]
+    blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))
+    if blamed and not culprits:
+        report = blamed[0]
+        message = f"rank {report['rank']} on {report['host']}:\n{report['message']}"
+        return Failure(Exit(report["code"]), report["rank"], report["host"], message)
+    culprit = (culprits or killed or first)[0]
+    host = culprit.host or os.uname().nodename
+    log = run.stage_folder(stage) / f"rank-{culprit.rank if task is None else task}.log"
+    hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
+    hint = hints.get(culprit.code, "")
+    code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
+    message = culprit.told or f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}"
+    return Failure(code, culprit.rank, host, message)
