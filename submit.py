@@ -203,9 +203,9 @@ def logs(
 @app.command()
 def cancel(run: RunPath) -> None:
     """End a run: what runs saves and leaves, nothing starts again until `resume`."""
+    from pipeline.config.stages import STAGES
     from pipeline.run.directory import Run
     from pipeline.run.points import points
-    from pipeline.run.stages import STAGES
     from slurm.submit.chain import cancel_jobs
     from slurm.submit.here import ask_to_stop
 

@@ -156,7 +156,7 @@ def sluice(run: Path, steps: int) -> None:
         Trainer.step = wrapped  # type: ignore
         return load(name)
 
-    stages.load = noting
+    stages.load = noting  # type: ignore
     code = door.main(["train", str(run)])
     marks.append(clock())  # what the last save cost belongs to the steps
     if code == 0:

@@ -14,8 +14,7 @@ from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
-
-NEEDS: tuple[str, ...] = ()
+from pipeline.run.stages import Progress
 
 
 def missing(run: Run) -> str | None:
@@ -25,10 +24,10 @@ def missing(run: Run) -> str | None:
     return prepare_missing(run.config.data, run.data, run.code / "data_prep")
 
 
-def progress(run: Run) -> str:
-    """A phrase for `status`."""
+def progress(run: Run) -> Progress:
+    """How far it is."""
     what = "tokenizer and work units" if run.user_model is None else "files of samples"
-    return f"{what} fixed" if missing(run) is None else "-"
+    return Progress(f"{what} fixed" if missing(run) is None else "-")
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:

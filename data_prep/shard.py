@@ -16,8 +16,7 @@ from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
-
-NEEDS: tuple[str, ...] = ("prepare",)
+from pipeline.run.stages import Progress
 
 
 def missing(run: Run) -> str | None:
@@ -27,10 +26,11 @@ def missing(run: Run) -> str | None:
     return shard_missing(run.config.data, run.data, run.code / "data_prep")
 
 
-def progress(run: Run) -> str:
-    """A phrase for `status`."""
+def progress(run: Run) -> Progress:
+    """How far it is."""
     done, total = counts(run)
-    return f"{done}/{total} units"
+    words = f"{done}/{total} units"
+    return Progress(words, done, total, words)
 
 
 def counts(run: Run) -> tuple[int, int]:

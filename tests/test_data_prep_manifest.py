@@ -161,7 +161,7 @@ def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig
 
 def test_manifest_module_imports_nothing_heavy() -> None:
     script = (
-        "import sys, data_prep.manifest\n"
+        "import sys, data_prep.text.state\n"
         "print([n for n in ('numpy', 'h5py', 'tokenizers', 'torch', 'pyarrow', 'slurm') if n in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)

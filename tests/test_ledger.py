@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slurm.show import html
 from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 
-NEEDS: dict[str, tuple[str, ...]] = {"shard": (), "train": ("shard",)}
+STAGES = ("shard", "train")
 T0 = 1_800_000_000.0
 MEASURED = {
     "data": ("data_wait_s", 1 / 4),
@@ -119,7 +119,7 @@ def test_every_second_is_where_it_was_spent(plan: list[dict[str, Any]]) -> None:
     run = Simulated()
     for number, part in enumerate(plan):
         run.attempt(part, number == 0, number == len(plan) - 1)
-    found = ledger(run.events, run.lines, NEEDS, run.clock)
+    found = ledger(run.events, run.lines, STAGES, run.clock)
     assert len(found) == len(plan)
     assert sum(a.wall for a in found) == pytest.approx(run.clock - T0, abs=0.01)
     for attempt, truth, part in zip(found, run.truth, plan, strict=True):
@@ -157,7 +157,7 @@ job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), m
 def test_parts_add_up_whatever_the_events(
     events: list[dict[str, Any]], metrics: list[dict[str, Any]], jobs: list[JobRun], running: bool
 ) -> None:
-    found = ledger(events, metrics, NEEDS, T0 + 20_000, ["train"] if running else [], jobs)
+    found = ledger(events, metrics, STAGES, T0 + 20_000, ["train"] if running else [], jobs)
     before: dict[tuple[str, int | None], Attempt] = {}
     for attempt in found:
         assert set(attempt.parts) == set(PARTS) and min(attempt.parts.values()) >= -1e-9
@@ -183,7 +183,7 @@ def test_accounting_says_when_a_dead_job_began_and_ended() -> None:
     run.attempt({**common, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
     run.attempt({**common, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
     jobs = [JobRun("7", T0 + 15, T0 + 60), JobRun("7", T0 + 120, T0 + 150)]
-    first, second = ledger(run.events, run.lines, NEEDS, run.clock, (), jobs)
+    first, second = ledger(run.events, run.lines, STAGES, run.clock, (), jobs)
     assert first.parts["queue"] == pytest.approx(15) and first.parts["startup"] == pytest.approx(15)
     assert first.end == T0 + 60 and first.parts["ending"] == pytest.approx(60 - 34, abs=0.01)
     assert second.parts["queue"] == pytest.approx(60) and second.begin == T0 + 60
@@ -194,9 +194,9 @@ def test_the_last_attempt_goes_on_until_now() -> None:
     run = Simulated()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
-    (attempt,) = ledger(run.events, run.lines, NEEDS, run.clock + 50, ["train"])
+    (attempt,) = ledger(run.events, run.lines, STAGES, run.clock + 50, ["train"])
     assert attempt.cause == "running" and attempt.wall == pytest.approx(2 + 3 + 1 + 50, abs=0.01)
-    (silent,) = ledger(run.events, run.lines, NEEDS, run.clock + 50)
+    (silent,) = ledger(run.events, run.lines, STAGES, run.clock + 50)
     assert silent.cause == "no word of its end" and silent.wall == pytest.approx(6, abs=0.01)
 
 
@@ -206,6 +206,6 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)
     run.events[-1]["time"] = stamp(run.clock - 2)
-    (attempt,) = ledger(run.events, run.lines, NEEDS, run.clock)
+    (attempt,) = ledger(run.events, run.lines, STAGES, run.clock)
     assert attempt.wall == pytest.approx(7, abs=0.01) and sum(attempt.parts.values()) == pytest.approx(attempt.wall)
     assert attempt.parts["compute"] == pytest.approx(2 * 9 / 16, abs=0.01) and attempt.parts["ending"] == 0

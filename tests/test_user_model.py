@@ -199,7 +199,7 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
         found.append(json.loads((calm.evaluation / f"{step_name(60)}.json").read_text()))
     assert found[0] == found[1], "equal to the last bit"
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
-    assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm)
+    assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics))).keys()
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
+from pipeline.config.stages import STAGES
 from pipeline.config.types import refuse_changed
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
@@ -198,10 +199,11 @@ def check(config: Config) -> None:
     for nodes in {train.most_nodes, train.fewest_nodes}:
         layout_of(config, nodes * train.tasks_per_node)
     gpus = config.site.gpus_per_node if config.parallel.backend in ("auto", "nccl") else 0
-    for name, stage in {"train": train, "evaluate": config.stages.evaluate}.items():
-        if 0 < gpus < stage.tasks_per_node:
+    for name, row in STAGES.items():
+        per_node = config.stages.of(name).per_node
+        if row.joined and 0 < gpus < per_node:
             raise ValueError(
-                f"stages.{name}.tasks_per_node ({stage.tasks_per_node}) is more than site.gpus_per_node ({gpus}): "
+                f"stages.{name}.tasks_per_node ({per_node}) is more than site.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
     if config.optimizer.warmup_steps > config.train.steps:

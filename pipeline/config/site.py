@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
+from pipeline.config.stages import STAGES
 from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
 
 _DISTRIBUTION = re.compile(
@@ -145,7 +146,7 @@ class SiteConfig(Section):
 
     def of(self, stage: str) -> SiteConfig:
         """The site as the jobs of a stage see it."""
-        if stage not in ("prepare", "shard"):
+        if STAGES[stage].joined:
             return self
         other = self.data_jobs.model_dump(exclude_none=True)
         return self.model_copy(update={**other, "sbatch": {**self.sbatch, **other["sbatch"]}})

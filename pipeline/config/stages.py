@@ -1,10 +1,42 @@
-"""The `stages:` section of the config: the nodes, tasks and time that each stage asks for."""
+"""The stages of a run as a table: each is one row, which gives the section under `stages:` too.
+
+Everybody who treats one stage otherwise than another asks its row (:class:`Stage`), never its name. The work is done by
+the row's module; what such a module offers stands in pipeline/run/stages.py. To add a stage: write its module, add its
+row to :class:`StagesConfig`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import PositiveInt, model_validator
 
 from pipeline.config.types import Section, TimeLimit
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is particular to a stage. Its resources are the section that the row is about."""
+
+    module: str
+    """Where its work is done, as Python names modules."""
+    needs: tuple[str, ...] = ()
+    """The stages whose outputs it reads."""
+    joined: bool = False
+    """Whether its ranks are one process group, on nodes and GPUs that `site` asks for. Else processes that know nothing
+    of each other, without GPUs, on what `site.data_jobs` asks for."""
+    array: bool = False
+    """Whether its tasks are an array on Slurm, with one job behind them that does what they left, and validates."""
+    per_point: bool = False
+    """Whether each point of a sweep has its own; else all points share it."""
+    trains: bool = False
+    """Whether it goes through `train.steps` on the layout of `parallel`, and leaves checkpoints: its progress is
+    counted by them, its steps are in metrics.jsonl, and where jobs cannot be requeued a successor waits from the
+    start."""
+    patience_s: float = 60.0
+    """How long its job waits for another one that runs the same stage of the same run."""
 
 
 class NodeRange(Section):
@@ -22,7 +54,39 @@ class NodeRange(Section):
         return self
 
 
-class StageResources(Section):
+class Resources(Section):
+    """What a stage asks for: one process, where nothing else is said."""
+
+    time: TimeLimit = "01:00:00"
+    """Time limit, as Slurm writes it."""
+
+    @property
+    def fewest_nodes(self) -> int:
+        """With fewer it does not start."""
+        return 1
+
+    @property
+    def most_nodes(self) -> int:
+        """It uses no more."""
+        return 1
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each node."""
+        return 1
+
+    @property
+    def array_tasks(self) -> int:
+        """Tasks of its array; 1 where it is none."""
+        return 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the stage, on the most nodes, or in all tasks."""
+        return self.most_nodes * self.per_node * self.array_tasks
+
+
+class StageResources(Resources):
     """What one stage asks for."""
 
     nodes: PositiveInt | NodeRange = 1
@@ -44,12 +108,12 @@ class StageResources(Section):
         return self.nodes.max if isinstance(self.nodes, NodeRange) else self.nodes
 
     @property
-    def ranks(self) -> int:
-        """Processes of the stage, on the most nodes."""
-        return self.most_nodes * self.tasks_per_node
+    def per_node(self) -> int:
+        """Processes on each node."""
+        return self.tasks_per_node
 
 
-class ShardResources(Section):
+class ShardResources(Resources):
     """What the shard stage asks for."""
 
     tasks: PositiveInt = 1
@@ -58,31 +122,38 @@ class ShardResources(Section):
     """Time limit of one task, as Slurm writes it."""
 
     @property
-    def ranks(self) -> int:
-        """Processes of the stage."""
+    def array_tasks(self) -> int:
+        """Tasks of its array."""
         return self.tasks
-
-
-class PrepareResources(Section):
-    """What the prepare stage asks for: one process."""
-
-    time: TimeLimit = "01:00:00"
-    """Time limit, as Slurm writes it."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the stage."""
-        return 1
 
 
 class StagesConfig(Section):
     """Resources by stage."""
 
-    prepare: PrepareResources = PrepareResources()
+    prepare: Annotated[Resources, Stage("data_prep.prepare")] = Resources()
     """Tokenizer and work units."""
-    shard: ShardResources = ShardResources()
+    shard: Annotated[ShardResources, Stage("data_prep.shard", needs=("prepare",), array=True)] = ShardResources()
     """Documents to shards."""
-    train: StageResources = StageResources()
+    train: Annotated[
+        StageResources,
+        Stage("pipeline.train.train_stage", needs=("shard",), joined=True, per_point=True, trains=True),
+    ] = StageResources()
     """Training."""
-    evaluate: StageResources = StageResources()
+    evaluate: Annotated[
+        StageResources,
+        # it may come after those of earlier checkpoints
+        Stage("pipeline.evaluate.evaluate_stage", needs=("train",), joined=True, per_point=True, patience_s=3600.0),
+    ] = StageResources()
     """Evaluation."""
+
+    def of(self, stage: str) -> Resources:
+        """What `stage` asks for."""
+        found: Resources = getattr(self, stage)
+        return found
+
+
+STAGES: Mapping[str, Stage] = {
+    name: next(entry for entry in field.metadata if isinstance(entry, Stage))
+    for name, field in StagesConfig.model_fields.items()
+}
+"""The rows, in the order in which a chain runs them."""

@@ -13,8 +13,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, saved_steps
 from pipeline.evaluate.result import figure, newest_result, read_result
 from pipeline.run.directory import Run
-
-NEEDS: tuple[str, ...] = ("train",)
+from pipeline.run.stages import Progress
 
 
 def wanted(run: Run, which: str | None) -> list[int]:
@@ -49,15 +48,15 @@ def missing(run: Run) -> str | None:
     return f"step {without[0]} is not evaluated" if without else None
 
 
-def progress(run: Run) -> str:
-    """A phrase for `status`."""
+def progress(run: Run) -> Progress:
+    """How far it is."""
     if run.config.data.held_out == 0:
-        return "nothing is held out (data.held_out: 0)"
+        return Progress("nothing is held out (data.held_out: 0)")
     result = newest_result(run)
     if result is None:
-        return "-"
+        return Progress("-")
     name, value = figure(result)
-    return f"step {result['step']}: {name} {value:.3f}"
+    return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:

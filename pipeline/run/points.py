@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from pipeline.base.files import write_atomic
 from pipeline.config.read import dump_config, point_configs
-from pipeline.run import stages
 from pipeline.run.directory import Run
-
-STAGES = ("train", "evaluate")
-"""The stages that each point has; those before them belong to the sweep."""
-
-
-def own_stages(run: Run) -> tuple[str, ...]:
-    """The stages of this run itself: those of a sweep end where its points begin."""
-    return stages.STAGES if run.config.sweep is None else tuple(s for s in stages.STAGES if s not in STAGES)
 
 
 def points(run: Run) -> list[Run]:

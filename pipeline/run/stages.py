@@ -1,71 +1,97 @@
-"""The stages of a run, in order, and how to know that one is done.
+"""What a stage's module offers, and what the rows of the table (pipeline/config/stages.py) mean for a run.
 
-Each stage is one module here, and light: importing it loads no torch, numpy or h5py, so that the login node
-can ask it questions. Heavy imports stand inside `main`. A stage module has:
+The module is light: importing it loads no torch, numpy or h5py, so that the login node can ask it questions; heavy
+imports stand inside `main`. It has:
 
-    NEEDS: tuple[str, ...]                 the stages whose outputs it reads
-    def missing(run) -> str | None         why the stage is not done; None when its outputs validate
-    def progress(run) -> str               one short phrase for `status`
+    def missing(run) -> str | None                why the stage is not done; None when its outputs validate
+    def progress(run) -> Progress                 how far it is
     def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
 
-A stage is done when its outputs validate, never because a job exited 0. To add one: write the module, add
-its name to STAGES (and a section to `StagesConfig` in pipeline/config/stages.py for its resources).
+A stage is done when its outputs validate, never because a job exited 0.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.config.layout import usable_nodes
+from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 
-STAGES = ("prepare", "shard", "train", "evaluate")
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is."""
+
+    words: str
+    """In a phrase."""
+    done: int = 0
+    """So many of what it counts (units, steps)."""
+    total: int = 0
+    """Of so many; 0 where it counts nothing."""
+    running: str = "running"
+    """In a phrase, while it runs."""
+    loss: str = ""
+    """Of its last step."""
+    left_s: float | None = None
+    """Seconds that it still takes, at the pace of its last step."""
 
 
-class Stage(Protocol):
-    """What a stage module offers."""
-
-    NEEDS: tuple[str, ...]
+class Work(Protocol):
+    """What a stage's module offers."""
 
     def missing(self, run: Run) -> str | None:
         """Why the stage is not done; None when its outputs validate (sizes; hashes are checked by its users)."""
 
-    def progress(self, run: Run) -> str:
-        """How far it is, in a few words."""
+    def progress(self, run: Run) -> Progress:
+        """How far it is."""
 
     def main(self, run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
         """Do the stage's work as rank `place.rank` of `place.world_size`; leave soon once `flag` is set."""
 
 
-def load(name: str) -> Stage:
-    """The stage called `name`. Raises UserError for a name that is none."""
-    if name not in STAGES:
-        raise UserError(f"{name}: no such stage; there are {', '.join(STAGES)}")
-    module = {"train": "pipeline.train.train_stage", "evaluate": "pipeline.evaluate.evaluate_stage"}
-    return cast(Stage, importlib.import_module(module.get(name, f"data_prep.{name}")))
+def load(stage: str) -> Work:
+    """The module of a stage. Raises UserError for a name that is none."""
+    if stage not in STAGES:
+        raise UserError(f"{stage}: no such stage; there are {', '.join(STAGES)}")
+    return cast(Work, importlib.import_module(STAGES[stage].module))
+
+
+def own_stages(run: Run) -> list[str]:
+    """The stages of this run itself: those of a sweep end where its points begin."""
+    return [stage for stage, row in STAGES.items() if run.config.sweep is None or not row.per_point]
+
+
+def point_stages() -> list[str]:
+    """The stages that each point of a sweep has."""
+    return [stage for stage, row in STAGES.items() if row.per_point]
 
 
 def ranks(run: Run, stage: str, granted: int | None = None) -> int:
     """How many processes to start for a stage, on `granted` nodes where somebody counted them."""
-    wanted = getattr(run.config.stages, stage)
-    if granted is None or stage not in ("train", "evaluate"):
-        return int(wanted.ranks)
-    nodes = (
-        usable_nodes(run.config, granted)
-        if stage == "train"
-        else max(wanted.fewest_nodes, min(granted, wanted.most_nodes))
-    )
-    return int(nodes * wanted.tasks_per_node)
+    wanted = run.config.stages.of(stage)
+    if granted is None or not STAGES[stage].joined:
+        return wanted.ranks
+    fewest, most = wanted.fewest_nodes, wanted.most_nodes
+    nodes = usable_nodes(run.config, granted) if STAGES[stage].trains else max(fewest, min(granted, most))
+    return nodes * wanted.per_node
+
+
+def task_of(stage: str, place: Place) -> int | None:
+    """In a stage's own array, whose tasks are one rank each of the same run: which one this is."""
+    return place.array[0] if STAGES[stage].array and place.array else None
 
 
 def number(stage: str, place: Place) -> int:
-    """The number that the log and the error report of a process bear: its rank, or its task in the array of shard.
+    """The number that the log and the error report of a process bear: its rank, or its task in the stage's array.
 
     Each task of that array is rank 0 of its own job.
     """
-    return place.array[0] if stage == "shard" and place.array else place.rank
+    task = task_of(stage, place) if stage in STAGES else None
+    return place.rank if task is None else task

@@ -11,9 +11,8 @@ from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step
 from pipeline.run.directory import Run
-from pipeline.run.metrics import loss_words
-
-NEEDS: tuple[str, ...] = ("shard",)
+from pipeline.run.metrics import loss_words, speed_words
+from pipeline.run.stages import Progress
 
 
 def missing(run: Run) -> str | None:
@@ -22,12 +21,15 @@ def missing(run: Run) -> str | None:
     return None if step >= steps else f"the newest checkpoint is step {step} of {steps}"
 
 
-def progress(run: Run) -> str:
-    """A phrase for `status`."""
-    last = last_object(run.metrics)
+def progress(run: Run) -> Progress:
+    """How far it is."""
+    steps, last = run.config.train.steps, last_object(run.metrics)
     if last is None:
-        return f"0/{run.config.train.steps} steps"
-    return f"{last['step']}/{run.config.train.steps} steps, {loss_words(last)}"
+        return Progress(f"0/{steps} steps", 0, steps, "starting")
+    step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"
+    running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
+    left_s = (steps - step) * last["step_time_s"]
+    return Progress(f"{step}/{steps} steps, {loss_words(last)}", step, steps, running, loss, left_s)
 
 
 def check_place(place: Place, tensor: int) -> None:

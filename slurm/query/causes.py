@@ -24,6 +24,7 @@ from pipeline.base.place import Place
 from pipeline.checkpoint.saved import saved_steps
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
+from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.job import JobFacts, dead_nodes, job_facts
@@ -129,11 +130,11 @@ def standing(run: Run, stage: str) -> str:
     the newest checkpoint alone: one that was saved and damaged since was an advance all the same. Not the events alone:
     a rank may die between a checkpoint and its event.
     """
-    if stage != "train":
-        return stages.load(stage).progress(run)
+    if not STAGES[stage].trains:
+        return stages.load(stage).progress(run).words
     newest, repaired = max(saved_steps(run.checkpoints), default=0), 0
     damaged: set[int] = set()
-    for event in run.read_events("train"):
+    for event in run.read_events(stage):
         if event["event"] == "damaged":
             damaged.add(event["step"])
         elif event["event"] == "saved":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
-from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.states import JobState, query
 
@@ -32,7 +32,7 @@ def jobs_of(runs: Sequence[Run], forgotten: dict[str, JobState] | None = None) -
 def running(run: Run) -> list[str]:
     """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun."""
     everyone = (run, *sweep.points(run))
-    held = [f"{stage} of {one.name}" for one in everyone for stage in stages.STAGES if one.holder(stage)]
+    held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.holder(stage)]
     jobs = [job for job in jobs_of(everyone) if job.state.active and job.state.state != "PENDING"]
     return held or [f"{job.stage} (job {job.job_id})" for job in jobs]
 

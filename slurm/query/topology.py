@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from pipeline.base.place import granted_tasks, in_allocation
 from pipeline.config.sections import Config
+from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from slurm.query.states import call
 
@@ -95,10 +96,10 @@ def planned_mismatch(config: Config) -> str | None:
 def mismatch(run: Run, stage: str, size: int) -> str | None:
     """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
     granted = granted_tasks(os.environ)
-    if stage not in ("train", "evaluate") or granted is None:
+    if not STAGES[stage].joined or granted is None:
         return None
-    wanted, tensor = getattr(run.config.stages, stage), run.config.parallel.tensor if stage == "train" else 1
-    return problem(stage, size // wanted.tasks_per_node, wanted.tasks_per_node, tensor, *granted)
+    per_node, tensor = run.config.stages.of(stage).per_node, run.config.parallel.tensor if STAGES[stage].trains else 1
+    return problem(stage, size // per_node, per_node, tensor, *granted)
 
 
 def record(run: Run, stage: str, job: str, attempt: int) -> None:
@@ -114,5 +115,5 @@ def record(run: Run, stage: str, job: str, attempt: int) -> None:
         if found:
             run.event("topology", stage, job_id=job, attempt=attempt, host=os.uname().nodename, **found)
 
-    if stage == "train" and any(shutil.which(command[0]) for command in commands.values()):
+    if STAGES[stage].trains and any(shutil.which(command[0]) for command in commands.values()):
         threading.Thread(target=read, daemon=True).start()

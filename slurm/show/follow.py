@@ -14,10 +14,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from data_prep.shard import counts
-from pipeline.base.files import last_object
+from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.metrics import loss_words, speed_words
 
 POLL_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -32,23 +30,9 @@ class Job(Protocol):
         """Whether it is still there."""
 
 
-def position(run: Run, stage: str) -> tuple[float, float, str]:
-    """Done, total (0: unknown) and a few words about a running stage."""
-    if stage == "shard":
-        done, total = counts(run)
-        return done, total, f"{done}/{total} units"
-    if stage == "train":
-        steps = run.config.train.steps
-        last = last_object(run.metrics)
-        if last is None:
-            return 0, steps, "starting"
-        left = (steps - last["step"]) * last["step_time_s"]
-        return (
-            last["step"],
-            steps,
-            f"step {last['step']}/{steps}  {loss_words(last)}  {speed_words(last)}  {clock(left)} left",
-        )
-    return 0, 0, "running"
+def words(progress: stages.Progress) -> str:
+    """How far a stage is that runs, with the time that it still takes."""
+    return progress.running + ("" if progress.left_s is None else f"  {clock(progress.left_s)} left")
 
 
 def clock(seconds: float) -> str:
@@ -60,7 +44,7 @@ def clock(seconds: float) -> str:
 
 def follow(run: Run, stage: str, job: Job | None, tick: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `job` (None: whoever holds the stage) runs and `tick()` is true; the seconds."""
-    started = time.monotonic()
+    started, work = time.monotonic(), stages.load(stage)
     bar = Progress(
         SpinnerColumn(),
         TextColumn("[bold]{task.fields[stage]:9}"),
@@ -79,10 +63,10 @@ def follow(run: Run, stage: str, job: Job | None, tick: Callable[[], bool], cons
             now = time.monotonic()
             if console.is_terminal and now >= next_look:
                 next_look = now + LOOK_EVERY_S
-                done, total, words = position(run, stage)
-                bar.update(task, completed=done, total=total or None, description=words)
+                now_at = work.progress(run)
+                bar.update(task, completed=now_at.done, total=now_at.total or None, description=words(now_at))
             elif now >= next_line and not console.is_terminal:
                 next_line += PLAIN_EVERY_S
-                console.print(f"{stage:9} {position(run, stage)[2]}", highlight=False, soft_wrap=True)
+                console.print(f"{stage:9} {words(work.progress(run))}", highlight=False, soft_wrap=True)
             time.sleep(POLL_S)
     return time.monotonic() - started

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from pipeline.config.stages import STAGES
 from slurm.query.causes import ENDS, GOES_ON
 
 Event = Mapping[str, Any]
@@ -82,17 +83,18 @@ def seconds(event: Event) -> float:
 def ledger(
     events: Sequence[Event],
     metrics: Iterable[Event],
-    needs: Mapping[str, Sequence[str]],
+    stages: Sequence[str],
     now: float,
     going: Iterable[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[Attempt]:
-    """The attempts of all stages, in the order of `needs` (stage → the stages it waits for), tasks one by one.
+    """The attempts of these stages, in this order, tasks one by one.
 
     `going`: the stages that run at this moment; their last attempt lasts until `now`.
     """
     found: list[Attempt] = []
-    for stage, parents in needs.items():
+    for stage in stages:
+        parents = STAGES[stage].needs
         ready_at = max((seconds(e) for e in events if e.get("stage") in parents and e["event"] == "done"), default=0.0)
         own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
         array_ends = 0.0
@@ -100,7 +102,7 @@ def ledger(
         for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
             mine = [e for e in own if "task" not in e or e["task"] == task]
             since = max(ready_at, array_ends) if task is None else ready_at
-            found += _stage(stage, task, mine, list(metrics) if stage == "train" else [], since, jobs)
+            found += _stage(stage, task, mine, list(metrics) if STAGES[stage].trains else [], since, jobs)
             if task is not None:  # the job behind an array waits for all of it
                 array_ends = max(array_ends, found[-1].end)
             if stage in going and found[-1].cause == _SILENT:
@@ -145,7 +147,7 @@ def _stage(
             signs += [ready + sum(line["step_time_s"] for line in [*kept, *lost]), start]
             attempt.end = max(start, job.end) if job and job.end else max(signs)
         attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
-        if stage != "train":
+        if not STAGES[stage].trains:
             attempt.parts["compute"] = attempt.end - start
         elif not any(e["event"] in ("ready", "restored") for e in own) and not kept and not lost:
             attempt.parts["startup"] = attempt.end - start

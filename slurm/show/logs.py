@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.run import points as sweep
+from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.show.status import IDLE_LOOKS, LOOK_S, Lookout, Row
 
@@ -37,7 +37,7 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
 
     Raises UserError, saying how the stage stands, where there is nothing to print.
     """
-    if stage not in sweep.own_stages(run):
+    if stage not in stages.own_stages(run):
         raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
     path, lookout = log_file(run, stage, who), Lookout(run)
     if path is None:

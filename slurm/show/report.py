@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.base.files import read_jsonl, write_atomic
 from pipeline.checkpoint.saved import saved_steps
+from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import read_result, result_words
 from pipeline.run import points as sweep
 from pipeline.run import stages
@@ -59,14 +60,12 @@ def attempts_of(run: Run) -> list[Attempt]:
     points = sweep.points(run)
     submitted = [e for one in (run, *points) for e in one.read_events(None, "submitted")] if uses_slurm(run) else []
     jobs, now, events = job_runs(str(e["job_id"]) for e in submitted), time.time(), run.read_events()
-    needs = {stage: stages.load(stage).NEEDS for stage in stages.STAGES}
-    own = {stage: needs[stage] for stage in sweep.own_stages(run)}
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
-    found = ledger(events, list(read_jsonl(run.metrics)), own, now, going, jobs)
+    found = ledger(events, list(read_jsonl(run.metrics)), stages.own_stages(run), now, going, jobs)
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
+    swept = stages.point_stages()
     for number, point in enumerate(points):
-        going = [stage for stage in sweep.STAGES if point.holder(stage)]
-        swept, lines = {stage: needs[stage] for stage in sweep.STAGES}, list(read_jsonl(point.metrics))
+        going, lines = [stage for stage in swept if point.holder(stage)], list(read_jsonl(point.metrics))
         for attempt in ledger([*shared, *point.read_events()], lines, swept, now, going, jobs):
             attempt.task = number
             found.append(attempt)
@@ -89,7 +88,7 @@ def _accounts(attempts: Sequence[Attempt]) -> list[list[str]]:
         if array:
             ends = ", ".join(sorted({a.cause for a in array}))
             ranks = {a.task: a.ranks for a in array}  # of the last attempt
-            name = f"{len(ranks)} points" if stage in sweep.STAGES else f"array of {len(ranks)}"
+            name = f"{len(ranks)} points" if STAGES[stage].per_point else f"array of {len(ranks)}"
             add(stage, name, str(sum(ranks.values())), ends, array)
         for a in single:
             add(stage, str(a.number), str(a.ranks), a.cause, [a])
@@ -115,7 +114,7 @@ def print_report(run: Run, console: Console) -> None:
     title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
     metrics = list(read_jsonl(run.metrics))
     redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
-    points, steps = point_table(run), stages.load("train").progress(run)
+    points, steps = point_table(run), stages.load("train").progress(run).words
     lines = [] if points else [f"training: {steps}; {redone} steps were lost and done again", outcome(run)]
     if training:
         ettr, progress = ratios(total(training))

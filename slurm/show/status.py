@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.base.files import last_object
+from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -115,9 +115,9 @@ class Lookout:
         """The stages as they stand now."""
         self._ask_slurm()
         rows: dict[str, Row] = {}
-        for stage in sweep.own_stages(self.run):
+        for stage in stages.own_stages(self.run):
             row = self._row(stage)
-            vain = [name for name in stages.load(stage).NEEDS if rows[name].state != "done" and not rows[name].going]
+            vain = [name for name in STAGES[stage].needs if rows[name].state != "done" and not rows[name].going]
             if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
                 row = replace(row, state="never", going=False, why=f"job {row.job} waits for {', '.join(vain)}")
             rows[stage] = row
@@ -130,8 +130,8 @@ class Lookout:
         points = sweep.points(self.run)
         self._jobs = jobs_of((self.run, *points), self._forgotten) if uses_slurm(self.run) else []
         self.points_going = bool(points) and (
-            any(job.stage in sweep.STAGES and job.state.active for job in self._jobs)
-            or any(point.holder(stage) for point in points for stage in sweep.STAGES)
+            any(STAGES[job.stage].per_point and job.state.active for job in self._jobs)
+            or any(point.holder(stage) for point in points for stage in stages.point_stages())
         )
         seen = (size, self._jobs, self.points_going)
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
@@ -148,11 +148,13 @@ class Lookout:
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
-        step, loss, eta = _progress(run, stage, state == "running")
+        far, trains = work.progress(run), STAGES[stage].trains
+        step = f"{far.done}/{far.total}" if trains else far.words
+        eta = clock(far.left_s) if state == "running" and far.left_s is not None else ""
         nodes = (job.state.nodes if job and going else "") or (holder.host if holder else "")
         row = Row(
             stage, state, why, job.job_id if job else "", nodes,
-            job.state.reason if job and going and job.state.state == "PENDING" else "", step, loss, eta,
+            job.state.reason if job and going and job.state.state == "PENDING" else "", step, far.loss, eta,
             max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
             _running_time(events, state == "running"), going, slow_ranks(events) if state == "running" else "",
         )  # fmt: skip
@@ -167,17 +169,6 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
     running = [job for job in active if job.state.state != "PENDING"]
     dead = [job for job in jobs if job.state.dead]
     return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
-
-
-def _progress(run: Run, stage: str, running: bool) -> tuple[str, str, str]:
-    """Step, loss and time left, as far as the stage has such things."""
-    if stage != "train":
-        return stages.load(stage).progress(run), "", ""
-    steps, last = run.config.train.steps, last_object(run.metrics)
-    if last is None:
-        return f"0/{steps}", "", ""
-    left = clock((steps - last["step"]) * last["step_time_s"]) if running else ""
-    return f"{last['step']}/{steps}", "-" if last["loss"] is None else f"{last['loss']:.4f}", left
 
 
 def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:

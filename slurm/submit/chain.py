@@ -14,6 +14,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeline.base.errors import Exit, UserError
+from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -35,14 +36,13 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
         call("scancel", *dead)
     waiting: dict[str, str] = {}
     fresh: set[str] = set()
-    for stage in sweep.own_stages(run):
+    for stage in stages.own_stages(run):
         _submit_stage(run, stage, known, waiting, fresh, console, again)
     if run.config.sweep is not None:
         from slurm.submit.sweeps import submit_sweep
 
-        after = [waiting["shard"]] if "shard" in waiting else []
         failed = (lambda point, stage: None) if again else _failed
-        submit_sweep(run, after, "shard" in fresh, console, failed)
+        submit_sweep(run, waiting, fresh, console, failed)
     if waiting:
         console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
     return Exit.DONE
@@ -60,14 +60,14 @@ def _submit_stage(
     """Submit one stage, if it is missing and not under way; `waiting` gets the job that later stages wait for."""
     from slurm.submit.sbatch import submit
 
-    work = stages.load(stage)
-    if work.missing(run) is None and not set(work.NEEDS) & waiting.keys():
-        console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
+    work, row = stages.load(stage), STAGES[stage]
+    if work.missing(run) is None and not set(row.needs) & waiting.keys():
+        console.print(f"{stage:9} done: {work.progress(run).words}", highlight=False, soft_wrap=True)
         return
     alive = [job for job in known if job.stage == stage and job.state.active and job.step is None]
-    counts = alive[:1] if stage == "train" else alive[-1:]  # behind a training stand its successors
+    counts = alive[:1] if row.trains else alive[-1:]  # behind a training stand its successors
     ending = [job.job_id for job in counts if leaving(run, stage, job.state)]
-    replaced = bool(fresh.intersection(work.NEEDS)) and all(job.state.state == "PENDING" for job in alive)
+    replaced = bool(fresh.intersection(row.needs)) and all(job.state.state == "PENDING" for job in alive)
     if counts and not ending and not replaced:
         waiting[stage] = counts[0].job_id
         console.print(f"{stage:9} job {counts[0].job_id} {counts[0].state.state.lower()}", highlight=False)
@@ -77,9 +77,9 @@ def _submit_stage(
     if vain := [job.job_id for job in alive if job.job_id not in ending]:
         call("scancel", *vain)  # they wait for a job that was replaced just now, or is to be
     fresh.add(stage)
-    parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
+    parents = [waiting[parent] for parent in row.needs if parent in waiting]
     after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
-    tasks = run.config.stages.shard.tasks if stage == "shard" else 1
+    tasks = run.config.stages.of(stage).array_tasks
     if tasks > 1:
         array = submit(run, stage, after, kind=kind, tasks=tasks)
         console.print(f"{stage:9} job {array}: array of {tasks}{_after(after)}", highlight=False)
@@ -88,7 +88,7 @@ def _submit_stage(
     else:
         waiting[stage] = submit(run, stage, after, kind=kind)
         console.print(f"{stage:9} job {waiting[stage]}{_after(after)}", highlight=False)
-    if stage == "train" and not run.config.site.requeue:
+    if row.trains and not run.config.site.requeue:
         heir = submit(run, stage, [waiting[stage]], kind="afternotok")
         console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
 

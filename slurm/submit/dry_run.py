@@ -16,12 +16,10 @@ from rich.console import Console
 from pipeline.config.layout import layout_of
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
-from pipeline.config.stages import StageResources
+from pipeline.config.stages import STAGES
 from pipeline.config.user_model import found_for
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run, with_absolute_paths
-from pipeline.run.points import STAGES as SWEPT
-from pipeline.run.stages import STAGES, load
 from slurm.submit.sbatch import script
 
 _MASK = "*****"
@@ -71,23 +69,22 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]
-    for stage in STAGES:
-        wanted = getattr(config.stages, stage)
-        nodes = ""
-        if isinstance(wanted, StageResources) and wanted.most_nodes > 1:
+    for stage, row in STAGES.items():
+        wanted, nodes = config.stages.of(stage), ""
+        if wanted.most_nodes > 1:
             fewest = f"{wanted.fewest_nodes} to " if wanted.fewest_nodes < wanted.most_nodes else ""
-            nodes = f"{fewest}{wanted.most_nodes} × {wanted.tasks_per_node} = {fewest and 'at most '}"
-        after = "".join(f", after {parent}" for parent in load(stage).NEEDS)
-        each = f", for each of {points} points" if points and stage in SWEPT else ""
+            nodes = f"{fewest}{wanted.most_nodes} × {wanted.per_node} = {fewest and 'at most '}"
+        after = "".join(f", after {parent}" for parent in row.needs)
+        each = f", for each of {points} points" if points and row.per_point else ""
         words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
         lines.append(f"{stage:9} {nodes}{words}")
         lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")
     lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
-    for stage in STAGES if scripts else ():
-        tasks = config.stages.shard.tasks if stage == "shard" else points if stage in SWEPT else 1
+    for stage, row in STAGES.items() if scripts else ():
+        tasks = (points or 1) if row.per_point else config.stages.of(stage).array_tasks
         lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
-        behind = "after the array: does what it left, validates" if stage == "shard" and tasks > 1 else ""
-        if stage == "train" and not points and not config.site.requeue:
+        behind = "after the array: does what it left, validates" if row.array and tasks > 1 else ""
+        if row.trains and not points and not config.site.requeue:
             behind = "its successor: takes over if it does not end well"
         if behind:
             lines += ["", f"# ---- on Slurm: {stage}, {behind}", script(run, config, stage).rstrip()]

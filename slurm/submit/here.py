@@ -31,10 +31,10 @@ def run_chain(run: Run, console: Console) -> Exit:
     if in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, highlight=False, soft_wrap=True)
     flag = StopFlag().install()
-    code = _run_stages(run, sweep.own_stages(run), flag, console)
+    code = _run_stages(run, stages.own_stages(run), flag, console)
     for point in sweep.points(run) if code == Exit.DONE else ():
         console.print(f"point {point.path.name}", highlight=False)
-        if (code := _run_stages(point, sweep.STAGES, flag, console)) != Exit.DONE:
+        if (code := _run_stages(point, stages.point_stages(), flag, console)) != Exit.DONE:
             break
     return code
 
@@ -43,7 +43,7 @@ def _run_stages(run: Run, names: Sequence[str], flag: StopFlag, console: Console
     for stage in names:
         work = stages.load(stage)
         if run.holder(stage) is None and work.missing(run) is None:
-            console.print(f"{stage:9} done: {work.progress(run)}", highlight=False, soft_wrap=True)
+            console.print(f"{stage:9} done: {work.progress(run).words}", highlight=False, soft_wrap=True)
             continue
         code = run_stage(run, stage, flag, console)
         if code != Exit.DONE:
@@ -125,7 +125,7 @@ def tell(
         console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
 
     if end is None and stages.load(stage).missing(run) is None:
-        say(f"{stage:9} done: {stages.load(stage).progress(run)}")
+        say(f"{stage:9} done: {stages.load(stage).progress(run).words}")
         return Exit.DONE
     if end is None:
         say(f"{stage:9} ended without a word of its supervisor; its log: {log or run.jobs / stage}", "red")
@@ -140,10 +140,10 @@ def tell(
     if end["event"] == "done":
         from slurm.show.follow import clock
 
-        say(f"{stage:9} done in {clock(seconds)}: {stages.load(stage).progress(run)}")
+        say(f"{stage:9} done in {clock(seconds)}: {stages.load(stage).progress(run).words}")
         return Exit.DONE
     if end["event"] in ("stopped", "cancelled", "preempted"):
-        say(f"{stage:9} {end['event']}: {stages.load(stage).progress(run)}")
+        say(f"{stage:9} {end['event']}: {stages.load(stage).progress(run).words}")
         say(f"to go on: {run.resume_command}")
         return Exit.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", "red")

@@ -22,9 +22,9 @@ from submitit.slurm.slurm import _make_sbatch_string
 from pipeline.base.errors import UserError
 from pipeline.base.place import outside_job
 from pipeline.config.sections import Config
+from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
-from pipeline.run.points import STAGES as SWEPT
 from slurm.query.exclusion import at_submission
 from slurm.query.site_variables import site_variables
 from slurm.query.topology import planned_mismatch
@@ -38,13 +38,12 @@ def _python() -> str:
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted = config.site.of(stage), getattr(config.stages, stage)
-    single = stage in ("prepare", "shard")
+    site, wanted, single = config.site.of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
         "job_name": f"{config.run.name}-{stage}",
         "time": math.ceil(parse_time(wanted.time) / 60),
-        "nodes": 1 if single else wanted.most_nodes,
-        "ntasks_per_node": 1 if single else wanted.tasks_per_node,
+        "nodes": wanted.most_nodes,
+        "ntasks_per_node": wanted.per_node,
         "cpus_per_task": site.cpus_per_task,
         "partition": site.partition,
         "account": site.account,
@@ -60,11 +59,11 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     exports = site_variables(site)
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
     more["requeue" if site.requeue else "no-requeue"] = True
-    if not single and wanted.fewest_nodes < wanted.most_nodes:
+    if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
         more["nodes"] = f"{wanted.fewest_nodes}-{wanted.most_nodes}"  # submitit counts with `nodes`, sbatch reads this
-        more["mincpus"] = wanted.tasks_per_node * (site.cpus_per_task or 1)
+        more["mincpus"] = wanted.per_node * (site.cpus_per_task or 1)
     more.update(distribution=site.distribution, switches=site.switches)
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
@@ -74,7 +73,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
             more["gres"] = f"gpu:{kind}{site.gpus_per_node}"
         elif site.gpus_as == "gpus-per-node":
             more["gpus-per-node"] = f"{kind}{site.gpus_per_node}"
-    if stage == "train" and (reason := planned_mismatch(config)):
+    if STAGES[stage].trains and (reason := planned_mismatch(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
@@ -100,7 +99,7 @@ def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
 
 def _at_once(config: Config, stage: str) -> int:
     """How many tasks of a stage's array may run at the same time."""
-    return (config.sweep.at_most if config.sweep and stage in SWEPT else None) or 1000
+    return (config.sweep.at_most if config.sweep and STAGES[stage].per_point else None) or 1000
 
 
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:

@@ -9,16 +9,17 @@ and leaves the others alone. `resume` submits the points that are missing, again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping
 
 from rich.console import Console
 
 from pipeline.base.errors import UserError
+from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.causes import leaving
-from slurm.query.states import JobState, call, query
+from slurm.query.states import call, query
 
 
 def job_of(point: Run, stage: str) -> str | None:
@@ -28,59 +29,69 @@ def job_of(point: Run, stage: str) -> str | None:
 
 
 def submit_sweep(
-    run: Run, after: Sequence[str], fresh: bool, console: Console, failed: Callable[[Run, str], str | None]
+    run: Run,
+    waiting: Mapping[str, str],
+    fresh: Container[str],
+    console: Console,
+    failed: Callable[[Run, str], str | None],
 ) -> None:
-    """Submit the points that are missing and not under way, behind the jobs `after`.
+    """Submit the points that are missing and not under way.
 
-    `fresh`: those replace others just now, for which what is pending waits in vain. `failed(point, stage)`: why a stage
-    may not be tried again without `resume`. Raises UserError with that.
+    `waiting`: the jobs of the stages that the points share; `fresh`: those whose jobs replace others just now, for
+    which what is pending waits in vain. `failed(point, stage)`: why a stage may not be tried again without `resume`.
+    Raises UserError with that.
     """
     from slurm.submit.sbatch import submit_points
 
-    all_points = points(run)
-    states = query(job for point in all_points for stage in ("train", "evaluate") if (job := job_of(point, stage)))
-
+    all_points, names = points(run), stages.point_stages()
+    own = {stage: [parent for parent in STAGES[stage].needs if parent in names] for stage in names}
+    states = query(job for point in all_points for stage in names if (job := job_of(point, stage)))
+    wanted: dict[str, list[Run]] = {stage: [] for stage in names}
+    jobs: dict[tuple[Run, str], str] = {}
     vain: list[str] = []
     ending: list[str] = []
-
-    def alive(point: Run, stage: str) -> JobState | None:
-        job = job_of(point, stage)
-        state = states.get(job) if job else None
-        if state is None or not (state.active or state.dead):
-            return None
-        if state.dead or (fresh and state.state == "PENDING"):
-            vain.append(state.job_id)
-            return None
-        if leaving(point, stage, state):
-            ending.append(state.job_id)
-            return None
-        return state
-
-    to_train, to_evaluate, count = [], [], {"done": 0, "under way": 0}
+    done = 0
     for point in all_points:
-        training = alive(point, "train")
-        if stages.load("train").missing(point) is not None and training is None:
-            if (reason := failed(point, "train")) is not None:
-                raise UserError(reason)
-            if (waiting := alive(point, "evaluate")) is not None:
-                vain.append(waiting.job_id)  # it waits for a job that is replaced now
-            to_train.append(point)
-        elif training is None and stages.load("evaluate").missing(point) is None:
-            count["done"] += 1
-        elif alive(point, "evaluate") is None:
-            to_evaluate.append((point, training))
-        else:
-            count["under way"] += 1
-    console.print(f"sweep     {len(all_points)} points: {count['done']} done, {count['under way']} under way")
+        for stage in names:
+            state = states.get(job_of(point, stage) or "")
+            alive = state is not None and (state.active or state.dead)
+            replaced = any(point in wanted[parent] for parent in own[stage])
+            stale = state is not None and state.state == "PENDING" and any(n in fresh for n in STAGES[stage].needs)
+            if state is not None and alive and (replaced or stale or state.dead):
+                vain.append(state.job_id)
+            elif state is not None and alive and leaving(point, stage, state):
+                ending.append(state.job_id)
+            elif state is not None and alive:
+                jobs[point, stage] = state.job_id
+                continue
+            tied = any((point, parent) in jobs for parent in own[stage])
+            if replaced or tied or stages.load(stage).missing(point) is not None:
+                if not own[stage] and (reason := failed(point, stage)) is not None:
+                    raise UserError(reason)
+                wanted[stage].append(point)
+        done += not any(point in group for group in wanted.values()) and not any(p is point for p, _ in jobs)
+    busy = sum(not any(p in g for g in wanted.values()) for p in all_points) - done
+    console.print(f"sweep     {len(all_points)} points: {done} done, {busy} under way")
     if vain:
         call("scancel", *vain)
-    if to_train:
-        array = submit_points(run, "train", to_train, after or ending, kind="afterok" if after else "afterany")
-        console.print(f"train     job {array}: array over {len(to_train)} points", highlight=False)
-        kind = "aftercorr" if len(to_train) > 1 else "afterok"
-        array = submit_points(run, "evaluate", to_train, [array], kind=kind)
-        console.print(f"evaluate  job {array}: array over the same points, each after its training", highlight=False)
-    for point, training in to_evaluate:
-        tied = [training.job_id] if training else ending
-        job = submit_points(run, "evaluate", [point], tied, kind="afterok" if training else "afterany")
-        console.print(f"evaluate  job {job}: point {point.path.name}", highlight=False)
+    arrays: dict[str, tuple[str, list[Run]]] = {}
+    for stage in names:
+        array = arrays.get(own[stage][0]) if own[stage] else None
+        together = [p for p in wanted[stage] if array is None or p in array[1]] if array or not own[stage] else []
+        if together:
+            after = [waiting[parent] for parent in STAGES[stage].needs if parent in waiting]
+            if array is not None:
+                kind = "aftercorr" if len(together) > 1 else "afterok"
+                job = submit_points(run, stage, together, [array[0]], kind=kind)
+                words = f"array over the same points, each after its {own[stage][0]}"
+            else:
+                job = submit_points(run, stage, together, after or ending, kind="afterok" if after else "afterany")
+                words = f"array over {len(together)} points"
+            console.print(f"{stage:9} job {job}: {words}", highlight=False)
+            arrays[stage] = job, together
+        for point in wanted[stage]:
+            if point not in together:
+                tied_to = [jobs[point, parent] for parent in own[stage] if (point, parent) in jobs]
+                kind = "afterok" if tied_to else "afterany"
+                jobs[point, stage] = submit_points(run, stage, [point], tied_to or ending, kind=kind)
+                console.print(f"{stage:9} job {jobs[point, stage]}: point {point.path.name}", highlight=False)

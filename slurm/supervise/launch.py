@@ -23,6 +23,7 @@ from typing import IO
 from pipeline.base.errors import Exit
 from pipeline.base.place import cpus_per_task, local_environment
 from pipeline.config.site import SiteConfig
+from pipeline.config.stages import STAGES
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run, now
 from slurm.query.site_variables import SETUP_NOT_RUN, site_variables
@@ -166,7 +167,7 @@ class SrunRanks:
         folder = self._run.stage_folder(self._stage)
         command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
-        if self._stage != "shard":  # whose tasks know nothing of each other: they sit where there is room
+        if not STAGES[self._stage].array:  # whose tasks know nothing of each other: they sit where there is room
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")

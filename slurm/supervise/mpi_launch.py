@@ -27,7 +27,6 @@ from pipeline.run.code import with_code
 from pipeline.run.directory import Run
 from slurm.supervise.launch import Left, SrunRanks
 
-STAGES = ("train", "evaluate")
 """The stages whose ranks talk to each other."""
 TRIAL_S = 60.0
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"

@@ -22,6 +22,7 @@ from typing import Any
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from pipeline.base.signals import OWN_CLOCK, StopFlag
+from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import causes as recovery
@@ -37,8 +38,6 @@ REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
 ANSWER_WAIT_S = 600.0
 """How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
-EVALUATION_WAIT_S = 3600.0
-"""How long an evaluation waits for another one of the same run, of a checkpoint before."""
 STOP_GRACE_S = 600.0
 """How long the ranks may take to save and leave once they were asked to."""
 PEERS_LEAVE_S = 5.0
@@ -69,11 +68,10 @@ class Supervisor:
 
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
         self.run, self.stage, self.flag = run, stage, flag
-        self.work = stages.load(stage)
+        self.work, self.row = stages.load(stage), STAGES[stage]
         self.place: Place = identify(os.environ)
         self.on_slurm = in_allocation(os.environ)
-        self.task = self.place.array[0] if self.place.array and stage == "shard" else None
-        """In the array of shard, whose tasks are one rank each of the same run: which one this is."""
+        self.task = stages.task_of(stage, self.place)
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since = facts.start if facts is not None else ""
@@ -87,8 +85,7 @@ class Supervisor:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
         run, stage = self.run, self.stage
         # on Slurm the run of this job before it may still be ending; here, somebody else is at work
-        patience = EVALUATION_WAIT_S if stage == "evaluate" else 60.0
-        lock = run.lock(stage, self.task, patience if self.on_slurm else 1.0)
+        lock = run.lock(stage, self.task, self.row.patience_s if self.on_slurm else 1.0)
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
         run.refuse_cancelled()
@@ -128,7 +125,7 @@ class Supervisor:
         run, stage, place = self.run, self.stage, self.place
         granted = len(allocated_hosts(os.environ)) or None
         size = 1 if self.task is not None else stages.ranks(run, stage, granted)
-        if stage == "shard" and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
+        if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.attempts(stage) + 1
         run.event(
@@ -143,8 +140,8 @@ class Supervisor:
         if self.ends is not None:
             os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
         ranks: LocalRanks | SrunRanks
-        per_node = getattr(getattr(run.config.stages, stage), "tasks_per_node", size)
-        if run.config.parallel.backend == "mpi" and stage in mpi_launch.STAGES:
+        per_node = run.config.stages.of(stage).per_node if self.row.joined else size
+        if run.config.parallel.backend == "mpi" and self.row.joined:
             try:
                 ranks = mpi_launch.ranks(run, stage, size, per_node, [lock], self.on_slurm)
             except UserError as error:  # no mpirun
@@ -275,7 +272,7 @@ class Supervisor:
                     stop_deadline = clock + STOP_GRACE_S
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
-            if self.batch and stage == "train":
+            if self.batch and self.row.trains:
                 self.evaluations.look()
             gone += (left := ranks.poll())
             bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
@@ -311,7 +308,7 @@ class Supervisor:
             return failure
         hosts = [os.uname().nodename] * size
         if self.on_slurm:
-            per_node = getattr(getattr(self.run.config.stages, self.stage), "tasks_per_node", size)
+            per_node = self.run.config.stages.of(self.stage).per_node
             _, spread = granted_tasks(os.environ) or ([], "block")
             nodes = allocated_hosts(os.environ)
             hosts = [nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
