@@ -244,7 +244,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     """A save takes longer than the second after which submitit would kill, and the ranks count their signals."""
     run = slowed_run(tmp_path, finished)
     change(
-        run / "code/pipeline/trainer.py",
+        run / "code/pipeline/train/trainer.py",
         "        if why_not is None:\n            self.save(step)\n",
         "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
         "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.count))\n",

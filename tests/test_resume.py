@@ -213,7 +213,7 @@ def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, ru
     path = prepared(tmp_path, config, held)
     (path / "data").rmdir()
     (path / "data").symlink_to(run.data)
-    trainer = path / "code/pipeline/trainer.py"  # a save takes long enough to come in between
+    trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
     save = "        if why_not is None:\n            self.save(step)\n"
     assert trainer.read_text().count(save) == 1
     slow = save.replace("self.save", "time.sleep(4)\n            self.save")

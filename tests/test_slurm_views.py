@@ -190,7 +190,7 @@ def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, mon
 
 def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
     run = copy(tmp_path, calm, "hand")
-    trainer = run / "code/pipeline/trainer.py"
+    trainer = run / "code/pipeline/train/trainer.py"
     good = trainer.read_text()
     bug = (
         "        if step == 5 and self.world.rank == 2:\n            raise ValueError('a bug of rank two')\n"
