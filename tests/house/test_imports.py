@@ -1,0 +1,79 @@
+"""The house holds: imports in one direction, no circle, nothing heavy on the login node, rooms that stay small."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.house.imports import FLOORS, ROOT, arrows_back, circle, file_graph, reached, room, room_graph, sources
+
+HEAVY = {"torch", "numpy", "h5py", "tokenizers", "pyarrow", "mpi4py"}
+
+
+def test_no_arrow_runs_back() -> None:
+    assert arrows_back() == []
+
+
+def test_no_circle_of_files_or_rooms() -> None:
+    assert circle(file_graph()) == []
+    assert circle(room_graph()) == []
+
+
+def test_the_login_node_reaches_nothing_heavy() -> None:
+    found = reached("submit")
+    assert {"pipeline.config.read", "slurm.show.status", "slurm.submit.chain"} <= found.keys(), "it was followed"
+    assert {name: by for name, by in found.items() if name.split(".")[0] in HEAVY} == {}
+
+
+def test_rooms_stay_small() -> None:
+    modules = sources()
+    assert {room(path) for path in modules.values()} == {name for floor in FLOORS for name in floor}
+    sizes = Counter(room(path) for path in modules.values())
+    assert max(sizes.values()) <= 15, sizes
+    long = {name: lines for name, path in modules.items() if (lines := len(path.read_text().splitlines())) > 400}
+    assert long == {}, "one file, one concern"
+
+
+def test_every_file_teaches() -> None:
+    silent = [name for name, path in sources().items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+def test_names_are_met_once() -> None:
+    """Of two files of one name a reader opens the wrong one. A section of the config is named after what it steers, and
+    users' modules import `pipeline.tensor_parallel`, which is no more than that name."""
+    names = Counter(path.stem for path in sources().values() if room(path) not in ("pipeline/config", "pipeline"))
+    assert [name for name, times in names.items() if times > 1 and name not in ("__main__", "__init__")] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "told"),
+    [
+        ("pipeline/base/files.py", "from pipeline.config.sections import Config", "arrow"),
+        ("pipeline/run/metrics.py", "from slurm.query.states import call", "arrow"),
+        ("pipeline/parallel/plan.py", "from data_prep.text.units import cut", "arrow"),
+        ("slurm/query/states.py", "from slurm.show.status import judge", "arrow"),
+        ("pipeline/config/types.py", "from pipeline.config.sections import Config", "circle"),
+        ("slurm/show/status.py", "import numpy", "heavy"),
+        ("pipeline/config/types.py", "import h5py", "heavy"),
+    ],
+)
+def test_the_test_would_notice(tmp_path: Path, file: str, line: str, told: str) -> None:
+    for name in ("pipeline", "slurm", "data_prep"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "submit.py", tmp_path)
+    text = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(
+        text.replace("from __future__ import annotations\n", f"from __future__ import annotations\n{line}\n", 1)
+    )
+    assert (tmp_path / file).read_text() != text
+    found = {
+        "arrow": lambda: arrows_back(tmp_path),
+        "circle": lambda: circle(file_graph(tmp_path)),
+        "heavy": lambda: HEAVY & reached("submit", tmp_path).keys(),
+    }
+    assert found[told]()

@@ -1,0 +1,76 @@
+"""The recipes of docs/development.md, followed to the letter in a copy of the code: what comes out runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.files import read_jsonl
+from tests.house.recipes import checkout, recipes
+from tests.tiny import write_config
+
+ALL = recipes()
+SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
+
+
+def submit(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(code), "COLUMNS": "200"}
+    command = [sys.executable, str(code / "submit.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def applied(title: str, folder: Path) -> Path:
+    """A copy of the code with the recipe applied."""
+    code = checkout(folder)
+    before = {path: path.read_bytes() for path in code.rglob("*.py")}
+    ALL[title].apply(code)
+    changed = {str(p.relative_to(code)) for p in code.rglob("*.py") if before.get(p) != p.read_bytes()}
+    assert changed == ALL[title].files, "its list names what it touches"
+    return code
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return applied("Add a stage", tmp_path_factory.mktemp("counting"))
+
+
+def counted(run: Path) -> int:
+    tokens = json.loads((run / "data/tokens-by-source.json").read_bytes())["tokens"]
+    assert list(tokens) == [str(run.parent.parent / "corpus.jsonl")]
+    return sum(tokens.values())
+
+
+def test_a_new_stage_runs_here(counting: Path, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    done = submit(counting, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = f"{counted(tmp_path / 'runs/tiny'):,} tokens of 1 files"
+    assert "count     done in" in done.stdout and words in done.stdout
+    done_stages = [e["stage"] for e in read_jsonl(tmp_path / "runs/tiny/events.jsonl") if e["event"] == "done"]
+    assert done_stages == ["prepare", "shard", "train", "evaluate", "count"]
+    again = submit(counting, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
+    assert again.returncode == 0 and f"count     done: {words}" in again.stdout
+    for command in ("status", "report"):
+        shown = submit(counting, tmp_path, command, "runs/tiny")
+        assert shown.returncode == 0 and "count" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
+    for more in ((), (sweep,)):
+        dry = submit(counting, tmp_path, "tiny.yaml", *SMALL, *more, "stages.count.time=00:07:00", "--dry-run")
+        assert dry.returncode == 0, dry.stderr
+        assert "count     1 process, 00:07:00, after shard" in dry.stdout and "# ---- on Slurm: count" in dry.stdout
+        assert "#SBATCH --time=7" in dry.stdout
+    done = submit(counting, tmp_path, "tiny.yaml", *SMALL, sweep, "run.name=swept", "--executor", "local")
+    assert done.returncode == 0 and counted(tmp_path / "runs/swept"), done.stdout + done.stderr
+    assert not (tmp_path / "runs/swept/points/000/jobs/count").exists(), "the points share it"
+    for command in ("status", "report"):
+        shown = submit(counting, tmp_path, command, "runs/swept")
+        assert shown.returncode == 0 and "count" in shown.stdout, shown.stdout + shown.stderr
