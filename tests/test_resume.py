@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,11 @@ from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
 from pipeline.config.problems import ConfigError
 from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query import jobs
-from slurm.query.states import JobState
+from slurm.query import jobs, states
+from slurm.query.states import Claim, JobState
 from slurm.show.status import Lookout
 from slurm.submit import chain, sbatch, sweeps
 from tests.cluster import Cluster
@@ -36,8 +40,9 @@ class Queue:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
         for module in (chain, sweeps):
-            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job] for job in jobs})
-            monkeypatch.setattr(module, "call", self.call)
+            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job.job_id] for job in jobs})
+        monkeypatch.setattr(states, "call", self.call)
+        monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(sbatch, "_submit", self.submit)
 
     def submit(self, run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
@@ -175,6 +180,22 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
     assert jobs.running(run) == []
 
 
+def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
+    with run.alone():
+        second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with suppress(subprocess.TimeoutExpired):
+            second.wait(4)  # long enough to have read the config of 30 steps
+        run.change(["train.steps=50"])
+    try:
+        errors = second.communicate(timeout=60)[1].decode()
+    finally:
+        second.kill()
+    assert second.returncode == Exit.USER_ERROR and "larger than the 50 steps" in errors
+    assert Run.open(run.path).config.train.steps == 50
+
+
 def test_a_sweep_and_its_points_are_one_question(
     tmp_path: Path, run: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,9 +203,10 @@ def test_a_sweep_and_its_points_are_one_question(
     queue.resume(swept)
     asked: list[set[str]] = []
 
-    def query(jobs: Sequence[str], kept: dict[str, JobState]) -> dict[str, JobState]:
-        asked.append(set(jobs))
-        return {job: queue.states[job] for job in asked[-1]}
+    def query(jobs: Iterable[Claim], kept: dict[Claim, JobState]) -> dict[Claim, JobState]:
+        found = {job: queue.states[job.job_id] for job in jobs}
+        asked.append({job.job_id for job in found})
+        return found
 
     for module in (chain, sweeps):
         monkeypatch.setattr(module, "query", query)

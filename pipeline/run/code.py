@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.base.errors import UserError
+from pipeline.base.trust import normalise
 from pipeline.config.user_model import UserModel
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +22,12 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
 
 
-def copy_code(run: Path, model: UserModel | None, not_this: str) -> None:
+def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
     """Put a copy into `run/code`; an older one is replaced. With a model of the user's own, its top-level package too.
 
-    `not_this`: the name of a folder in that package that holds runs. Raises UserError for a package with a name of
-    ours, shutil.Error or OSError where the copy cannot be written; the older one stays then, and nothing of the new.
+    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not. Raises UserError for
+    a package with a name of ours, shutil.Error or OSError where the copy cannot be written; the older one stays then,
+    and nothing of the new.
     """
     if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
         raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
@@ -34,6 +36,7 @@ def copy_code(run: Path, model: UserModel | None, not_this: str) -> None:
         shutil.rmtree(left)
     try:
         _fill(new, model, not_this)
+        normalise(new, umask)  # a checkout may be open to others, and its copies with it
         if code.exists():
             os.rename(code, old)
         os.rename(new, code)

@@ -7,7 +7,8 @@ to be kept. Whatever the cause, a training that makes no new checkpoint stops: i
 
 How it goes on depends on where it runs:
 
-- in a batch job: back into the queue under the same id (`scontrol requeue`), without the nodes that failed;
+- in a batch job: back into the queue under the same id, without the nodes that failed: by `scontrol requeue`, or
+  merely by its end where Slurm then puts it back (slurm/query/preemption.py);
 - where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted with `afternotok`
   before, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
 - inside salloc or on one machine: again in place.
@@ -27,8 +28,9 @@ from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from slurm.query import preemption
 from slurm.query.job import JobFacts, dead_nodes, job_facts
-from slurm.query.states import JobState, query
+from slurm.query.states import Claim, JobState, claim, query, since_submitted
 
 ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
 """Events that end an attempt."""
@@ -91,7 +93,8 @@ def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
 
 def leaving(run: Run, stage: str, job: JobState) -> bool:
     """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
-    events = [e for e in run.read_events(stage) if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
+    told_of = since_submitted(run.read_events(stage), job.job_id)
+    events = [e for e in told_of if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
     told = newest(events, "started", "stopping", *ENDS, *GOES_ON) or {}
     if job.state == "PENDING" or told.get("event") in GOES_ON:
         return False
@@ -191,22 +194,29 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
 
     Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
-    the cause and the reason where they forbid that. None where it may start, and where a person asked for it.
+    the cause and the reason where they forbid that, or where the stage has ended and Slurm alone puts the job back.
+    None where it may start, and where a person asked for it.
     """
     events = [e for e in run.read_events(stage) if e.get("task") == task]
     started, last = newest(events, "started"), newest(events, "started", *ENDS, *GOES_ON)
-    if started is None or last is None or last["event"] in ("done", *GOES_ON):
+    if started is None or last is None or last["event"] in GOES_ON:
         return None
     job = started.get("slurm_job")
-    requeued = job is not None and job == place.job_id and place.restart_count > started.get("restarts", 0)
-    heirs = [e["job_id"] for e in events if e.get("kind") == "afternotok" and job in e["after"]]
+    same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
+    times = place.restart_count - started.get("restarts", 0) if same else 0
+    requeued = times > 0
+    of_this_job = (e for e in events if e.get("job_id") == started.get("job_id"))
+    preempted = times == 1 and any(e.get("in_grace") or e.get("cause") == "preempted" for e in of_this_job)
+    if last["event"] == "done":
+        return (Exit.DONE, "it is done") if preempted and preemption.puts_back() else None
     before = history(run, stage, task)
-    by_itself = (requeued or place.job_id in heirs) and last in before
+    inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
+    by_itself = (requeued or inherited) and last in before
     progress = standing(run, stage) != started.get("standing")
     common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
     if last is started:
         told = newest(events, "started", "stopping") or {}
-        cause = _cause_of_silence(told, job, requeued)
+        cause = _cause_of_silence(told, None if job is None else claim(run, started), requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
         told, message = last, str(last.get("message", last["event"])).rstrip()
@@ -215,8 +225,9 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
-    if why_not is not None and requeued and last is not started:
-        return None  # it was told so before, and somebody put the job back all the same
+    if why_not is not None and requeued and last is not started:  # it was told so before
+        # a person put the job back all the same, or Slurm did so because it was preempted
+        return (cause, why_not) if preempted and preemption.puts_back() else None
     if last is started or (why_not is not None and "not tried again" not in message):
         name = ending(cause, final=why_not is not None and not asked)
         message += f"\nnot tried again: {why_not}" if why_not else ""
@@ -228,7 +239,15 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     return None if why_not is None else (cause, why_not)
 
 
-def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) -> Exit:
+def predecessor_of(run: Run, stage: str, job: str) -> str | None:
+    """The job that `job` was submitted to succeed; None where it is no successor."""
+    for event in since_submitted(run.read_events(None, "submitted"), job)[:1]:
+        if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
+            return str(event["after"][0])
+    return None
+
+
+def _cause_of_silence(told: Mapping[str, Any], job: Claim | None, requeued: bool) -> Exit:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if told.get("by") in REQUESTS:
         return Exit.CANCELLED if told["by"] == "cancelled" else Exit.STOPPED
@@ -237,7 +256,7 @@ def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) 
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:
         return word or Exit.CRASHED
-    facts = job_facts(job)
+    facts = job_facts(job.job_id, job)
     state = facts.state if facts is not None else query([job])[job].state
     if state in _STATES:  # how it ended in the end; the word is from when that began
         return _STATES[state]

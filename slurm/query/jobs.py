@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
-from slurm.query.states import JobState, query
+from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,16 @@ class Submitted:
     """The checkpoint that it evaluates (slurm/supervise/evaluations.py): nothing in the chain waits for it."""
 
 
-def jobs_of(runs: Sequence[Run], forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
+def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState] | None = None) -> list[Submitted]:
     """The jobs in the events of `runs`, oldest first, with their states from one query (`forgotten`: see there)."""
-    events = [e for run in runs for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
-    states = query((e["job_id"] for e in events), forgotten)
-    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]], e.get("step")) for e in events]
+    told = [pair for run in runs for pair in claims(run)]
+    states = query((one for _, one in told), forgotten)
+    return [Submitted(e["stage"], e["job_id"], states[one], e.get("step")) for e, one in told]
+
+
+def unproven(jobs: Sequence[Submitted]) -> list[str]:
+    """What is to be said of jobs that may be the run's, and are left alone."""
+    return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == FORGOTTEN and job.state.reason))
 
 
 def running(run: Run) -> list[str]:

@@ -26,7 +26,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
 from pipeline.config.site import SiteConfig
 from pipeline.config.types import parse_time
-from slurm.query.states import call, fields
+from slurm.query.states import call, fields, parse_config
 
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
@@ -63,11 +63,6 @@ class Facts:
     """Plugins of `srun --mpi`."""
     qos: Sequence[Mapping[str, str]] = ()
     """Name, Preempt, PreemptMode and GraceTime of each QOS, where they decide who makes room for whom."""
-
-
-def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`: names and values."""
-    return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:

@@ -23,7 +23,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 from slurm.query.jobs import uses_slurm
-from slurm.query.states import call
+from slurm.query.states import Claim, call, claims, cluster_name
 from slurm.show import html
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
@@ -42,13 +42,17 @@ def outcome(run: Run) -> str:
     return "not evaluated yet"
 
 
-def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
+def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
-    ids = ",".join(sorted(set(job_ids)))
-    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", "JobID,Start,End") if ids else None
+    here = cluster_name()
+    known = {(one.job_id.split("_")[0], one.name) for one in jobs if one.cluster in (None, here)}
+    ids, columns = ",".join(sorted({job for job, _ in known})), "JobID,Start,End,JobName"
+    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns) if ids else None
     found = []
     for line in (listed or "").splitlines():
-        job, start, end = line.split("|")
+        job, start, end, name = line.split("|", 3)
+        if known.isdisjoint((job.split("_")[0], which) for which in (name, "")):
+            continue  # another one that had this id
         with suppress(ValueError):  # Unknown: not begun
             begun = datetime.fromisoformat(start).timestamp()  # local time, as sacct writes it
             found.append(JobRun(job, begun, None if end == "Unknown" else datetime.fromisoformat(end).timestamp()))
@@ -58,8 +62,8 @@ def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
 def attempts_of(run: Run) -> list[Attempt]:
     """The ledger of a run as it stands now; those of a sweep's points follow, the point's number for a task."""
     points = sweep.points(run)
-    submitted = [e for one in (run, *points) for e in one.read_events(None, "submitted")] if uses_slurm(run) else []
-    jobs, now, events = job_runs(str(e["job_id"]) for e in submitted), time.time(), run.read_events()
+    submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
+    jobs, now, events = job_runs(submitted), time.time(), run.read_events()
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
     found = ledger(events, list(read_jsonl(run.metrics)), stages.own_stages(run), now, going, jobs)
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
@@ -143,7 +147,10 @@ def print_report(run: Run, console: Console) -> None:
     if results := _evaluations(run):
         tables.append(("Evaluation", results))
     page = run.path / "report.html"
-    write_atomic(page, html.page(title, lines, tables, pictures))
+    try:
+        write_atomic(page, html.page(title, lines, tables, pictures))
+    except PermissionError:  # somebody else's run
+        return
     console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
 
 

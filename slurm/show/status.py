@@ -27,8 +27,8 @@ from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.causes import ENDS, newest
-from slurm.query.jobs import Submitted, jobs_of, uses_slurm
-from slurm.query.states import FORGOTTEN, JobState
+from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
+from slurm.query.states import FORGOTTEN, Claim, JobState
 from slurm.show.follow import clock
 from slurm.show.sweep_table import point_table
 
@@ -95,7 +95,9 @@ def judge(
         return word, "" if word == "cancelled" else f"job {job.job_id} is {slurm}: {how}", False
     if began:
         return "died", "it ended without a word", False
-    return ("unknown", f"Slurm does not know job {job.job_id}", False) if job is not None else ("waiting", "", False)
+    if job is not None:
+        return "unknown", job.reason or f"Slurm does not know job {job.job_id}", False
+    return "waiting", "", False
 
 
 class Lookout:
@@ -103,7 +105,7 @@ class Lookout:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._forgotten: dict[str, JobState] = {}
+        self._forgotten: dict[Claim, JobState] = {}
         self._jobs: list[Submitted] = []
         self._done: dict[str, Row] = {}
         self.points_going = False
@@ -142,10 +144,12 @@ class Lookout:
             return self._done[stage]
         run, work = self.run, stages.load(stage)
         events, holder = run.read_events(stage), run.holder(stage)
-        job = _shown([job for job in self._jobs if job.stage == stage])
+        jobs = [job for job in self._jobs if job.stage == stage]
+        job = _shown(jobs)
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         missing = work.missing(run)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
+        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         far, trains = work.progress(run), STAGES[stage].trains

@@ -19,8 +19,8 @@ from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.causes import ENDS, leaving, newest
-from slurm.query.jobs import Submitted, jobs_of
-from slurm.query.states import call
+from slurm.query.jobs import Submitted, jobs_of, unproven
+from slurm.query.states import cancel
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
@@ -31,9 +31,9 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     known = jobs_of([run])
-    dead = [job.job_id for job in known if job.state.dead]
-    if dead:
-        call("scancel", *dead)
+    for words in unproven(known):
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+    cancel(job.state for job in known if job.state.dead)
     waiting: dict[str, str] = {}
     fresh: set[str] = set()
     for stage in stages.own_stages(run):
@@ -74,8 +74,8 @@ def _submit_stage(
         return
     if not again and (reason := _failed(run, stage)) is not None:
         raise UserError(reason)
-    if vain := [job.job_id for job in alive if job.job_id not in ending]:
-        call("scancel", *vain)  # they wait for a job that was replaced just now, or is to be
+    # they wait for a job that was replaced just now, or is to be
+    cancel(job.state for job in alive if job.job_id not in ending)
     fresh.add(stage)
     parents = [waiting[parent] for parent in row.needs if parent in waiting]
     after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
@@ -108,10 +108,12 @@ def _after(parents: list[str]) -> str:
     return f", after {', '.join(parents)}" if parents else ""
 
 
-def cancel_jobs(run: Run) -> list[str]:
-    """Cancel what has not begun; running supervisors read the request in the run directory and save. The ids."""
-    jobs = [job for job in jobs_of((run, *sweep.points(run))) if job.state.active or job.state.dead]
-    pending = [job.job_id for job in jobs if job.state.state == "PENDING"]
-    if pending:
-        call("scancel", *pending)
-    return [job.job_id for job in jobs]
+def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:
+    """Cancel what has not begun; running supervisors read the request in the run directory and save.
+
+    The ids, and what is to be said of jobs that are left alone.
+    """
+    known = jobs_of((run, *sweep.points(run)))
+    jobs = [job for job in known if job.state.active or job.state.dead]
+    cancel(job.state for job in jobs if job.state.state == "PENDING")
+    return [job.job_id for job in jobs], unproven(known)

@@ -27,6 +27,7 @@ from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.query.exclusion import at_submission
 from slurm.query.site_variables import site_variables
+from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
 from slurm.submit.local_job import become
 
@@ -36,11 +37,15 @@ def _python() -> str:
     return f"exec {shlex.quote(sys.executable)}"
 
 
+def _job_name(config: Config, stage: str) -> str:
+    return f"{config.run.name}-{stage}"
+
+
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
     site, wanted, single = config.site.of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
-        "job_name": f"{config.run.name}-{stage}",
+        "job_name": _job_name(config, stage),
         "time": math.ceil(parse_time(wanted.time) / 60),
         "nodes": wanted.most_nodes,
         "ntasks_per_node": wanted.per_node,
@@ -49,7 +54,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint or None,
-        "comment": f"sluice {run.path}",
+        "comment": comment_of(run.path),
         "dependency": after,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
@@ -64,6 +69,9 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         del values["ntasks_per_node"]
         more["nodes"] = f"{wanted.fewest_nodes}-{wanted.most_nodes}"  # submitit counts with `nodes`, sbatch reads this
         more["mincpus"] = wanted.per_node * (site.cpus_per_task or 1)
+    elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
+        # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
+        more["ntasks"] = wanted.most_nodes * wanted.per_node
     more.update(distribution=site.distribution, switches=site.switches)
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
@@ -119,7 +127,7 @@ def submit(
     that made an evaluation necessary (slurm/supervise/evaluations.py).
     """
     job_id = _submit(run, stage, after, kind, [run] * tasks).split("_")[0]
-    more = {} if step is None else {"step": step}
+    more = identity(_job_name(run.config, stage)) | ({} if step is None else {"step": step})
     run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks, **more)
     return job_id
 
@@ -127,10 +135,11 @@ def submit(
 def submit_points(run: Run, stage: str, points: Sequence[Run], after: Sequence[str], *, kind: str = "afterok") -> str:
     """Submit a stage of some points of a sweep as one array; its id. Each point notes its own task."""
     array = _submit(run, stage, after, kind, points).split("_")[0]
+    more = identity(_job_name(run.config, stage))
     for number, point in enumerate(points):
         job_id = f"{array}_{number}" if len(points) > 1 else array
         waits = [f"{job}_{number}" for job in after] if kind == "aftercorr" and len(points) > 1 else list(after)
-        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1)
+        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1, **more)
     return array
 
 

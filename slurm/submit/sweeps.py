@@ -19,13 +19,13 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.causes import leaving
-from slurm.query.states import call, query
+from slurm.query.states import Claim, JobState, cancel, claims, query
 
 
-def job_of(point: Run, stage: str) -> str | None:
+def job_of(point: Run, stage: str) -> Claim | None:
     """The job that was submitted last for a point's stage (not for one checkpoint: slurm/supervise/evaluations.py)."""
-    submitted = [e for e in point.read_events(stage, "submitted") if "step" not in e]
-    return str(submitted[-1]["job_id"]) if submitted else None
+    submitted = [one for event, one in claims(point) if event["stage"] == stage and "step" not in event]
+    return submitted[-1] if submitted else None
 
 
 def submit_sweep(
@@ -45,20 +45,21 @@ def submit_sweep(
 
     all_points, names = points(run), stages.point_stages()
     own = {stage: [parent for parent in STAGES[stage].needs if parent in names] for stage in names}
-    states = query(job for point in all_points for stage in names if (job := job_of(point, stage)))
+    states = query(one for point in all_points for stage in names if (one := job_of(point, stage)))
     wanted: dict[str, list[Run]] = {stage: [] for stage in names}
     jobs: dict[tuple[Run, str], str] = {}
-    vain: list[str] = []
+    vain: list[JobState] = []
     ending: list[str] = []
     done = 0
     for point in all_points:
         for stage in names:
-            state = states.get(job_of(point, stage) or "")
+            known = job_of(point, stage)
+            state = states.get(known) if known else None
             alive = state is not None and (state.active or state.dead)
             replaced = any(point in wanted[parent] for parent in own[stage])
             stale = state is not None and state.state == "PENDING" and any(n in fresh for n in STAGES[stage].needs)
             if state is not None and alive and (replaced or stale or state.dead):
-                vain.append(state.job_id)
+                vain.append(state)
             elif state is not None and alive and leaving(point, stage, state):
                 ending.append(state.job_id)
             elif state is not None and alive:
@@ -72,8 +73,7 @@ def submit_sweep(
         done += not any(point in group for group in wanted.values()) and not any(p is point for p, _ in jobs)
     busy = sum(not any(p in g for g in wanted.values()) for p in all_points) - done
     console.print(f"sweep     {len(all_points)} points: {done} done, {busy} under way")
-    if vain:
-        call("scancel", *vain)
+    cancel(vain)
     arrays: dict[str, tuple[str, list[Run]]] = {}
     for stage in names:
         array = arrays.get(own[stage][0]) if own[stage] else None

@@ -26,9 +26,10 @@ from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import causes as recovery
-from slurm.query import exclusion, topology
+from slurm.query import exclusion, preemption, topology
 from slurm.query import job as slurm_job
 from slurm.query.blame import blame
+from slurm.query.states import identity
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.launch import Left, LocalRanks, SrunRanks, use_site
@@ -75,6 +76,7 @@ class Supervisor:
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since = facts.start if facts is not None else ""
+        self.identity = identity(facts.seen.name, job_submitted=facts.seen.submitted) if facts is not None else {}
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         left_s = facts.left_s if facts is not None else None
@@ -96,7 +98,7 @@ class Supervisor:
             refused = Exit.CANCELLED, reason
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            self.leave_nothing_waiting(done=False)
+            self.leave_nothing_waiting(done=refused[0] == Exit.DONE)
             os.close(lock)
             return refused[0]
         while True:
@@ -130,7 +132,7 @@ class Supervisor:
         attempt = run.attempts(stage) + 1
         run.event(
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
-            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
+            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before, **self.identity,
         )  # fmt: skip
         for report in _reports(run, stage, "*", self.task):
             report.unlink()
@@ -166,7 +168,7 @@ class Supervisor:
         if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
             ended = Ended(Exit.CRASHED, ended.asked, facts)
-        elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
+        elif self.on_slurm and place.job_id:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
@@ -189,9 +191,11 @@ class Supervisor:
         self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
 
     def _ask_slurm(self, ended: Ended) -> None:
-        """Refine the cause by what Slurm knows, and remember nodes that failed."""
+        """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
         facts = slurm_job.job_facts(self.place.job_id or "")
-        code, words = self._cause(ended.code, facts)
+        if facts is not None and facts.preempted:
+            ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
+        code, words = (ended.code, None) if ended.asked in recovery.REQUESTS else self._cause(ended.code, facts)
         if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
             code = Exit.TIME_LIMIT
         if code != ended.code:
@@ -212,14 +216,14 @@ class Supervisor:
     def _leave(self, ended: Ended, progress: bool) -> Exit:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
 
-        A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
-        for it; so the supervisor stays until it is killed.
+        But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
+        killed.
         """
         job, site = self.place.job_id or "", self.run.config.site
         signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
         while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
             time.sleep(1)
-        why_not = None
+        why_not, exclude = None, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         if facts is not None and facts.restarts > self.place.restart_count:
             self._event("requeued", ended.code, progress, by="slurm")
         elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
@@ -235,9 +239,10 @@ class Supervisor:
             return Exit.CANCELLED
         elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
             why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
-        elif slurm_job.requeue(
-            job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        ):
+        elif facts is not None and preemption.just_leave(facts, exclude):
+            self._event("requeued", ended.code, progress, by="slurm")
+            return ended.code
+        elif slurm_job.requeue(job, self.place.restart_count, exclude):
             self._event("requeued", ended.code, progress)
         else:
             why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
