@@ -24,7 +24,6 @@ open per mapped shard, so `ulimit -n` must exceed the number of shards.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from pipeline.device_thread import device_thread
 from pipeline.errors import InputError, UserError
 from pipeline.order import Int64Array, deal, indices_of
 
@@ -229,7 +229,7 @@ class Batches:
         self._closed = False
         self._end: BaseException | None = None
         # A daemon, so that a trainer that dies without close() is not kept alive by its reader.
-        self._thread = threading.Thread(target=self._read_ahead, name="sluice-batches", daemon=True)
+        self._thread = device_thread(self._read_ahead, "sluice-batches")
         self._thread.start()
 
     def __iter__(self) -> Self:
@@ -281,8 +281,6 @@ class Batches:
         size = 1
         try:
             cuda = self._device.type == "cuda"
-            if cuda:  # the current device is per thread; page-locking would open a context on device 0
-                torch.cuda.set_device(self._device)
             try:
                 for indices in self._sampler:
                     asked.append(indices)

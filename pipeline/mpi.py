@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import mpi4py
 import torch.distributed as dist
 
+from pipeline.device_thread import device_thread
 from pipeline.errors import UserError
 from slurm.environment import Place
 
@@ -63,7 +63,7 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
     sys.excepthook = _note_failure(sys.excepthook)
     atexit.register(_goodbye)
-    threading.Thread(target=look_for_ever, name="mpi deadlines", daemon=True).start()
+    device_thread(look_for_ever, "mpi deadlines").start()
     MpiGroup.accurate = accurate
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

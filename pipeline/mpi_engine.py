@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from pipeline.device_thread import device_thread
 from pipeline.mpi_work import MpiError, MpiTimeout, MpiWork
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -97,7 +98,7 @@ class Lane:
         ready = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._queue.put(_Collective(self._number, signature, run, work, timeout.total_seconds(), ready))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"mpi {self.name}", daemon=True)
+            self._thread = device_thread(self._serve, f"mpi {self.name}")
             self._thread.start()
         return work
 
@@ -271,7 +272,7 @@ class Messages:
         with self._condition:
             self._pending.append(message)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
+                self._thread = device_thread(self._serve, "mpi messages")
                 self._thread.start()
             self._condition.notify()
 
