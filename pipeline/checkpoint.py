@@ -2,15 +2,15 @@
 
 A save, on every rank, at the same step boundary:
 
-1. *stage*: copy the state to cached host buffers (DCP's `DefaultStager`, in a thread: it overlaps with the
-   next forward and backward; `wait_staged` must be called before the optimizer changes the weights);
+1. *stage*: copy the state to cached host buffers (DCP's `DefaultStager`, on a GPU on a stream of our own, which waits
+   for the optimizer's last kernel; `wait_staged` must be called before the optimizer changes the weights again);
 2. *write*: `dcp.save` into a fresh `.tmp-` directory, each rank its share of the tensors;
 3. *hash*: each rank hashes the files it wrote;
 4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs, renames. Only then is it "saved".
 
-With `mode: async` 2–4 run in a background thread, on a Gloo group of their own, so that they never wait for,
-or disturb, the training's collectives. One save is in flight at most. A failed save (a full disk) raises at
-the next `save` or `finish`, and the checkpoints before it stay.
+With `mode: async` all of this runs in a background thread, beside the next forward and backward, on a Gloo group of
+its own, so that it never waits for, or disturbs, the training's collectives. One save is in flight at most. A failed
+save (a full disk) raises at the next `save` or `finish`, and the checkpoints before it stay.
 
 A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
 over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pipeline import checkpoint_files as files
+from pipeline.device_thread import device_thread
 from pipeline.errors import CheckpointError, StorageError, storage_error
 from pipeline.files import fsync_dir, fsync_file, sha256_file, write_json
 from pipeline.groups import agree, from_rank0
@@ -71,6 +72,7 @@ class Checkpointer:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.describe, self.on_saved = dict(describe), on_saved
         self._stager, self._reusable = new_stager(torch.cuda.is_available()), _stages_twice()
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._staged: Future[State] | None = None
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -87,7 +89,6 @@ class Checkpointer:
         if not self._reusable:
             self._stager.close()
             self._stager = new_stager(torch.cuda.is_available())
-        self._staged = cast("Future[State]", self._stager.stage(state))
         manifest = {
             "version": 1,
             "step": step,
@@ -96,20 +97,31 @@ class Checkpointer:
             **self.describe,
             "versions": versions(),
         }
-        staged = self._staged
+        staged = self._staged = Future()
+        stream = self._stream
+        # the kernels that made this state may still be queued
+        made = torch.cuda.current_stream().record_event() if stream is not None else None
 
-        def write() -> None:
+        def stage_and_write() -> None:
+            nonlocal state
             try:
-                self._write(staged.result(), manifest, started)
+                with torch.cuda.stream(stream):  # None changes nothing
+                    if stream is not None and made is not None:
+                        stream.wait_event(made)
+                    copied = cast(State, self._stager.stage(state))
+                del state  # what training replaces need not stay for as long as the write takes
+                staged.set_result(copied)
+                self._write(copied, manifest, started)
             except BaseException as error:  # raised again by finish(), in the trainer's own thread
                 self._error = error
+                if not staged.done():
+                    staged.set_exception(error)
 
         if self.background:
-            self._writer = threading.Thread(target=write, name=f"checkpoint-{step}")
+            self._writer = device_thread(stage_and_write, f"checkpoint-{step}", daemon=False)
             self._writer.start()
         else:
-            write()
-        if not self.background:
+            stage_and_write()
             self.finish()
 
     def wait_staged(self) -> None:
@@ -144,7 +156,10 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier(self.group)
         try:
-            writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+            # what it writes is in host memory: it need not copy ahead, for which it would wait for a GPU
+            writer = dcp.FileSystemWriter(
+                temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
+            )
             dcp.save(state, storage_writer=writer, process_group=self.group)
             mine = agree(self.group, lambda: _hash_own_files(temporary, self.rank))
             if self.rank == 0:
@@ -207,9 +222,12 @@ class Checkpointer:
 
 
 def new_stager(cuda: bool) -> DefaultStager:
-    """A stager that copies in a thread of its own, to pinned memory where there is a GPU."""
+    """A stager whose copies are done when it returns, in pinned memory where there is a GPU.
+
+    Its own thread and stream are of no use: the stream waits for no other, and the thread ends up on GPU 0.
+    """
     options = StagingOptions(
-        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
+        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )
     return DefaultStager(options)
 

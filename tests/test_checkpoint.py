@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,35 @@ def background_rank(place: Place, folder: Path) -> bool:
 
 def test_a_background_save_holds_the_moment_it_was_asked_for(tmp_path: Path) -> None:
     assert all(run_ranks(2, background_rank, tmp_path))
+
+
+def writing_rank(place: Place, folder: Path) -> tuple[int, bool]:
+    """How far the writer copies ahead, and whether what it writes keeps the state itself alive."""
+    from pipeline import checkpoint
+
+    saver, looked, ahead = checkpointer(place, folder, background=True), threading.Event(), []
+    save = checkpoint.dcp.save
+
+    def late(state: Any, *, storage_writer: Any, **options: Any) -> Any:
+        ahead.append(storage_writer.per_thread_copy_ahead)
+        assert looked.wait(60)
+        return save(state, storage_writer=storage_writer, **options)
+
+    checkpoint.dcp.save = late
+    state = make_state()
+    alive = [weakref.ref(tensor) for tensor in state.values()]
+    saver.save(state, step=1, samples_consumed=1, extra={})
+    saver.wait_staged()
+    del state
+    kept = any(tensor() is not None for tensor in alive)
+    looked.set()
+    saver.close()
+    return ahead[0], kept
+
+
+def test_the_writer_needs_neither_a_gpu_nor_the_state(tmp_path: Path) -> None:
+    """What it copies ahead, it copies on the GPU that is current; replicas' own state is replaced in each step."""
+    assert run_ranks(1, writing_rank, tmp_path) == [(0, False)]
 
 
 def retention_rank(place: Place, folder: Path) -> None:
