@@ -56,6 +56,8 @@ class GradientHook:
         self._group: Any = None
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in names.items()}
         self._next: tuple[State, State] = ({}, {})
+        self._held: list[Tensor] = []
+        """What callbacks read on a stream of their own: freed in backward, the compute stream could write over it."""
         if config.kind in WITH_RESIDUALS:
             self.residual = {name: torch.zeros_like(parameter) for name, parameter in names.items()}
         if config.kind == "powersgd":
@@ -80,6 +82,7 @@ class GradientHook:
             self.residual |= residual
             self.start |= start
         self._next = ({}, {})
+        self._held.clear()
 
     @property
     def fraction(self) -> float:
@@ -141,6 +144,7 @@ class GradientHook:
             self._next[0][name] = (m - p @ q.T).view_as(gradient)
             second.append(q)
         packed = _packed(second)
+        self._held += [first, packed]  # P is a view of the first
 
         def unpack() -> Tensor:
             for m, p, q, (name, _) in zip(M, P, _unpacked(packed, [q.shape for q in second]), matrices, strict=True):

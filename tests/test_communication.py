@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -445,3 +446,27 @@ def left_out_rank(place: Place, config: Config) -> bool:
 def test_steps_that_are_left_out_leave_no_residual(kind: str) -> None:
     config = config_of(2, hook={"kind": kind, "ratio": 0.05, "rank": 2})
     assert run_ranks(2, left_out_rank, config) == [True, True]
+
+
+def held_rank(place: Place, config: Config) -> tuple[int, int, int]:
+    """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
+    from pipeline import compression
+
+    engine, packed, made = engine_of(place, config), compression._packed, []
+
+    def noted(tensors: Any) -> Any:
+        one = packed(tensors)
+        made.append(weakref.ref(one))
+        return one
+
+    compression._packed = noted
+    engine.backward(batches(config)[0].chunk(place.world_size)[place.rank], 1)
+    after = sum(one() is not None for one in made)
+    engine.update(engine.clip(None).item())
+    return len(made), after, sum(one() is not None for one in made)
+
+
+def test_powersgd_holds_what_its_callbacks_read_until_the_update() -> None:
+    """On a GPU they read it on a stream of their own, for which the memory of the backward's stream does not wait."""
+    for made, after, left in run_ranks(2, held_rank, config_of(2, hook={"kind": "powersgd", "rank": 2})):
+        assert made == after > 2 and left == 0
