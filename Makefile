@@ -4,6 +4,8 @@
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
 # make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
+# make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
+#                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +15,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-long check format bench cluster cluster-down clean
+.PHONY: run install test test-long test-gpu-fake check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -44,7 +46,17 @@ test: check
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-long: check
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "long or not long"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu_fake"
+
+test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
+	CUDA_PYTHON=$(or $(CUDA_PYTHON),$(CURDIR)/.venv-cuda/bin/python) \
+		$(BIN)/python -m pytest -m gpu_fake tests/test_fake_gpu.py
+
+# the oldest torch that is allowed, from the index that has its CUDA build
+.venv-cuda/.installed: setup.cfg
+	$(PYTHON) -m venv .venv-cuda
+	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 -e '.[mpi]'
+	touch $@
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login
@@ -66,4 +78,4 @@ cluster-down:
 	$(BIN)/python -m tests.cluster down
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-cuda build *.egg-info

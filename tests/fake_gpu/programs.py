@@ -1,0 +1,113 @@
+"""What the tests run on a fake GPU: parts of the pipeline as a rank uses them, on GPU 1 of 2, with notes in the log.
+
+`python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. Numbers mean nothing here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import compression, groups
+from pipeline.checkpoint import Checkpointer
+from pipeline.data import Batches, ShardSpan, TokenDataset
+from pipeline.engine import Engine
+from pipeline.layout import layout_of
+from pipeline.task import Task
+from tests.layouts import VOCAB, batches, tiny_config
+from tests.ranks import place
+
+
+def note(text: str) -> None:
+    ctypes.CDLL(None).fake_gpu_note(text.encode())
+
+
+def join(**parallel: Any) -> groups.World:
+    """The only rank, but on the second GPU."""
+    return groups.join(dataclasses.replace(place(0, 1, 1), local_rank=1), tiny_config(1, parallel=parallel))
+
+
+def checkpoint(mode: str, folder: str) -> None:
+    """Two saves, each after a kernel that changes the weights and before another one."""
+    weights = torch.zeros(1 << 20, device=join().device)
+    saver = Checkpointer(
+        Path(folder), groups.side_group(), keep=2, background=mode == "async", describe={}, on_saved=lambda *_: None
+    )
+    for step in (1, 2):
+        weights.add_(1)
+        note("save")
+        saver.save({"model.weights": weights}, step=step, samples_consumed=0, extra={})
+        saver.wait_staged()
+        note("staged")
+        weights.add_(1)
+    saver.close()
+    note("closed")
+
+
+def loader(folder: str) -> None:
+    """A few batches; its thread says where it is."""
+
+    class Noting(TokenDataset):
+        def buffer(self, rows: int, pin: bool) -> torch.Tensor:
+            note("read")
+            return super().buffer(rows, pin)
+
+    device = join().device
+    file = Path(folder, "0.h5")
+    file.write_bytes(bytes(800))
+    dataset = Noting([ShardSpan(file, 400, 0, "uint16")], 8)
+    with Batches(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as ready:
+        for _ in range(10):
+            assert next(ready).device == device
+
+
+def mpi() -> None:
+    """A collective with a callback, as DDP has it, and a message to this rank itself."""
+    import torch.distributed as dist
+
+    device = join(backend="mpi").device
+    tensor = torch.ones(1000, device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.get_future().then(lambda done: done.value()[0].mul_(2)).wait()
+    received = torch.empty_like(tensor)
+    for message in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0), dist.P2POp(dist.isend, tensor, 0)]):
+        message.wait()
+
+
+def powersgd(rank: str, port: str) -> None:
+    """Three steps; after each backward it asks for memory in the sizes that the hook's callbacks read."""
+    config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
+    here = place(int(rank), 2, int(port))
+    world = groups.join(here, config)
+    engine = Engine(config, layout_of(config, 2, 2, VOCAB), world, Task(config, VOCAB))
+    read: list[range] = []  # bytes
+    packed = compression._packed
+
+    def noted(tensors: Any) -> torch.Tensor:
+        made = packed(tensors)
+        read.append(_bytes(made))
+        return made
+
+    compression._packed = noted
+    for step, batch in enumerate(batches(config)[:3], 1):
+        read.clear()
+        engine.backward(batch.chunk(2)[here.rank].to(world.device), step)
+        new = [torch.empty(len(one), dtype=torch.uint8, device=world.device) for one in read for _ in range(500)]
+        taken = [one for one in read if any(one[0] in _bytes(other) or _bytes(other)[0] in one for other in new)]
+        note(f"backward: {len(read)} read, {len(taken)} taken")
+        del new
+        engine.update(1.0)
+
+
+def _bytes(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    groups.leave()
