@@ -43,6 +43,9 @@ class JobFacts:
     exit_code: int = 0
     """What its batch script left with, once it has."""
     partition: str = ""
+    qos: str = ""
+    requeue: bool = True
+    """Whether it may be put back into the queue."""
     excluded: str = ""
     """The nodes that it may not run on, as a host list."""
 
@@ -80,6 +83,8 @@ def parse_facts(text: str) -> JobFacts:
         batch=fields.get("BatchFlag") == "1",
         start=fields.get("StartTime", ""),
         partition=fields.get("Partition", ""),
+        qos=fields.get("QOS", ""),
+        requeue=fields.get("Requeue") != "0",
         excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
