@@ -4,6 +4,7 @@
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
 # make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
+# make test-debian13  the tests on the Slurm cluster under Slurm 24.11, in a Debian 13 of its own (root, network, 1.4 GB)
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-long check format bench cluster cluster-down clean
+.PHONY: run install test test-long test-debian13 check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -45,6 +46,10 @@ test: check
 
 test-long: check
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "long or not long"
+
+test-debian13: check
+	tests/cluster/debian13.sh $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		$$(grep -lE 'tests\.(cluster|chaos)' tests/test_*.py)
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login
