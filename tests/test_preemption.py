@@ -205,6 +205,22 @@ def test_a_preempted_training_starts_once_more_each_time(
     assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
 
 
+@pytest.mark.long
+def test_a_training_that_is_still_at_work_when_its_grace_time_ends(
+    tmp_path: Path, data: Path, cluster: Cluster
+) -> None:
+    """Slurm ends it and puts it back: the mark stays, too."""
+    run = submitted(tmp_path, data, cluster, 2, 40.0)
+    wait_for("its work", lambda: "ready" in events(run, "train"))
+    preempt(cluster)
+    wait_for("the evaluation", lambda: evaluated(run), 300)
+    at_rest(cluster)
+    train = Run.open(run).read_events("train")
+    told = [e["event"] for e in train if e["event"] in ("started", "done", "requeued")]
+    assert told == ["started", "requeued", "started", "done"], told
+    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+
+
 def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
     tmp_path: Path, data: Path, cluster: Cluster
 ) -> None:
