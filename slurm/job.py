@@ -80,7 +80,7 @@ def parse_facts(text: str) -> JobFacts:
         restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
         preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         left_s=left,
-        batch=fields.get("BatchFlag") == "1",
+        batch=fields.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
         start=fields.get("StartTime", ""),
         partition=fields.get("Partition", ""),
         qos=fields.get("QOS", ""),

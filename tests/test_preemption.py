@@ -15,7 +15,7 @@ from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import Run
 from slurm import exclusion, preemption
-from slurm.job import JobFacts
+from slurm.job import JobFacts, parse_facts
 from slurm.recovery import standing
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -113,6 +113,12 @@ def test_a_supervisor_leaves_or_asks(
     assert told["event"] == "requeued" and told.get("by") == (None if asked else "slurm")
 
 
+@pytest.mark.parametrize(("flag", "batch"), [(0, False), (1, True), (2, True), (5, True)])
+def test_a_batch_job_that_slurm_put_back_is_one_still(flag: int, batch: bool) -> None:
+    """`BatchFlag` counts those requeues, as seen on 24.11."""
+    assert parse_facts(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}").batch == batch
+
+
 ENDED = [
     ("done", {"exit_code": 0}, Exit.DONE),
     ("stopped", {"cause": "stop file", "exit_code": int(Exit.STOPPED)}, Exit.STOPPED),
@@ -186,7 +192,7 @@ def accounted(cluster: Cluster, job: str) -> tuple[str, str]:
     return state, code
 
 
-@pytest.mark.parametrize(("times", "asks"), [(1, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("times", "asks"), [(2, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)])
 def test_a_preempted_training_starts_once_more_each_time(
     tmp_path: Path, data: Path, cluster: Cluster, times: int, asks: bool
 ) -> None:
