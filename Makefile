@@ -6,6 +6,7 @@
 # make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
 # make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
 #                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
+# make test-debian13  the tests on the Slurm cluster under Slurm 24.11, in a Debian 13 of its own (root, network, 1.4 GB)
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-long test-gpu-fake check format bench cluster cluster-down clean
+.PHONY: run install test test-long test-gpu-fake test-debian13 check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -57,6 +58,10 @@ test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 	$(PYTHON) -m venv .venv-cuda
 	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 -e '.[mpi]'
 	touch $@
+
+test-debian13: check
+	tests/cluster/debian13.sh $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		$$(grep -lE 'tests\.(cluster|chaos)' tests/test_*.py)
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login

@@ -26,7 +26,7 @@ from data_prep.lustre import file_system_type
 from pipeline.config_site import SiteConfig
 from pipeline.config_types import parse_time
 from pipeline.errors import UserError
-from slurm.states import call, fields
+from slurm.states import call, fields, parse_config
 
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
@@ -63,11 +63,6 @@ class Facts:
     """Plugins of `srun --mpi`."""
     qos: Sequence[Mapping[str, str]] = ()
     """Name, Preempt, PreemptMode and GraceTime of each QOS, where they decide who makes room for whom."""
-
-
-def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`: names and values."""
-    return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:

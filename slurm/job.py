@@ -43,6 +43,9 @@ class JobFacts:
     exit_code: int = 0
     """What its batch script left with, once it has."""
     partition: str = ""
+    qos: str = ""
+    requeue: bool = True
+    """Whether it may be put back into the queue."""
     excluded: str = ""
     """The nodes that it may not run on, as a host list."""
 
@@ -77,9 +80,11 @@ def parse_facts(text: str) -> JobFacts:
         restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
         preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         left_s=left,
-        batch=fields.get("BatchFlag") == "1",
+        batch=fields.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
         start=fields.get("StartTime", ""),
         partition=fields.get("Partition", ""),
+        qos=fields.get("QOS", ""),
+        requeue=fields.get("Requeue") != "0",
         excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )

@@ -7,7 +7,8 @@ to be kept. Whatever the cause, a training that makes no new checkpoint stops: i
 
 How it goes on depends on where it runs:
 
-- in a batch job: back into the queue under the same id (`scontrol requeue`), without the nodes that failed;
+- in a batch job: back into the queue under the same id, without the nodes that failed: by `scontrol requeue`, or
+  merely by its end where Slurm then puts it back (slurm/preemption.py);
 - where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted with `afternotok`
   before, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
 - inside salloc or on one machine: again in place.
@@ -25,6 +26,7 @@ from pipeline.config_site import SiteConfig
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
 from pipeline.run import Run
+from slurm import preemption
 from slurm.environment import Place
 from slurm.job import JobFacts, dead_nodes, job_facts
 from slurm.states import JobState, query
@@ -190,14 +192,20 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
 
     Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
-    the cause and the reason where they forbid that. None where it may start, and where a person asked for it.
+    the cause and the reason where they forbid that, or where the stage has ended and Slurm alone puts the job back.
+    None where it may start, and where a person asked for it.
     """
     events = [e for e in run.read_events(stage) if e.get("task") == task]
     started, last = newest(events, "started"), newest(events, "started", *ENDS, *GOES_ON)
-    if started is None or last is None or last["event"] in ("done", *GOES_ON):
+    if started is None or last is None or last["event"] in GOES_ON:
         return None
     job = started.get("slurm_job")
-    requeued = job is not None and job == place.job_id and place.restart_count > started.get("restarts", 0)
+    times = place.restart_count - started.get("restarts", 0) if job is not None and job == place.job_id else 0
+    requeued = times > 0
+    of_this_job = (e for e in events if e.get("job_id") == started.get("job_id"))
+    preempted = times == 1 and any(e.get("in_grace") or e.get("cause") == "preempted" for e in of_this_job)
+    if last["event"] == "done":
+        return (Exit.DONE, "it is done") if preempted and preemption.puts_back() else None
     heirs = [e["job_id"] for e in events if e.get("kind") == "afternotok" and job in e["after"]]
     before = history(run, stage, task)
     by_itself = (requeued or place.job_id in heirs) and last in before
@@ -214,8 +222,9 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
-    if why_not is not None and requeued and last is not started:
-        return None  # it was told so before, and somebody put the job back all the same
+    if why_not is not None and requeued and last is not started:  # it was told so before
+        # a person put the job back all the same, or Slurm did so because it was preempted
+        return (cause, why_not) if preempted and preemption.puts_back() else None
     if last is started or (why_not is not None and "not tried again" not in message):
         name = ending(cause, final=why_not is not None and not asked)
         message += f"\nnot tried again: {why_not}" if why_not else ""

@@ -65,6 +65,9 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         del values["ntasks_per_node"]
         more["nodes"] = f"{wanted.fewest_nodes}-{wanted.most_nodes}"  # submitit counts with `nodes`, sbatch reads this
         more["mincpus"] = wanted.tasks_per_node * (site.cpus_per_task or 1)
+    elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
+        # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
+        more["ntasks"] = wanted.most_nodes * wanted.tasks_per_node
     more.update(distribution=site.distribution, switches=site.switches)
     if site.mem_gb is not None:
         more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"

@@ -11,6 +11,7 @@ does not know are passed over, but for an only one, which makes it fail.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -99,6 +100,16 @@ def fields(shown: str) -> dict[str, str]:
         if separator:
             found.setdefault(key, value)
     return found
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """`scontrol show config`: names and values."""
+    return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
+
+
+def settings() -> dict[str, str]:
+    """slurm.conf as the controller has it, and its version; nothing where it does not answer."""
+    return parse_config(call("scontrol", "show", "config") or "")
 
 
 def _shown(job: str, line: str) -> JobState:

@@ -24,7 +24,7 @@ from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from pipeline.signals import OWN_CLOCK, StopFlag
 from pipeline.watchdog import blame
-from slurm import exclusion, mpi_launch, recovery, succession, topology
+from slurm import exclusion, mpi_launch, preemption, recovery, succession, topology
 from slurm import job as slurm_job
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
@@ -97,7 +97,7 @@ class Supervisor:
             refused = Exit.CANCELLED, reason
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            self.leave_nothing_waiting(done=False)
+            self.leave_nothing_waiting(done=refused[0] == Exit.DONE)
             os.close(lock)
             return refused[0]
         while True:
@@ -167,7 +167,7 @@ class Supervisor:
         if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
             ended = Ended(Exit.CRASHED, ended.asked, facts)
-        elif self.on_slurm and place.job_id and ended.asked not in recovery.REQUESTS:
+        elif self.on_slurm and place.job_id:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
@@ -190,9 +190,11 @@ class Supervisor:
         self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
 
     def _ask_slurm(self, ended: Ended) -> None:
-        """Refine the cause by what Slurm knows, and remember nodes that failed."""
+        """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
         facts = slurm_job.job_facts(self.place.job_id or "")
-        code, words = self._cause(ended.code, facts)
+        if facts is not None and facts.preempted:
+            ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
+        code, words = (ended.code, None) if ended.asked in recovery.REQUESTS else self._cause(ended.code, facts)
         if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
             code = Exit.TIME_LIMIT
         if code != ended.code:
@@ -213,14 +215,13 @@ class Supervisor:
     def _leave(self, ended: Ended, progress: bool) -> Exit:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
 
-        A job that ends by itself inside its grace period is not requeued by Slurm, and an exit would fail what waits
-        for it; so the supervisor stays until it is killed.
+        But for what slurm/preemption.py tells an exit is final and fails what waits: so it stays until it is killed.
         """
         job, site = self.place.job_id or "", self.run.config.site
         signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
         while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
             time.sleep(1)
-        why_not = None
+        why_not, exclude = None, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         if facts is not None and facts.restarts > self.place.restart_count:
             self._event("requeued", ended.code, progress, by="slurm")
         elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
@@ -236,9 +237,10 @@ class Supervisor:
             return Exit.CANCELLED
         elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
             why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
-        elif slurm_job.requeue(
-            job, self.place.restart_count, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        ):
+        elif facts is not None and preemption.just_leave(facts, exclude):
+            self._event("requeued", ended.code, progress, by="slurm")
+            return ended.code
+        elif slurm_job.requeue(job, self.place.restart_count, exclude):
             self._event("requeued", ended.code, progress)
         else:
             why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"

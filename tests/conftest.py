@@ -16,7 +16,8 @@ from tests.needs import lacking
 
 LONGEST_FIRST = (
     "test_chaos", "test_doors", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
-    "test_slurm_salloc", "test_resume", "test_succession", "test_mpi_launch", "test_site_cluster", "test_parallel",
+    "test_slurm_salloc", "test_preemption", "test_resume", "test_succession", "test_mpi_launch",
+    "test_site_cluster", "test_parallel",
 )  # fmt: skip
 """Files that mostly wait, for Slurm or others: begun first, they end while others compute."""
 
