@@ -213,7 +213,7 @@ def cancel(run: RunPath) -> None:
     for one in everyone:
         one.request(one.cancelled_file, f"by pid {os.getpid()}")
         one.event("cancel_requested")
-    jobs = cancel_jobs(opened)
+    jobs, left_alone = cancel_jobs(opened)
     holders = [(one, stage) for one in everyone for stage in STAGES if one.holder(stage) is not None]
     for one, stage in holders:
         ask_to_stop(one, stage)
@@ -222,6 +222,8 @@ def cancel(run: RunPath) -> None:
     if jobs:
         words = f"jobs {', '.join(jobs)} end"
     console.print(f"{opened.name} is cancelled: {words}", highlight=False, soft_wrap=True)
+    for words in left_alone:
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -20,7 +20,7 @@ from pipeline import stages, sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from slurm.recovery import ENDS, leaving, newest
-from slurm.states import JobState, call, query
+from slurm.states import FORGOTTEN, Claim, JobState, cancel, claims, query
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,16 @@ class Submitted:
     """The checkpoint that it evaluates (slurm/evaluations.py): nothing in the chain waits for it."""
 
 
-def jobs_of(runs: Sequence[Run], forgotten: dict[str, JobState] | None = None) -> list[Submitted]:
+def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState] | None = None) -> list[Submitted]:
     """The jobs in the events of `runs`, oldest first, with their states from one query (`forgotten`: see there)."""
-    events = [e for run in runs for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
-    states = query((e["job_id"] for e in events), forgotten)
-    return [Submitted(e["stage"], e["job_id"], states[e["job_id"]], e.get("step")) for e in events]
+    told = [pair for run in runs for pair in claims(run)]
+    states = query((one for _, one in told), forgotten)
+    return [Submitted(e["stage"], e["job_id"], states[one], e.get("step")) for e, one in told]
+
+
+def unproven(jobs: Sequence[Submitted]) -> list[str]:
+    """What is to be said of jobs that may be the run's, and are left alone."""
+    return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == FORGOTTEN and job.state.reason))
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
@@ -49,9 +54,9 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     known = jobs_of([run])
-    dead = [job.job_id for job in known if job.state.dead]
-    if dead:
-        call("scancel", *dead)
+    for words in unproven(known):
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+    cancel(job.state for job in known if job.state.dead)
     waiting: dict[str, str] = {}
     fresh: set[str] = set()
     for stage in sweep.own_stages(run):
@@ -93,8 +98,8 @@ def _submit_stage(
         return
     if not again and (reason := _failed(run, stage)) is not None:
         raise UserError(reason)
-    if vain := [job.job_id for job in alive if job.job_id not in ending]:
-        call("scancel", *vain)  # they wait for a job that was replaced just now, or is to be
+    # they wait for a job that was replaced just now, or is to be
+    cancel(job.state for job in alive if job.job_id not in ending)
     fresh.add(stage)
     parents = [waiting[parent] for parent in work.NEEDS if parent in waiting]
     after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
@@ -127,13 +132,15 @@ def _after(parents: list[str]) -> str:
     return f", after {', '.join(parents)}" if parents else ""
 
 
-def cancel_jobs(run: Run) -> list[str]:
-    """Cancel what has not begun; running supervisors read the request in the run directory and save. The ids."""
-    jobs = [job for job in jobs_of((run, *sweep.points(run))) if job.state.active or job.state.dead]
-    pending = [job.job_id for job in jobs if job.state.state == "PENDING"]
-    if pending:
-        call("scancel", *pending)
-    return [job.job_id for job in jobs]
+def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:
+    """Cancel what has not begun; running supervisors read the request in the run directory and save.
+
+    The ids, and what is to be said of jobs that are left alone.
+    """
+    known = jobs_of((run, *sweep.points(run)))
+    jobs = [job for job in known if job.state.active or job.state.dead]
+    cancel(job.state for job in jobs if job.state.state == "PENDING")
+    return [job.job_id for job in jobs], unproven(known)
 
 
 def running(run: Run) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from pipeline.checkpoint_files import saved_steps
 from pipeline.errors import UserError
 from pipeline.run import Run
+from slurm.states import claims, query, since_submitted
 
 LOOK_EVERY_S = 2.0
 
@@ -23,14 +24,13 @@ class Evaluations:
         self.run = run
         self.wanted = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
         before = [e for e in run.read_events("evaluate", "submitted") if "step" in e]
-        self._jobs = {str(e["job_id"]) for e in before}
         self._last_step = max((int(e["step"]) for e in before), default=0)
-        self._last_job = [str(before[-1]["job_id"])] if before else []
         self._next = 0.0
 
     def one_of_many(self, job_id: str) -> bool:
         """Whether a job is such an evaluation: another checkpoint may have come while it ran, and that is no fault."""
-        return job_id in self._jobs
+        submitted = since_submitted(self.run.read_events("evaluate", "submitted"), job_id)[:1]
+        return any(e["job_id"] == job_id and "step" in e for e in submitted)
 
     def look(self) -> None:
         """Submit one job if there is a new checkpoint; called often, looks seldom."""
@@ -42,10 +42,12 @@ class Evaluations:
             return
         from slurm.sbatch import submit
 
+        last = [one for event, one in claims(self.run) if event["stage"] == "evaluate" and "step" in event][-1:]
+        after = [job.job_id for job in query(last).values() if job.active]
         try:
-            job = submit(self.run, "evaluate", self._last_job, kind="afterany", step=newest)
+            submit(self.run, "evaluate", after, kind="afterany", step=newest)
         except UserError as error:  # some sites take no jobs from compute nodes; the chain's evaluation does it all
             self.wanted = False
             self.run.event("evaluation_not_submitted", "evaluate", step=newest, message=str(error))
             return
-        self._last_step, self._last_job = newest, [job]
+        self._last_step = newest

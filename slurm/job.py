@@ -14,10 +14,10 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pipeline.config_types import parse_time
-from slurm.states import call
+from slurm.states import Claim, Seen, call, cluster_name, seen
 from slurm.states import fields as shown_fields
 
 FINAL = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -48,10 +48,15 @@ class JobFacts:
     """Whether it may be put back into the queue."""
     excluded: str = ""
     """The nodes that it may not run on, as a host list."""
+    seen: Seen = field(default_factory=Seen)
+    """Whose it is."""
 
 
-def job_facts(job_id: str) -> JobFacts | None:
-    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say, twice."""
+def job_facts(job_id: str, of: Claim | None = None) -> JobFacts | None:
+    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say, twice.
+
+    `of`: whose it must be; None for this process's own.
+    """
     command = ("scontrol", "show", "job", job_id)
     text = call(*command)
     if text is None:  # a busy controller refuses now and then, and a cause would be told wrong for it
@@ -61,6 +66,8 @@ def job_facts(job_id: str) -> JobFacts | None:
         print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
         return None
     facts = parse_facts(text)
+    if of is not None and not (of.proven(here := cluster_name(), facts.seen) or of.resembles(here, facts.seen)):
+        return None
     if facts.state == "COMPLETING":
         states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()  # such as CANCELLED by 0
         if states and states[0] in FINAL:  # it lags: RUNNING says nothing
@@ -86,6 +93,7 @@ def parse_facts(text: str) -> JobFacts:
         qos=fields.get("QOS", ""),
         requeue=fields.get("Requeue") != "0",
         excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
+        seen=seen(text),
         exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 

@@ -29,7 +29,7 @@ from pipeline.run import Run
 from slurm import preemption
 from slurm.environment import Place
 from slurm.job import JobFacts, dead_nodes, job_facts
-from slurm.states import JobState, query
+from slurm.states import Claim, JobState, claim, query, since_submitted
 
 ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
 """Events that end an attempt."""
@@ -92,7 +92,8 @@ def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
 
 def leaving(run: Run, stage: str, job: JobState) -> bool:
     """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
-    events = [e for e in run.read_events(stage) if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
+    told_of = since_submitted(run.read_events(stage), job.job_id)
+    events = [e for e in told_of if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
     told = newest(events, "started", "stopping", *ENDS, *GOES_ON) or {}
     if job.state == "PENDING" or told.get("event") in GOES_ON:
         return False
@@ -200,20 +201,21 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     if started is None or last is None or last["event"] in GOES_ON:
         return None
     job = started.get("slurm_job")
-    times = place.restart_count - started.get("restarts", 0) if job is not None and job == place.job_id else 0
+    same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
+    times = place.restart_count - started.get("restarts", 0) if same else 0
     requeued = times > 0
     of_this_job = (e for e in events if e.get("job_id") == started.get("job_id"))
     preempted = times == 1 and any(e.get("in_grace") or e.get("cause") == "preempted" for e in of_this_job)
     if last["event"] == "done":
         return (Exit.DONE, "it is done") if preempted and preemption.puts_back() else None
-    heirs = [e["job_id"] for e in events if e.get("kind") == "afternotok" and job in e["after"]]
     before = history(run, stage, task)
-    by_itself = (requeued or place.job_id in heirs) and last in before
+    inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
+    by_itself = (requeued or inherited) and last in before
     progress = standing(run, stage) != started.get("standing")
     common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
     if last is started:
         told = newest(events, "started", "stopping") or {}
-        cause = _cause_of_silence(told, job, requeued)
+        cause = _cause_of_silence(told, None if job is None else claim(run, started), requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
         told, message = last, str(last.get("message", last["event"])).rstrip()
@@ -236,7 +238,15 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     return None if why_not is None else (cause, why_not)
 
 
-def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) -> Exit:
+def predecessor_of(run: Run, stage: str, job: str) -> str | None:
+    """The job that `job` was submitted to succeed; None where it is no successor."""
+    for event in since_submitted(run.read_events(None, "submitted"), job)[:1]:
+        if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
+            return str(event["after"][0])
+    return None
+
+
+def _cause_of_silence(told: Mapping[str, Any], job: Claim | None, requeued: bool) -> Exit:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if told.get("by") in REQUESTS:
         return Exit.CANCELLED if told["by"] == "cancelled" else Exit.STOPPED
@@ -245,7 +255,7 @@ def _cause_of_silence(told: Mapping[str, Any], job: str | None, requeued: bool) 
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:
         return word or Exit.CRASHED
-    facts = job_facts(job)
+    facts = job_facts(job.job_id, job)
     state = facts.state if facts is not None else query([job])[job].state
     if state in _STATES:  # how it ended in the end; the word is from when that began
         return _STATES[state]

@@ -24,7 +24,7 @@ from slurm import html
 from slurm.cluster import uses_slurm
 from slurm.follow import clock
 from slurm.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
-from slurm.states import call
+from slurm.states import Claim, call, claims, cluster_name
 from slurm.status import Lookout, grid
 from slurm.sweeps import point_table
 
@@ -40,13 +40,17 @@ def outcome(run: Run) -> str:
     return "not evaluated yet"
 
 
-def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
+def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
-    ids = ",".join(sorted(set(job_ids)))
-    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", "JobID,Start,End") if ids else None
+    here = cluster_name()
+    known = {(one.job_id.split("_")[0], one.name) for one in jobs if one.cluster in (None, here)}
+    ids, columns = ",".join(sorted({job for job, _ in known})), "JobID,Start,End,JobName"
+    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns) if ids else None
     found = []
     for line in (listed or "").splitlines():
-        job, start, end = line.split("|")
+        job, start, end, name = line.split("|", 3)
+        if known.isdisjoint((job.split("_")[0], which) for which in (name, "")):
+            continue  # another one that had this id
         with suppress(ValueError):  # Unknown: not begun
             begun = datetime.fromisoformat(start).timestamp()  # local time, as sacct writes it
             found.append(JobRun(job, begun, None if end == "Unknown" else datetime.fromisoformat(end).timestamp()))
@@ -56,8 +60,8 @@ def job_runs(job_ids: Iterable[str]) -> list[JobRun]:
 def attempts_of(run: Run) -> list[Attempt]:
     """The ledger of a run as it stands now; those of a sweep's points follow, the point's number for a task."""
     points = sweep.points(run)
-    submitted = [e for one in (run, *points) for e in one.read_events(None, "submitted")] if uses_slurm(run) else []
-    jobs, now, events = job_runs(str(e["job_id"]) for e in submitted), time.time(), run.read_events()
+    submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
+    jobs, now, events = job_runs(submitted), time.time(), run.read_events()
     needs = {stage: stages.load(stage).NEEDS for stage in stages.STAGES}
     own = {stage: needs[stage] for stage in sweep.own_stages(run)}
     going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]

@@ -27,6 +27,7 @@ from pipeline.sweep import STAGES as SWEPT
 from slurm.environment import outside_job
 from slurm.exclusion import at_submission
 from slurm.launch import site_variables
+from slurm.states import comment_of, identity
 from slurm.submission import become
 from slurm.topology import planned_mismatch
 
@@ -36,12 +37,16 @@ def _python() -> str:
     return f"exec {shlex.quote(sys.executable)}"
 
 
+def _job_name(config: Config, stage: str) -> str:
+    return f"{config.run.name}-{stage}"
+
+
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
     site, wanted = config.site.of(stage), getattr(config.stages, stage)
     single = stage in ("prepare", "shard")
     values: dict[str, Any] = {
-        "job_name": f"{config.run.name}-{stage}",
+        "job_name": _job_name(config, stage),
         "time": math.ceil(parse_time(wanted.time) / 60),
         "nodes": 1 if single else wanted.most_nodes,
         "ntasks_per_node": 1 if single else wanted.tasks_per_node,
@@ -50,7 +55,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint or None,
-        "comment": f"sluice {run.path}",
+        "comment": comment_of(run.path),
         "dependency": after,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
@@ -123,7 +128,7 @@ def submit(
     that made an evaluation necessary (slurm/evaluations.py).
     """
     job_id = _submit(run, stage, after, kind, [run] * tasks).split("_")[0]
-    more = {} if step is None else {"step": step}
+    more = identity(_job_name(run.config, stage)) | ({} if step is None else {"step": step})
     run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks, **more)
     return job_id
 
@@ -131,10 +136,11 @@ def submit(
 def submit_points(run: Run, stage: str, points: Sequence[Run], after: Sequence[str], *, kind: str = "afterok") -> str:
     """Submit a stage of some points of a sweep as one array; its id. Each point notes its own task."""
     array = _submit(run, stage, after, kind, points).split("_")[0]
+    more = identity(_job_name(run.config, stage))
     for number, point in enumerate(points):
         job_id = f"{array}_{number}" if len(points) > 1 else array
         waits = [f"{job}_{number}" for job in after] if kind == "aftercorr" and len(points) > 1 else list(after)
-        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1)
+        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1, **more)
     return array
 
 

@@ -25,10 +25,10 @@ from rich.text import Text
 from pipeline import stages, sweep
 from pipeline.files import last_object
 from pipeline.run import Run
-from slurm.cluster import Submitted, jobs_of, uses_slurm
+from slurm.cluster import Submitted, jobs_of, unproven, uses_slurm
 from slurm.follow import clock
 from slurm.recovery import ENDS, newest
-from slurm.states import FORGOTTEN, JobState
+from slurm.states import FORGOTTEN, Claim, JobState
 from slurm.sweeps import point_table
 
 LOOK_S = 2.0
@@ -94,7 +94,9 @@ def judge(
         return word, "" if word == "cancelled" else f"job {job.job_id} is {slurm}: {how}", False
     if began:
         return "died", "it ended without a word", False
-    return ("unknown", f"Slurm does not know job {job.job_id}", False) if job is not None else ("waiting", "", False)
+    if job is not None:
+        return "unknown", job.reason or f"Slurm does not know job {job.job_id}", False
+    return "waiting", "", False
 
 
 class Lookout:
@@ -102,7 +104,7 @@ class Lookout:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._forgotten: dict[str, JobState] = {}
+        self._forgotten: dict[Claim, JobState] = {}
         self._jobs: list[Submitted] = []
         self._done: dict[str, Row] = {}
         self.points_going = False
@@ -141,10 +143,12 @@ class Lookout:
             return self._done[stage]
         run, work = self.run, stages.load(stage)
         events, holder = run.read_events(stage), run.holder(stage)
-        job = _shown([job for job in self._jobs if job.stage == stage])
+        jobs = [job for job in self._jobs if job.stage == stage]
+        job = _shown(jobs)
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         missing = work.missing(run)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
+        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         step, loss, eta = _progress(run, stage, state == "running")

@@ -21,33 +21,40 @@ from pipeline import sweep
 from pipeline.errors import Exit, UserError
 from pipeline.run import Run
 from slurm.environment import Place
-from slurm.recovery import ENDS, newest
-from slurm.states import FORGOTTEN, call, query
+from slurm.recovery import ENDS, newest, predecessor_of
+from slurm.states import FORGOTTEN, Claim, JobState, call, cancel, claim, claims, cluster_name, query, since_submitted
 
 
-def _predecessor(run: Run, stage: str, job: str) -> str | None:
-    """The job that `job` was submitted to succeed; None where it is no successor."""
-    told = run.read_events(stage, "submitted")
-    return next((str(e["after"][0]) for e in told if e["job_id"] == job and e.get("kind") == "afternotok"), None)
-
-
-def _waiting(run: Run, job: str, *, further: bool = True) -> dict[str, str]:
+def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState, str]]:
     """The pending jobs that cannot do without `job`, or (`further`) others that cannot, oldest first; with their kinds.
 
     What waits for its end only (`afterany`), however that is, can do without.
     """
     kinds = {job: ""}
     needed = kinds.keys() if further else {job}
-    for one in (run, *sweep.points(run)):
-        for event in one.read_events(None, "submitted", "took_over"):
-            if event["event"] == "took_over" and event["job_id"] in needed:
-                kinds.update(dict.fromkeys(event["children"], "afterok"))
-            elif event.get("kind") == "afterany" and job in event["after"]:
-                continue
-            elif not needed.isdisjoint(event.get("after", ())):
-                kinds[event["job_id"]] = event["kind"]
-    states = query(kinds)
-    return {waits: kind for waits, kind in kinds.items() if waits != job and states[waits].state == "PENDING"}
+    told = since_submitted(run.read_events(None, "submitted", "took_over"), job)
+    since = str(told[0]["time"]) if told else ""
+    for point in sweep.points(run):
+        told += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= since]
+    for event in told:
+        if event["event"] == "took_over" and event["job_id"] in needed:
+            kinds.update(dict.fromkeys(event["children"], "afterok"))
+        elif event.get("kind") == "afterany" and job in event["after"]:
+            continue
+        elif not needed.isdisjoint(event.get("after", ())):
+            kinds[event["job_id"]] = event["kind"]
+    known = _claims(run)
+    states = query(known[waits] for waits in kinds if waits in known and waits != job)
+    pending = {state.job_id: state for state in states.values() if state.state == "PENDING"}
+    return [(pending[waits], kind) for waits, kind in kinds.items() if waits in pending]
+
+
+def _claims(run: Run) -> dict[str, Claim]:
+    """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
+    started = [claim(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
+    submitted = [one for each in (run, *sweep.points(run)) for _, one in claims(each)]
+    here = cluster_name()
+    return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
 
 def take_over(run: Run, stage: str, place: Place) -> str | None:
@@ -58,13 +65,14 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     from slurm.sbatch import submit
 
     job = place.job_id or ""
-    if (predecessor := _predecessor(run, stage, job)) is None:
+    if (predecessor := predecessor_of(run, stage, job)) is None:
         return None
     if _cancelled(run, stage, predecessor):
         facts = {"cause": "cancelled", "exit_code": int(Exit.CANCELLED)}
         run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
-    children = [waits for waits, kind in _waiting(run, predecessor, further=False).items() if kind != "afternotok"]
+    waiting = _waiting(run, predecessor, further=False)
+    children = [waits.job_id for waits, kind in waiting if kind != "afternotok"]
     if place.restart_count == 0:
         submit(run, stage, [job], kind="afternotok")
     for child in children:
@@ -77,7 +85,8 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
     """See to it that `job`, about to end, has a successor; the reason where Slurm takes no job from here."""
     from slurm.sbatch import submit
 
-    if any(e.get("kind") == "afternotok" and job in e["after"] for e in run.read_events(stage, "submitted")):
+    told = since_submitted(run.read_events(stage, "submitted"), job)
+    if any(e.get("kind") == "afternotok" and job in e["after"] for e in told):
         return None
     try:
         submit(run, stage, [job], kind="afternotok")
@@ -88,8 +97,10 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
 
 def _cancelled(run: Run, stage: str, job: str) -> bool:
     """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
-    state = query([job])[job].state
-    told = newest([e for e in run.read_events(stage) if e.get("job_id") == job], "started", "stopping", *ENDS) or {}
+    one = _claims(run).get(job)
+    state = query([one])[one].state if one is not None else FORGOTTEN
+    spoken = [e for e in since_submitted(run.read_events(stage), job) if e.get("job_id") == job]
+    told = newest(spoken, "started", "stopping", *ENDS) or {}
     return state == "CANCELLED" or (state == FORGOTTEN and told.get("cause") == "cancelled")
 
 
@@ -99,7 +110,6 @@ def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
     The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
     """
     job = place.job_id or ""
-    waiting = _waiting(run, job if done else _predecessor(run, stage, job) or job)
-    heirs = [waits for waits in waiting if _predecessor(run, stage, waits) == job]
-    if vain := heirs if done else list(reversed(waiting)):
-        call("scancel", *vain)
+    waiting = [waits for waits, _ in _waiting(run, job if done else predecessor_of(run, stage, job) or job)]
+    heirs = [waits for waits in waiting if predecessor_of(run, stage, waits.job_id) == job]
+    cancel(heirs if done else reversed(waiting))

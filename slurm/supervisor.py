@@ -29,6 +29,7 @@ from slurm import job as slurm_job
 from slurm.environment import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from slurm.evaluations import Evaluations
 from slurm.launch import Left, LocalRanks, SrunRanks, use_site
+from slurm.states import identity
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
@@ -75,6 +76,7 @@ class Supervisor:
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since = facts.start if facts is not None else ""
+        self.identity = identity(facts.seen.name, job_submitted=facts.seen.submitted) if facts is not None else {}
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         left_s = facts.left_s if facts is not None else None
@@ -131,7 +133,7 @@ class Supervisor:
         attempt = run.attempts(stage) + 1
         run.event(
             "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
-            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before,
+            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before, **self.identity,
         )  # fmt: skip
         for report in _reports(run, stage, "*", self.task):
             report.unlink()

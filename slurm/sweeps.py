@@ -20,13 +20,13 @@ from pipeline.run import Run
 from pipeline.stages.evaluate import figure, newest_result
 from pipeline.sweep import points
 from slurm.recovery import leaving
-from slurm.states import JobState, call, query
+from slurm.states import Claim, JobState, cancel, claims, query
 
 
-def job_of(point: Run, stage: str) -> str | None:
+def job_of(point: Run, stage: str) -> Claim | None:
     """The job that was submitted last for a point's stage (not for one checkpoint: slurm/evaluations.py)."""
-    submitted = [e for e in point.read_events(stage, "submitted") if "step" not in e]
-    return str(submitted[-1]["job_id"]) if submitted else None
+    submitted = [one for event, one in claims(point) if event["stage"] == stage and "step" not in event]
+    return submitted[-1] if submitted else None
 
 
 def submit_sweep(
@@ -40,18 +40,18 @@ def submit_sweep(
     from slurm.sbatch import submit_points
 
     all_points = points(run)
-    states = query(job for point in all_points for stage in ("train", "evaluate") if (job := job_of(point, stage)))
+    states = query(one for point in all_points for stage in ("train", "evaluate") if (one := job_of(point, stage)))
 
-    vain: list[str] = []
+    vain: list[JobState] = []
     ending: list[str] = []
 
     def alive(point: Run, stage: str) -> JobState | None:
-        job = job_of(point, stage)
-        state = states.get(job) if job else None
+        known = job_of(point, stage)
+        state = states.get(known) if known else None
         if state is None or not (state.active or state.dead):
             return None
         if state.dead or (fresh and state.state == "PENDING"):
-            vain.append(state.job_id)
+            vain.append(state)
             return None
         if leaving(point, stage, state):
             ending.append(state.job_id)
@@ -65,7 +65,7 @@ def submit_sweep(
             if (reason := failed(point, "train")) is not None:
                 raise UserError(reason)
             if (waiting := alive(point, "evaluate")) is not None:
-                vain.append(waiting.job_id)  # it waits for a job that is replaced now
+                vain.append(waiting)  # it waits for a job that is replaced now
             to_train.append(point)
         elif training is None and stages.load("evaluate").missing(point) is None:
             count["done"] += 1
@@ -74,8 +74,7 @@ def submit_sweep(
         else:
             count["under way"] += 1
     console.print(f"sweep     {len(all_points)} points: {count['done']} done, {count['under way']} under way")
-    if vain:
-        call("scancel", *vain)
+    cancel(vain)
     if to_train:
         array = submit_points(run, "train", to_train, after or ending, kind="afterok" if after else "afterany")
         console.print(f"train     job {array}: array over {len(to_train)} points", highlight=False)

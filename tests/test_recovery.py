@@ -186,7 +186,7 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
     if told:
         run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
     monkeypatch.setattr(succession, "call", lambda *words: "")
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
@@ -360,8 +360,8 @@ def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | 
 @pytest.fixture
 def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def say(state: str) -> None:
-        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
-        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job, state) for job in jobs})
+        monkeypatch.setattr(recovery, "job_facts", lambda job, of: None)
+        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
 
     return say
 

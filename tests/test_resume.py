@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ from pipeline.files import read_jsonl
 from pipeline.run import Run
 from pipeline.sweep import points
 from slurm import cluster as chain
-from slurm import sbatch, sweeps
-from slurm.states import JobState
+from slurm import sbatch, states, sweeps
+from slurm.states import Claim, JobState
 from slurm.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -36,8 +36,9 @@ class Queue:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
         for module in (chain, sweeps):
-            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job] for job in jobs})
-            monkeypatch.setattr(module, "call", self.call)
+            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job.job_id] for job in jobs})
+        monkeypatch.setattr(states, "call", self.call)
+        monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(sbatch, "_submit", self.submit)
 
     def submit(self, run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
@@ -182,9 +183,10 @@ def test_a_sweep_and_its_points_are_one_question(
     queue.resume(swept)
     asked: list[set[str]] = []
 
-    def query(jobs: Sequence[str], kept: dict[str, JobState]) -> dict[str, JobState]:
-        asked.append(set(jobs))
-        return {job: queue.states[job] for job in asked[-1]}
+    def query(jobs: Iterable[Claim], kept: dict[Claim, JobState]) -> dict[Claim, JobState]:
+        found = {job: queue.states[job.job_id] for job in jobs}
+        asked.append({job.job_id for job in found})
+        return found
 
     for module in (chain, sweeps):
         monkeypatch.setattr(module, "query", query)

@@ -16,7 +16,7 @@ from pipeline.config_file import load_config
 from pipeline.files import read_jsonl
 from pipeline.run import CODE_ROOT, Run
 from slurm.report import attempts_of
-from slurm.states import FORGOTTEN, JobState, query
+from slurm.states import FORGOTTEN, Claim, JobState, claims, query
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
@@ -71,35 +71,38 @@ def shim(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_the_end_of_a_job_is_known_from_sacct_scontrol_or_the_run(
     calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [str(e["job_id"]) for e in Run.open(calm / "runs/tiny").read_events() if e["event"] == "submitted"]
-    held = cluster.output(["sbatch", "--parsable", "--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}"])
-    wait_for("squeue to forget", lambda: not any(j in cluster.output(["squeue", "-h", "-t", "all", "-o", "%A"]).split()
-                                                 for j in jobs), 60)  # fmt: skip
-    kept: dict[str, JobState] = {}
-    states = query([*jobs, held, "99999"], kept)
-    assert set(kept) == {*jobs, "99999"}, "not asked for again"
+    jobs = [one for _, one in claims(Run.open(calm / "runs/tiny"))]
+    words = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
+    held, nobody = (Claim(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *words]), "99999"))
+    ids = {job.job_id for job in jobs}
+    shown = ["squeue", "-h", "-t", "all", "-o", "%A"]
+    wait_for("squeue to forget", lambda: ids.isdisjoint(cluster.output(shown).split()), 60)
+    kept: dict[Claim, JobState] = {}
+    states = query([*jobs, held, nobody], kept)
+    assert set(kept) == {*jobs, nobody}, "not asked for again"
     assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
-    assert states[held].state == "PENDING" and states["99999"].state == FORGOTTEN
-    assert query(["99999"])["99999"].state == FORGOTTEN, "squeue fails where its only id is unknown"
+    assert states[held].state == "PENDING" and states[nobody].state == FORGOTTEN
+    assert query([nobody])[nobody].state == FORGOTTEN, "squeue fails where its only id is unknown"
     shim(tmp_path, monkeypatch, "squeue", "sacct")
     states = query([jobs[0], held])
     assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "scontrol knows"
     assert states[jobs[0]].state == FORGOTTEN
     status = submit(cluster, calm, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
-    cluster.output(["scancel", held])
+    cluster.output(["scancel", held.job_id])
 
 
 def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
     """Slurm has a state for that, which lasts where a node does not answer; before a time limit jobs get it, too."""
-    job = cluster.output(["sbatch", "--parsable", "-w", "n2", "-o", "/dev/null", "--wrap", "sleep 60"])
+    words = ["-w", "n2", "-o", "/dev/null", "--comment=sluice x", "--wrap", "sleep 60"]
+    job = cluster.output(["sbatch", "--parsable", *words])
     cluster.wait_job(job, "RUNNING")
     machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
     [slurmd] = [process for process in machine.children() if process.name() == "slurmd"]
     slurmd.suspend()
     try:
         cluster.output(["scancel", "--signal=CONT", job])
-        state = query([job])[job]
+        [state] = query([Claim(job, ("sluice x",))]).values()
     finally:
         slurmd.resume()
     assert (state.state, state.active) == ("SIGNALING", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.run import Run
 from slurm import states, status
 from slurm.cluster import Submitted
 from slurm.report import print_report
-from slurm.states import JobState
+from slurm.states import Claim, JobState
 from tests.tiny import make_run
 
 STARTED = {"event": "started"}
@@ -70,7 +71,7 @@ def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, mo
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
 
-    def jobs_of(run: Run, forgotten: dict[str, JobState]) -> list[Submitted]:
+    def jobs_of(run: Run, forgotten: dict[Claim, JobState]) -> list[Submitted]:
         asked.append(now)
         return []
 
@@ -94,15 +95,19 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
 
     def call(*command: str) -> str | None:
         calls.append(command)
-        return {"squeue": "2_0|RUNNING|None|n1\n2_1|PENDING|Resources|\n", "sacct": "1|COMPLETED|None|n1\n"}.get(
-            command[0]
-        )
+        return {
+            "squeue": "2_0|RUNNING|None|n1|sluice /a\n2_1|PENDING|Resources||sluice /a\n",
+            "sacct": "1|COMPLETED|None|n1|here|0|1970-01-01T00:00:00|a-train\n",
+        }.get(command[0])
 
     monkeypatch.setattr(states, "call", call)
-    kept: dict[str, JobState] = {}
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    submitted = datetime(1970, 1, 1).timestamp()
+    one, two = (Claim(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
+    kept: dict[Claim, JobState] = {}
     for _ in range(2):
-        found = states.query(["1", "2"], kept)
-        assert (found["1"].state, found["2"].state) == ("COMPLETED", "RUNNING")
+        found = states.query([one, two], kept)
+        assert (found[one].state, found[two].state) == ("COMPLETED", "RUNNING")
     assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
     assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
 
@@ -118,9 +123,10 @@ def test_what_nobody_knows_is_asked_once_where_slurm_answers(
         return "" if answers and command[0] == "squeue" else None
 
     monkeypatch.setattr(states, "call", call)
-    kept: dict[str, JobState] = {}
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    kept: dict[Claim, JobState] = {}
     for _ in range(2):
-        assert states.query(["1"], kept)["1"].state == states.FORGOTTEN
+        assert states.query([Claim("1")], kept)[Claim("1")].state == states.FORGOTTEN
     assert [name for name in calls if answers or name == "squeue"] == asked
 
 

@@ -87,7 +87,7 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
 def test_what_waits_in_vain_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
 ) -> None:
-    from slurm import succession
+    from slurm import states, succession
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
         run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
@@ -106,9 +106,11 @@ def test_what_waits_in_vain_is_cancelled(
         run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-2]))
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
-    states = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
-    monkeypatch.setattr(succession, "query", lambda jobs: states)
-    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
+    monkeypatch.setattr(states, "call", lambda *words: calls.append(" ".join(words)))
+    for module in (states, succession):
+        monkeypatch.setattr(module, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
@@ -123,7 +125,7 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
     ):  # fmt: skip
         run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job, "PENDING") for job in jobs})
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
     monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
     assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None

@@ -210,6 +210,15 @@ class Cluster:
         self._site(node)
         self.output(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
+    def lose_state(self, timeout: float = 60) -> None:
+        """The controller comes back without what it knew: every job is gone, and ids start from 1 again."""
+        site = self._site()
+        self._machine("slurmctld").end()
+        shutil.rmtree(self.directory / "state")
+        (self.directory / "state").mkdir()
+        self._start_daemon(timeout, "slurmctld", ["slurmctld", "-D"], (site.host, site.ports["slurmctld"]))
+        self.wait_idle(timeout)
+
     # Commands
 
     def environment(self) -> dict[str, str]:
