@@ -95,20 +95,21 @@ def resume(
     opened = Run.open(run)
     chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
     asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
-    if (asked_anew or update_code) and (busy := running(opened)):
-        raise UserError(
-            f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-            f"python submit.py cancel {run}"
-        )
-    for one in (opened, *points(opened)):
-        one.change(overrides or [])
-        one.clear_requests()
-        one.event("resumed")
-    if asked_anew:
-        cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
-    if update_code:
-        opened.snapshot_code()
-        opened.event("code_updated", commit=opened.commit)
+    with opened.alone():  # two at once: the second finds what the first one changed
+        if (asked_anew or update_code) and (busy := running(opened)):
+            raise UserError(
+                f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
+                f"python submit.py cancel {run}"
+            )
+        for one in (opened, *points(opened)):
+            one.change(overrides or [])
+            one.clear_requests()
+            one.event("resumed")
+        if asked_anew:
+            cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
+        if update_code:
+            opened.snapshot_code()
+            opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)
 
 
@@ -153,7 +154,8 @@ def _go(run: Any, executor: Executor, *, again: bool) -> None:
     if executor == Executor.SLURM:
         from slurm.cluster import submit_chain
 
-        raise typer.Exit(submit_chain(run, console, again=again))
+        with run.alone():  # two at once: the second finds the jobs of the first
+            raise typer.Exit(submit_chain(run, console, again=again))
     from slurm.chain import run_chain
     from slurm.report import outcome
 

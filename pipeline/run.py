@@ -104,7 +104,7 @@ class Run:
         if not run.config_file.exists():
             found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
         run.path.mkdir(parents=True, exist_ok=True)
-        with run._alone():  # two at once: the second finds the run made
+        with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
                 differences = describe_differences(load_config(run.config_file), config)
                 if differences:
@@ -117,7 +117,7 @@ class Run:
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
             run.__dict__["config"] = config  # as it would be read back
-            run._copy_code()
+            run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
@@ -271,22 +271,23 @@ class Run:
     # -- code --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait until nobody else makes this run or replaces its code."""
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody else makes this run, changes it, replaces its code or submits its jobs.
+
+        Who holds it waits for no job, so a job may ask for it. What somebody else changed meanwhile is read again.
+        """
         with open(self.path / ".creating", "w") as lock:
             flock(lock.fileno(), fcntl.LOCK_EX)
+            self.__dict__.pop("config", None)
             yield
 
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
 
-        With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or OSError where the
-        copy cannot be written (errors.storage_error explains both); the older one stays then, and nothing of the new.
+        Call it in `alone`. With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or
+        OSError where the copy cannot be written (errors.storage_error explains both); the older one stays then, and
+        nothing of the new.
         """
-        with self._alone():
-            self._copy_code()
-
-    def _copy_code(self) -> None:
         model = found_for(self.config, [Path.cwd(), CODE_ROOT])
         if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
             raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
