@@ -93,22 +93,24 @@ def resume(
     from slurm.cluster import cancel_jobs, running
 
     opened = Run.open(run)
+    opened.refuse_foreign()
     chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
     asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
-    if (asked_anew or update_code) and (busy := running(opened)):
-        raise UserError(
-            f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-            f"python submit.py cancel {run}"
-        )
-    for one in (opened, *points(opened)):
-        one.change(overrides or [])
-        one.clear_requests()
-        one.event("resumed")
-    if asked_anew:
-        cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
-    if update_code:
-        opened.snapshot_code()
-        opened.event("code_updated", commit=opened.commit)
+    with opened.alone():  # two at once: the second finds what the first one changed
+        if (asked_anew or update_code) and (busy := running(opened)):
+            raise UserError(
+                f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
+                f"python submit.py cancel {run}"
+            )
+        for one in (opened, *points(opened)):
+            one.change(overrides or [])
+            one.clear_requests()
+            one.event("resumed")
+        if asked_anew:
+            cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
+        if update_code:
+            opened.snapshot_code()
+            opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)
 
 
@@ -153,7 +155,8 @@ def _go(run: Any, executor: Executor, *, again: bool) -> None:
     if executor == Executor.SLURM:
         from slurm.cluster import submit_chain
 
-        raise typer.Exit(submit_chain(run, console, again=again))
+        with run.alone():  # two at once: the second finds the jobs of the first
+            raise typer.Exit(submit_chain(run, console, again=again))
     from slurm.chain import run_chain
     from slurm.report import outcome
 
@@ -233,16 +236,16 @@ def verify(
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     from pipeline.run import Run
 
-    opened = Run.open(run)
-    raise _child(opened.code, "verify", str(opened.path), *(["--step", step] if step else []))
+    opened = Run.open(run)  # our code, not the run's: it may be anybody's
+    raise _child("verify", str(opened.path), *(["--step", step] if step else []))
 
 
-def _child(code: Path, *arguments: str) -> typer.Exit:
-    """Run `python -m pipeline` with the code in a folder; it may import torch."""
+def _child(*arguments: str) -> typer.Exit:
+    """Run `python -m pipeline` with the code beside this file; it may import torch."""
     from slurm.launch import with_code
 
     command = [sys.executable, "-m", "pipeline", *arguments]
-    return typer.Exit(subprocess.run(command, env=with_code(os.environ, code)).returncode)
+    return typer.Exit(subprocess.run(command, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
 
 
 @app.command()
@@ -269,7 +272,7 @@ def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")], overrides: Overrides = None
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
-    raise _child(Path(__file__).resolve().parent, "plan", str(config), *(overrides or []))
+    raise _child("plan", str(config), *(overrides or []))
 
 
 @app.command()

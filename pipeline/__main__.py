@@ -52,7 +52,10 @@ def main(arguments: list[str]) -> int:
             print("\n".join(plan(config)))
             return 0
         place = identify(os.environ)
-        run = find_run(target, overrides, place)
+        found = find_run(target, overrides, place)
+        if not watched:  # the supervisor asked already
+            found.refuse_foreign()
+        run = found
         work = stages.load(stage)
         if not watched and place.rank == 0:
             if run.lock(stage) is None:

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
+
 PATIENCE_S = 5.0
 """How long an append waits for the lock, in seconds."""
 
@@ -73,6 +75,19 @@ def flock(fd: int, operation: int) -> bool:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True
+
+
+def open_lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Open a lock's file: never through a link, which may lead to a file of value, and never emptying it.
+
+    Raises UserError where it is a link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path} is a symbolic link, which a lock never is: remove it") from error
+        raise
 
 
 def append_line(path: str | Path, line: str) -> None:

@@ -38,7 +38,8 @@ from typing import Any
 from pipeline.config import Config, Sharing
 from pipeline.config_file import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.errors import UserError, storage_error
-from pipeline.files import append_line, flock, read_jsonl, write_atomic
+from pipeline.files import append_line, flock, open_lock, read_jsonl, write_atomic
+from pipeline.trust import normalise, refuse_foreign
 from pipeline.user_model import UserModel, found_for
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
@@ -98,13 +99,16 @@ class Run:
 
         Raises UserError where a run of this name exists with another config, naming what differs.
         """
-        config = with_absolute_paths(config)
-        os.umask(_UMASK[config.run.sharing])
+        config, umask = with_absolute_paths(config), _UMASK[config.run.sharing]
+        os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
             found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
-        run.path.mkdir(parents=True, exist_ok=True)
-        with run._alone():  # two at once: the second finds the run made
+        if not run.path.exists():
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
+        run.refuse_foreign()
+        with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
                 differences = describe_differences(load_config(run.config_file), config)
                 if differences:
@@ -117,7 +121,7 @@ class Run:
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
             run.__dict__["config"] = config  # as it would be read back
-            run._copy_code()
+            run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
@@ -144,6 +148,10 @@ class Run:
     def resume_command(self) -> str:
         """What a person types to go on."""
         return f"python submit.py resume {shlex.quote(self.name)}"
+
+    def refuse_foreign(self) -> None:
+        """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""
+        refuse_foreign(self.path)
 
     # -- config ------------------------------------------------------------------------------------------
 
@@ -233,7 +241,7 @@ class Run:
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
         name = "lock" if task is None else f"lock-{task}"
-        fd = os.open(self.stage_folder(stage) / name, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = open_lock(self.stage_folder(stage) / name)
         deadline = time.monotonic() + patience_s  # somebody who only looks (`holder`) has it for a moment, too
         while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
@@ -262,7 +270,7 @@ class Run:
     def holder(self, stage: str) -> Holder | None:
         """Who runs the stage, or a task of its array (one of them); None where nobody does."""
         for lock in sorted((self.jobs / stage).glob("lock*")):
-            with open(lock, "rb") as file:
+            with open(open_lock(lock, os.O_RDONLY), "rb") as file:
                 if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
                     pid, _, host = file.read().decode().strip().partition(" ")
                     return Holder(int(pid) if pid.isdigit() else 0, host)
@@ -271,22 +279,23 @@ class Run:
     # -- code --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait until nobody else makes this run or replaces its code."""
-        with open(self.path / ".creating", "w") as lock:
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody else makes this run, changes it, replaces its code or submits its jobs.
+
+        Who holds it waits for no job, so a job may ask for it. What somebody else changed meanwhile is read again.
+        """
+        with open(open_lock(self.path / ".creating"), "rb") as lock:
             flock(lock.fileno(), fcntl.LOCK_EX)
+            self.__dict__.pop("config", None)
             yield
 
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
 
-        With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or OSError where the
-        copy cannot be written (errors.storage_error explains both); the older one stays then, and nothing of the new.
+        Call it in `alone`. With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or
+        OSError where the copy cannot be written (errors.storage_error explains both); the older one stays then, and
+        nothing of the new.
         """
-        with self._alone():
-            self._copy_code()
-
-    def _copy_code(self) -> None:
         model = found_for(self.config, [Path.cwd(), CODE_ROOT])
         if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
             raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
@@ -321,6 +330,7 @@ class Run:
         if commit is not None:
             (new / "COMMIT").write_bytes(commit)
             (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
+        normalise(new, _UMASK[self.config.run.sharing])  # a checkout may be open to others, and its copies with it
 
     @property
     def commit(self) -> str | None:

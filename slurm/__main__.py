@@ -18,7 +18,9 @@ def main(arguments: list[str]) -> int:
             raise UserError("usage: python -m slurm prepare|shard|train|evaluate RUN")
         from slurm.supervisor import supervise
 
-        return supervise(Run.open(arguments[1]), arguments[0], flag)
+        run = Run.open(arguments[1])
+        run.refuse_foreign()
+        return supervise(run, arguments[0], flag)
     except Exception as error:
         found = error if isinstance(error, UserError) else storage_error(error)
         print(f"error: {found}" if found else traceback.format_exc(), file=sys.stderr)

@@ -147,7 +147,10 @@ def print_report(run: Run, console: Console) -> None:
     if results := _evaluations(run):
         tables.append(("Evaluation", results))
     page = run.path / "report.html"
-    write_atomic(page, html.page(title, lines, tables, pictures))
+    try:
+        write_atomic(page, html.page(title, lines, tables, pictures))
+    except PermissionError:  # somebody else's run
+        return
     console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
 
 

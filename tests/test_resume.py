@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from pipeline.config_errors import ConfigError
 from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.files import read_jsonl
-from pipeline.run import Run
+from pipeline.run import CODE_ROOT, Run
 from pipeline.sweep import points
 from slurm import cluster as chain
 from slurm import sbatch, states, sweeps
@@ -174,6 +177,22 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
     assert done.returncode == Exit.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
     assert chain.running(run) == []
+
+
+def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
+    with run.alone():
+        second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with suppress(subprocess.TimeoutExpired):
+            second.wait(4)  # long enough to have read the config of 30 steps
+        run.change(["train.steps=50"])
+    try:
+        errors = second.communicate(timeout=60)[1].decode()
+    finally:
+        second.kill()
+    assert second.returncode == Exit.USER_ERROR and "larger than the 50 steps" in errors
+    assert Run.open(run.path).config.train.steps == 50
 
 
 def test_a_sweep_and_its_points_are_one_question(

@@ -142,6 +142,37 @@ def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
     assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
 
 
+def at_once(cluster: Cluster, folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Three submit.py with the same words; codes and outputs."""
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, **cluster.environment(), "COLUMNS": "200"}
+    three = [subprocess.Popen(command, cwd=folder, env=environment, **pipes) for _ in range(3)]
+    outputs = [one.communicate(timeout=240)[0] for one in three]
+    return [(one.returncode, output) for one, output in zip(three, outputs, strict=True)]
+
+
+def test_three_at_once_submit_one_chain(tmp_path: Path, cluster: Cluster) -> None:
+    """What waits for tomorrow stays in the queue, to be counted."""
+    config, chain = write_config(tmp_path), ["tiny-evaluate", "tiny-prepare", "tiny-shard", "tiny-shard", "tiny-train"]
+    queue = ["squeue", "-h", "--format=%j"]
+    try:
+        for words in (
+            (str(config), "site.sbatch={begin: now+1day}"),
+            ("resume", "runs/tiny"),
+            ("resume", "runs/tiny", "stages.train.time='00:30:00'"),  # each asks anew, in the last one's place
+        ):
+            ends = at_once(cluster, tmp_path, *words)
+            assert [code for code, _ in ends] == [0, 0, 0], ends
+            assert sorted(cluster.output(queue).split()) == chain, ends
+            if len(words) == 2:
+                assert events(tmp_path / "runs/tiny").count("submitted") == len(chain), ends
+                assert sum(len(re.findall(r"^\w+ +job \d+ pending$", text, re.M)) for _, text in ends) >= 8, ends
+    finally:
+        submit(cluster, tmp_path, "cancel", "runs/tiny")
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+
+
 def slow(folder: Path, calm: Path, name: str) -> Path:
     """A config for a training of half a minute, on the calm run's data."""
     text = write_config(folder, name, steps=40).read_text()
