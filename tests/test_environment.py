@@ -242,6 +242,8 @@ def test_our_launcher_comes_first(outer: Env) -> None:
         ),
         (openmpi(1, 2, 1, 2) | {"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is no whole number"),
         (openmpi(1, 4, 0, 2) | {"MASTER_ADDR": "x"}, "map-by slot"),
+        (hydra(1, 3, 1, 2) | BATCH, "MPI_LOCALNRANKS=2, SLURM_JOB_NODELIST=.*map-by slot"),
+        (hydra(0, 1, 0, 1) | {"PMI_RANK": ""}, "PMI_RANK is not set"),
         (openmpi(0, 3, 0, 1) | BATCH | {"SLURMD_NODENAME": "login"}, "SLURM_JOB_NODELIST"),
         (srun(4, 1, 1), "SLURM_PROCID=4 must be less than SLURM_STEP_NUM_TASKS=4"),
         (srun(3, 2, 1), "SLURM_NODEID=2"),
@@ -288,7 +290,7 @@ def test_hostlist_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a,", "n[", "n[]", "n[1", "n1]", "n[3-1]", "n[a-b]", "n[1,,2]", "a b", "n[1-]"]
+    "text", ["", ",", "a,", "n[", "n[]", "n[1", "n1]", "n[3-1]", "n[1,3-1]", "n[a-b]", "n[1,,2]", "a b", "n[1-]"]
 )
 def test_broken_hostlists(text: str) -> None:
     with pytest.raises(UserError, match="is no host list"):
@@ -296,7 +298,8 @@ def test_broken_hostlists(text: str) -> None:
 
 
 def test_hostlist_of_a_whole_planet() -> None:
-    for text in ("n[1-999999999]", "n[1-9999]m[1-9999]"):
+    """They are refused at once, and so is a long name with a mistake behind it."""
+    for text in ("n[1-999999999]", "n[1-9999]m[1-9999]", "n[1-65536],m", "n" * 5000 + "["):
         with pytest.raises(UserError, match="is no host list"):
             expand_hostlist(text)
 
@@ -342,15 +345,15 @@ def runs_of(counts: list[int]) -> str:
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.booleans())
-def test_uneven_tasks_per_node(counts: list[int], by_step: bool) -> None:
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_uneven_tasks_per_node(counts: list[int]) -> None:
     """Every task of a step finds its node, its neighbours and the same rendezvous."""
-    world, prefix = sum(counts), "SLURM_STEP_" if by_step else "SLURM_"
+    world = sum(counts)
     env = BATCH | {
         "SLURM_STEP_ID": "0",
-        f"{prefix}TASKS_PER_NODE": runs_of(counts),
-        "SLURM_STEP_NUM_TASKS" if by_step else "SLURM_NTASKS": str(world),
-        "SLURM_STEP_NODELIST" if by_step else "SLURM_JOB_NODELIST": f"n[1-{len(counts)}]",
+        "SLURM_STEP_TASKS_PER_NODE": runs_of(counts),
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
     }
     where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     places = [

@@ -35,6 +35,8 @@ NETWORK_FILE_SYSTEMS = {
 Verdict = Literal["ok", "note", "problem"]
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 _NO_PREEMPTION, _BY_QOS = "preempt/none", "preempt/qos"
+_NO_SLURM = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
+_NO_ANSWER = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
 _CHECK_S = 60
 _QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 
@@ -43,10 +45,10 @@ _QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 class Finding:
     """One fact and what it means for a run."""
 
-    verdict: Verdict
     what: str
     found: str
     meaning: str
+    verdict: Verdict = "ok"
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ def parse_partitions(text: str) -> list[dict[str, str]]:
 
 def parse_gres(text: str) -> dict[str, str]:
     """`sinfo --noheader --format=%R|%G`: partition → resources of its nodes, without those that have none."""
-    found: dict[str, list[str]] = {}
-    for line in text.splitlines():
+    found: dict[str, str] = {}
+    for line in dict.fromkeys(text.splitlines()):
         partition, _, gres = line.partition("|")
-        if gres and gres != "(null)" and gres not in found.setdefault(partition, []):
-            found[partition].append(gres)
-    return {partition: "; ".join(gres) for partition, gres in found.items() if gres}
+        if gres not in ("", "(null)"):
+            found[partition] = f"{found[partition]}; {gres}" if partition in found else gres
+    return found
 
 
 def parse_mpi(text: str) -> list[str]:
@@ -92,80 +94,75 @@ def parse_qos(text: str) -> list[dict[str, str]]:
     return [dict(zip(_QOS, row, strict=True)) for row in rows if len(row) == len(_QOS)]
 
 
-def number(text: str) -> int | None:
-    """The number that a setting begins with: `10 sec` → 10; None where there is none."""
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else None
+def number(settings: Mapping[str, str], name: str, behind: str = "^", default: int = 0) -> int:
+    """The number that a setting begins with, or has `behind` a word: `10 sec` → 10."""
+    match = re.search(rf"{behind}(\d+)", settings.get(name, ""))
+    return int(match[1]) if match else default
+
+
+def note_unless(good: bool) -> Verdict:
+    """Whether something is worth knowing."""
+    return "ok" if good else "note"
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
     """What the facts mean for a run."""
     config = facts.config
-
-    def value(name: str) -> int:
-        return number(config.get(name, "")) or 0
-
-    def note_unless(good: bool) -> Verdict:
-        return "ok" if good else "note"
-
     version = config.get("SLURM_VERSION", "?")
-    tried = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (22, 5)
-    yield Finding(note_unless(tried), "Slurm", version, "22.05 and later are known to work")
+    tried = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
+    yield Finding("Slurm", version, "22.05 and later are known to work", note_unless(tried))
     yield from (_partition(partition, facts) for partition in facts.partitions)
-    preempts = config.get("PreemptType", _NO_PREEMPTION)
-    if preempts != _NO_PREEMPTION:
-        where = "`sacctmgr show qos`" if preempts == _BY_QOS else "the partitions"
-        yield Finding("ok", "preemption", preempts, f"jobs may have to make room for others: see {where}")
-        for qos in facts.qos:
-            if by := [other["Name"] for other in facts.qos if qos["Name"] in other["Preempt"].split(",")]:
-                mode = config.get("PreemptMode", "?") if qos["PreemptMode"] == "cluster" else qos["PreemptMode"].upper()
-                grace = parse_time(qos["GraceTime"]) if ":" in qos["GraceTime"] else 0
-                yield _preempted(f"QOS {qos['Name']}", f"may be preempted by {', '.join(by)}", mode, grace)
-        at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
-        meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
-        yield Finding("ok", "preempt_send_user_signal", "on" if at_once else "off", meaning)
+    if config.get("PreemptType", _NO_PREEMPTION) != _NO_PREEMPTION:
+        yield from _preemption(facts)
     meaning = "Sluice asks for it with each job (--requeue), unless site.requeue is false"
-    yield Finding("ok", "JobRequeue", config.get("JobRequeue", "?"), meaning)
-    expire = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    wait = int(expire[1]) + 1 if expire else 121
-    yield Finding(
-        "ok", "after a requeue", f"{wait} s", "a requeued job waits so long before it may start (cred_expire)"
-    )
-    meaning = "from TERM to KILL; site.signal_s gives a save more time than that"
-    yield Finding(note_unless(value("KillWait") >= 30), "KillWait", f"{value('KillWait')} s", meaning)
-    tasks = value("MaxArraySize")
-    meaning = f"stages.shard.tasks may be up to {tasks}" if tasks > 1 else "no job arrays: set stages.shard.tasks to 1"
-    yield Finding("ok" if tasks > 1 else "problem", "MaxArraySize", str(tasks), meaning)
-    jobs, meaning = value("MaxJobCount"), "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
-    yield Finding(note_unless(jobs >= 1000), "MaxJobCount", str(jobs), meaning)
-    storage = config.get("AccountingStorageType", "(null)")
-    if storage in ("accounting_storage/none", "(null)"):
-        meaning = "no sacct: Slurm forgets ended jobs after MinJobAge, then the run directory alone tells what happened"
-        yield Finding("note", "accounting", "off", meaning)
+    yield Finding("JobRequeue", config.get("JobRequeue", "?"), meaning)
+    again = number(config, "AuthInfo", "cred_expire=", default=120) + 1
+    yield Finding("after a requeue", f"{again} s", "a requeued job waits so long before it may start (cred_expire)")
+    grace, meaning = number(config, "KillWait"), "from TERM to KILL; site.signal_s gives a save more time than that"
+    yield Finding("KillWait", f"{grace} s", meaning, note_unless(grace >= 30))
+    if (tasks := number(config, "MaxArraySize")) > 1:
+        yield Finding("MaxArraySize", str(tasks), f"stages.shard.tasks may be up to {tasks}")
     else:
-        enforced = config.get("AccountingStorageEnforce", "none")
-        meaning = (
-            "sacct knows jobs that ended" if enforced == "none" else f"{enforced} enforced: site.account must be yours"
-        )
-        yield Finding("ok", "accounting", storage, meaning)
-    age, meaning = value("MinJobAge"), "squeue and scontrol know a job for so long after its end"
-    yield Finding(note_unless(age >= 60), "MinJobAge", f"{age} s", meaning)
+        yield Finding("MaxArraySize", str(tasks), "no job arrays: set stages.shard.tasks to 1", "problem")
+    jobs, meaning = number(config, "MaxJobCount"), "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
+    yield Finding("MaxJobCount", str(jobs), meaning, note_unless(jobs >= 1000))
+    storage, enforced = (config.get(f"AccountingStorage{name}", "none") for name in ("Type", "Enforce"))
+    if storage in ("accounting_storage/none", "none", "(null)"):
+        meaning = "no sacct: Slurm forgets ended jobs after MinJobAge, then the run directory alone tells what happened"
+        yield Finding("accounting", "off", meaning, "note")
+    else:
+        meaning = f"{enforced} enforced: site.account must be yours"
+        yield Finding("accounting", storage, "sacct knows jobs that ended" if enforced == "none" else meaning)
+    age, meaning = number(config, "MinJobAge"), "squeue and scontrol know a job for so long after its end"
+    yield Finding("MinJobAge", f"{age} s", meaning, note_unless(age >= 60))
     if config.get("EnforcePartLimits", "NO") == "NO":
         meaning = "a job that asks for more than its partition has is accepted and waits for ever: see `status`"
-        yield Finding("note", "EnforcePartLimits", "NO", meaning)
-    pmi = [name for name in facts.mpi if name.startswith("pm")]
-    how = f"srun --mpi={pmi[0]}" if pmi else "mpirun (Slurm has no PMI here)"
-    meaning = f"MPI ranks can be started by {how}; NCCL and Gloo need none of it"
-    yield Finding(note_unless(bool(pmi)), "srun --mpi", ", ".join(facts.mpi) or "nothing", meaning)
+        yield Finding("EnforcePartLimits", "NO", meaning, "note")
+    pmi = next((f"srun --mpi={name}" for name in facts.mpi if name.startswith("pm")), None)
+    meaning = f"MPI ranks can be started by {pmi or 'mpirun (Slurm has no PMI here)'}; NCCL and Gloo need none of it"
+    yield Finding("srun --mpi", ", ".join(facts.mpi) or "nothing", meaning, note_unless(pmi is not None))
     topology = config.get("TopologyPlugin", "topology/none")
     if topology in ("", "topology/none", "topology/default", "topology/flat"):
-        yield Finding("note", "TopologyPlugin", topology, "Slurm knows no switches: site.switches does nothing")
+        yield Finding("TopologyPlugin", topology, "Slurm knows no switches: site.switches does nothing", "note")
     else:
-        most = re.search(r"max_switch_wait=(\d+)", config.get("SchedulerParameters", ""))
-        meaning = (
-            f"site.switches keeps a job under few switches, and waits for that at most {most[1] if most else 300} s"
-        )
-        yield Finding("ok", "TopologyPlugin", topology, meaning)
+        most = number(config, "SchedulerParameters", "max_switch_wait=", default=300)
+        meaning = f"site.switches keeps a job under few switches, and waits for that at most {most} s"
+        yield Finding("TopologyPlugin", topology, meaning)
+
+
+def _preemption(facts: Facts) -> Iterator[Finding]:
+    """Who makes room for whom where QOS say so, and how jobs are told."""
+    config = facts.config
+    where = "`sacctmgr show qos`" if config["PreemptType"] == _BY_QOS else "the partitions"
+    yield Finding("preemption", config["PreemptType"], f"jobs may have to make room for others: see {where}")
+    for qos in facts.qos:
+        if by := [other["Name"] for other in facts.qos if qos["Name"] in other["Preempt"].split(",")]:
+            mode = config.get("PreemptMode", "?") if qos["PreemptMode"] == "cluster" else qos["PreemptMode"].upper()
+            grace = parse_time(qos["GraceTime"]) if ":" in qos["GraceTime"] else 0
+            yield _preempted(f"QOS {qos['Name']}", f"may be preempted by {', '.join(by)}", mode, grace)
+    at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
+    meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
+    yield Finding("preempt_send_user_signal", "on" if at_once else "off", meaning)
 
 
 def _partition(partition: Mapping[str, str], facts: Facts) -> Finding:
@@ -175,12 +172,12 @@ def _partition(partition: Mapping[str, str], facts: Facts) -> Finding:
     found += f"{partition.get('MaxNodes')}, gres {facts.gres.get(name, 'none')}"
     preempts = facts.config.get("PreemptType", _NO_PREEMPTION)
     if state != "UP":
-        return Finding("problem", what, found, f"its state is {state}: jobs do not start here")
+        return Finding(what, found, f"its state is {state}: jobs do not start here", "problem")
     if preempts == _BY_QOS:
-        return Finding("ok", what, found, "the QOS of a job says whether it may be preempted")
+        return Finding(what, found, "the QOS of a job says whether it may be preempted")
     if preempts == _NO_PREEMPTION or mode == "OFF":
-        return Finding("ok", what, found, "jobs here are not preempted")
-    return _preempted(what, found, mode, number(partition.get("GraceTime", "")) or 0)
+        return Finding(what, found, "jobs here are not preempted")
+    return _preempted(what, found, mode, number(partition, "GraceTime"))
 
 
 def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
@@ -188,11 +185,11 @@ def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
     found += f", PreemptMode {mode}, GraceTime {grace} s"
     if "REQUEUE" not in mode:
         gone = "gone: with site.requeue: false a successor takes over" if "CANCEL" in mode else f"treated with {mode}"
-        return Finding("note", what, found, f"a preempted job is {gone}")
+        return Finding(what, found, f"a preempted job is {gone}", "note")
     if grace:
-        return Finding("ok", what, found, f"a preempted training has about {grace} s to save, then it is requeued")
+        return Finding(what, found, f"a preempted training has about {grace} s to save, then it is requeued")
     meaning = "a preempted training has KillWait to save, and is requeued; work since its last checkpoint may be lost"
-    return Finding("note", what, found, meaning)
+    return Finding(what, found, meaning, "note")
 
 
 def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iterator[Finding]:
@@ -201,24 +198,24 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
     `unseen`: why compute nodes do not see it, "" where they do, None where nobody looked.
     """
     shared = kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")
-    verdict: Verdict = "problem" if unseen or (unseen is None and nodes and not shared) else "ok"
-    if unseen is not None:
-        meaning = f"compute nodes do not share it: {unseen}" if unseen else "compute nodes see it"
-    elif shared:
-        meaning = "a network file system; --check-nodes asks whether compute nodes see it"
-    elif nodes:
-        meaning = "no network file system: if compute nodes do not share it no job starts; --check-nodes finds out"
-    else:
-        meaning = "runs stay on this machine"
-    yield Finding(verdict, "run.root", f"{folder}: {kind or 'unknown file system'}", meaning)
+    rules: tuple[tuple[object, Verdict, str], ...] = (
+        (unseen, "problem", f"compute nodes do not share it: {unseen}"),
+        (unseen is not None, "ok", "compute nodes see it"),
+        (shared, "ok", "a network file system; --check-nodes asks whether compute nodes see it"),
+        (not nodes, "ok", "runs stay on this machine"),
+        (True, "problem", "no network file system: if compute nodes do not share it no job starts; "
+         "--check-nodes finds out"),
+    )  # fmt: skip
+    verdict, meaning = next((verdict, meaning) for holds, verdict, meaning in rules if holds)
+    yield Finding("run.root", f"{folder}: {kind or 'unknown file system'}", meaning, verdict)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield Finding("ok", "file locks", "flock works", "two jobs cannot run the same stage at once")
+        yield Finding("file locks", "flock works", "two jobs cannot run the same stage at once")
     except OSError as error:
         meaning = "nothing keeps two jobs from running the same stage at once"
         meaning += ", and events.jsonl may lose lines" if kind.startswith("nfs") else ""
-        yield Finding("note", "file locks", str(error), meaning)
+        yield Finding("file locks", str(error), meaning, "note")
 
 
 def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
@@ -230,10 +227,9 @@ def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | Non
         probe.write(b"seen\n")
         probe.flush()
         wanted = min(nodes, 2)
-        command = ["srun", f"--nodes={wanted}", f"--ntasks={wanted}", "--time=1", "--chdir=/"]
-        wishes = {"partition": site.partition, "account": site.account, "qos": site.qos, "constraint": site.constraint}
-        command += [f"--{option}={value}" for option, value in wishes.items() if value]
-        command += [f"--immediate={_CHECK_S}", "cat", probe.name]
+        options = {"nodes": wanted, "ntasks": wanted, "time": 1, "chdir": "/", "immediate": _CHECK_S}
+        options |= site.model_dump(include={"partition", "account", "qos", "constraint"})
+        command = ["srun", *(f"--{name}={value}" for name, value in options.items() if value), "cat", probe.name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _CHECK_S)
         except subprocess.TimeoutExpired:
@@ -256,24 +252,22 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
     kind = file_system_type(folder)
     config = call("scontrol", "show", "config")
     if config is None:
-        meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
-        lacks = Finding("problem", "Slurm", "no answer", meaning)
-        if shutil.which("scontrol") is None:
-            meaning = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
-            lacks = Finding("note", "Slurm", "no scontrol on PATH", meaning)
+        lacks = Finding("Slurm", "no scontrol on PATH", _NO_SLURM, "note")
+        if shutil.which("scontrol"):
+            lacks = Finding("Slurm", "no answer", _NO_ANSWER, "problem")
         return [lacks, *file_system(folder, 0, kind, None)]
+    known = parse_config(config)
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
-    gres = parse_gres(call("sinfo", "--noheader", "--format=%R|%G") or "")
-    mpi, known = parse_mpi(call("srun", "--mpi=list") or ""), parse_config(config)
-    by_qos = known.get("PreemptType") == _BY_QOS
+    gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
     listing = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}")
-    facts = Facts(known, partitions, gres, mpi, parse_qos((call(*listing) if by_qos else None) or ""))
-    nodes = max((number(partition.get("TotalNodes", "")) or 0 for partition in partitions), default=0)
+    qos = (call(*listing) if known.get("PreemptType") == _BY_QOS else None) or ""
+    facts = Facts(known, partitions, parse_gres(gres), parse_mpi(mpi), parse_qos(qos))
+    nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
     unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
     found = [*judge(facts), *file_system(folder, nodes, kind, unseen)]
     if refused:
         meaning = "the nodes could not be asked; try later, or with --site PROFILE (its partition, account, QOS)"
-        found.append(Finding("note", "--check-nodes", refused, meaning))
+        found.append(Finding("--check-nodes", refused, meaning, "note"))
     return found
 
 

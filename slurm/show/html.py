@@ -12,13 +12,8 @@ from html import escape
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt
 
-COLOURS = dict(
-    zip(
-        PARTS,
-        ["#f1f3f5", "#dee2e6", "#ffd43b", "#40c057", "#99e9f2", "#4dabf7", "#1971c2", "#fa5252", "#adb5bd"],
-        strict=True,
-    )
-)
+_SHADES = "#f1f3f5 #dee2e6 #ffd43b #40c057 #99e9f2 #4dabf7 #1971c2 #fa5252 #adb5bd"
+COLOURS = dict(zip(PARTS, _SHADES.split(), strict=True))
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem } svg { width: 100%; height: auto }
@@ -50,6 +45,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "<table>" + line(rows[0], "th") + "".join(line(cells, "td") for cells in rows[1:]) + "</table>"
 
 
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
 def timeline(attempts: Sequence[Attempt]) -> str:
     """One lane per stage (tasks of an array share it), from the first to the last moment of the run."""
     if not attempts:
@@ -57,33 +56,28 @@ def timeline(attempts: Sequence[Attempt]) -> str:
     begin, end = min(a.begin for a in attempts), max(a.end for a in attempts)
     scale = (_WIDTH - _LEFT) / max(end - begin, 1e-9)
     lanes = list(dict.fromkeys(a.stage for a in attempts))
-    drawn = []
-    for number, stage in enumerate(lanes):
-        y = 8 + number * _LANE
-        drawn.append(f'<text x="0" y="{y + 14}">{escape(stage)}</text>')
-        own = [a for a in attempts if a.stage == stage]
-        tasks = sorted({a.task for a in own if a.task is not None})
-        for attempt in own:
-            thin = _BAR / len(tasks) if attempt.task is not None else _BAR
-            top = y + (tasks.index(attempt.task) * thin if attempt.task is not None else 0.0)
-            x = _LEFT + (attempt.begin - begin) * scale
-            for part, spent in attempt.parts.items():
-                if spent > 0:
-                    name = f"{stage} {attempt.number}: {part} {clock(spent)}; ended: {attempt.cause}"
-                    drawn.append(
-                        f'<rect x="{x:.2f}" y="{top:.2f}" width="{spent * scale:.2f}" height="{thin:.2f}" '
-                        f'fill="{COLOURS[part]}"><title>{escape(name)}</title></rect>'
-                    )
-                    x += spent * scale
-            if attempt.task is None:
-                drawn.append(f'<path d="M{x:.2f} {y - 3}v{_BAR + 6}" stroke="#212529"/>')
-                if attempt.cause != "done" and x > _LEFT + 60:
-                    drawn.append(
-                        f'<text x="{x - 3:.2f}" y="{y + _BAR + 10}" text-anchor="end">{escape(attempt.cause)}</text>'
-                    )
+    drawn = [_text(0, 8 + number * _LANE + 14, stage) for number, stage in enumerate(lanes)]
+    tasks = {stage: sorted({a.task for a in attempts if a.stage == stage and a.task is not None}) for stage in lanes}
+    for attempt in attempts:
+        x, y = _LEFT + (attempt.begin - begin) * scale, 8 + lanes.index(attempt.stage) * _LANE
+        thin, top = float(_BAR), float(y)
+        if attempt.task is not None:
+            thin /= len(tasks[attempt.stage])
+            top += thin * tasks[attempt.stage].index(attempt.task)
+        for part, spent in attempt.parts.items():
+            if spent > 0:
+                name = f"{attempt.stage} {attempt.number}: {part} {clock(spent)}; ended: {attempt.cause}"
+                drawn.append(
+                    f'<rect x="{x:.2f}" y="{top:.2f}" width="{spent * scale:.2f}" height="{thin:.2f}" '
+                    f'fill="{COLOURS[part]}"><title>{escape(name)}</title></rect>'
+                )
+                x += spent * scale
+        if attempt.task is None:
+            drawn.append(f'<path d="M{x:.2f} {y - 3}v{_BAR + 6}" stroke="#212529"/>')
+            if attempt.cause != "done" and x > _LEFT + 60:
+                drawn.append(_text(x - 3, y + _BAR + 10, attempt.cause, "end"))
     height = 8 + len(lanes) * _LANE + 14
-    drawn.append(f'<text x="{_LEFT}" y="{height - 2}">0</text>')
-    drawn.append(f'<text x="{_WIDTH}" y="{height - 2}" text-anchor="end">{clock(end - begin)}</text>')
+    drawn += [_text(_LEFT, height - 2, "0"), _text(_WIDTH, height - 2, clock(end - begin), "end")]
     used = [part for part in PARTS if any(a.parts[part] > 0 for a in attempts)]
     keys = "".join(f'<span class="key"><i style="background:{COLOURS[part]}"></i> {part}</span>' for part in used)
     return f'<h2>Where the time went</h2><svg viewBox="0 0 {_WIDTH} {height}">{"".join(drawn)}</svg><p>{keys}</p>'
@@ -93,24 +87,16 @@ def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> str:
     """Loss over steps, thinned to some hundred points."""
     if len(steps) < 2:
         return ""
-    every = -(-len(steps) // _POINTS)
-    points = [*zip(steps, losses, strict=True)][::every]
-    if points[-1][0] != steps[-1]:
-        points.append((steps[-1], losses[-1]))
+    points = [*zip(steps, losses, strict=True)]
+    points = [*points[:-1][:: -(-len(steps) // _POINTS)], points[-1]]
     low, high = min(losses), max(losses)
     width, height = _WIDTH - _LEFT, 200
-
-    def at(step: int, loss: float) -> str:
-        x = _LEFT + width * (step - steps[0]) / (steps[-1] - steps[0])
-        return f"{x:.1f},{10 + height * (high - loss) / ((high - low) or 1):.1f}"
-
-    path = " ".join(at(*point) for point in points)
+    across, down = width / (steps[-1] - steps[0]), height / ((high - low) or 1)
+    path = " ".join(f"{_LEFT + (x - steps[0]) * across:.1f},{10 + (high - y) * down:.1f}" for x, y in points)
+    words = _text(_LEFT - 8, 16, f"{high:.4f}", "end") + _text(_LEFT - 8, height + 10, f"{low:.4f}", "end")
+    words += _text(_LEFT, height + 28, f"step {steps[0]}") + _text(_WIDTH, height + 28, f"step {steps[-1]}", "end")
     return (
         f'<h2>Loss</h2><svg viewBox="0 0 {_WIDTH} {height + 34}">'
         f'<path d="M{_LEFT} 10v{height}h{width}" fill="none" stroke="#ced4da"/>'
-        f'<polyline points="{path}" fill="none" stroke="#1971c2" stroke-width="1.5"/>'
-        f'<text x="{_LEFT - 8}" y="16" text-anchor="end">{high:.4f}</text>'
-        f'<text x="{_LEFT - 8}" y="{height + 10}" text-anchor="end">{low:.4f}</text>'
-        f'<text x="{_LEFT}" y="{height + 28}">step {steps[0]}</text>'
-        f'<text x="{_WIDTH}" y="{height + 28}" text-anchor="end">step {steps[-1]}</text></svg>'
+        f'<polyline points="{path}" fill="none" stroke="#1971c2" stroke-width="1.5"/>{words}</svg>'
     )
