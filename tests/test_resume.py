@@ -39,7 +39,7 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
-        for module in (chain, sweeps):
+        for module in (jobs, sweeps):
             monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job.job_id] for job in jobs})
         monkeypatch.setattr(states, "call", self.call)
         monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
@@ -208,7 +208,7 @@ def test_a_sweep_and_its_points_are_one_question(
         asked.append({job.job_id for job in found})
         return found
 
-    for module in (chain, sweeps):
+    for module in (jobs, sweeps):
         monkeypatch.setattr(module, "query", query)
     lookout = Lookout(swept)
     lookout.look()
