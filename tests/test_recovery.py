@@ -23,9 +23,10 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
+from slurm.query import attempts, job
 from slurm.query import causes as recovery
-from slurm.query import job
-from slurm.query.causes import budget_of, close_open_attempt, refusal, standing, stop_cause
+from slurm.query.attempts import budget_of, refusal
+from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
 from slurm.query.job import JobFacts, dead_nodes, parse_facts
 from slurm.query.states import FORGOTTEN, JobState
 from slurm.supervise.launch import Left, SrunRanks
@@ -220,7 +221,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
         row = 0 if progress else row + 1
         blameless = cause in (Exit.PREEMPTED, Exit.NODE_FAILURE)
         may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
-        assert (refusal(events, cause, progress, limits) is None) == may
+        assert (refusal(attempts.read(events), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})
         if not may:
             break
@@ -231,9 +232,9 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
 def test_every_failure_has_a_budget() -> None:
     for code in Exit:
         assert isinstance(getattr(RecoveryConfig(), budget_of(code)), int)
-    assert refusal([], Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
-    assert refusal([], Exit.PREEMPTED, False, RecoveryConfig()) is None
-    assert "loop" in (refusal([], Exit.TIME_LIMIT, False, RecoveryConfig()) or "")
+    assert refusal(attempts.read([]), Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
+    assert refusal(attempts.read([]), Exit.PREEMPTED, False, RecoveryConfig()) is None
+    assert "loop" in (refusal(attempts.read([]), Exit.TIME_LIMIT, False, RecoveryConfig()) or "")
 
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
@@ -441,3 +442,35 @@ def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
     slurm_says("CANCELLED")
     run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "message": "job 5 was cancelled"}))
     assert close(run, "9") == (None, None, [])
+
+
+def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobFacts:
+    return JobFacts(state, restarts, more.pop("preempted", False), more.pop("left_s", 600.0), True, **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "requeue", "signalled", "way"),
+    [
+        (facts(), True, False, Way.REQUEUE),  # a crash, a hang: it asks
+        (facts(), True, True, Way.REQUEUE),
+        (facts(restarts=1), True, True, Way.BACK),
+        (facts(restarts=1), False, True, Way.BACK),
+        (facts(), False, True, Way.SUCCESSOR),
+        (facts("COMPLETING"), False, True, Way.SUCCESSOR),  # it sees how its predecessor ended
+        (None, False, True, Way.SUCCESSOR),
+        (facts("CANCELLED"), False, True, Way.CANCELLED),
+        (facts("CANCELLED"), True, True, Way.CANCELLED),
+        (facts("COMPLETING"), True, True, Way.CANCELLED),
+        (facts("COMPLETING", left_s=0.0), True, True, Way.REQUEUE),
+        (None, True, True, Way.UNKNOWN),  # a job that is cancelled gets a signal
+        (None, True, False, Way.REQUEUE),
+        (facts(preempted=True, requeue=True), True, True, Way.LEAVE),
+        (facts(preempted=True, requeue=True, restarts=1), True, True, Way.BACK),
+        (facts(preempted=True, requeue=True), False, True, Way.SUCCESSOR),
+    ],
+)
+def test_how_a_job_leaves_that_is_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, seen: JobFacts | None, requeue: bool, signalled: bool, way: Way
+) -> None:
+    monkeypatch.setattr("slurm.query.preemption.just_leave", lambda facts, exclude: facts.preempted)
+    assert way_on(seen, 0, SiteConfig(requeue=requeue), signalled, None) == way

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
-from pipeline.run import directory as run_module
+from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.needs import lacking

@@ -16,43 +16,26 @@ How it goes on depends on where it runs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.checkpoint.saved import saved_steps
-from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query import preemption
+from slurm.query import attempts, preemption
+from slurm.query.attempts import Attempts, budget_of, ending, refusal
 from slurm.query.job import JobFacts, dead_nodes, job_facts
 from slurm.query.states import Claim, JobState, claim, query, since_submitted
 
-ENDS = ("done", "stopped", "cancelled", "preempted", "failed")
-"""Events that end an attempt."""
-GOES_ON = ("requeued", "retried", "handed_over")
-"""Events that say that the stage goes on by itself."""
 EARLY_S = 70.0
 """How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
 
-_BUDGETS = {
-    Exit.PREEMPTED: "preempted",
-    Exit.STOPPED: "preempted",
-    Exit.NODE_FAILURE: "node_failure",
-    Exit.TIME_LIMIT: "time_limit",
-    Exit.BAD_NODE: "bad_node",
-    Exit.OUT_OF_MEMORY: "out_of_memory",
-    Exit.CRASHED: "crash",
-    Exit.PEER_LOST: "crash",
-    Exit.HANG: "hang",
-    Exit.NON_FINITE: "non_finite",
-}
-REQUESTS = {"cancelled", "stop file"}
-"""Who asked for a stop, where it was a person."""
 _STATES = {
     "PREEMPTED": Exit.PREEMPTED,
     "TIMEOUT": Exit.TIME_LIMIT,
@@ -61,69 +44,15 @@ _STATES = {
     "CANCELLED": Exit.CANCELLED,
     "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
 }
-_BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
-
-
-def newest(events: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any] | None:
-    """The last event with one of these names."""
-    return next((e for e in reversed(events) if e["event"] in names), None)
-
-
-def budget_of(cause: Exit) -> str:
-    """The key of `recovery:` that a cause is charged to."""
-    return _BUDGETS.get(cause, "user_error")
-
-
-def ending(cause: Exit, *, final: bool) -> str:
-    """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
-    names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.STOPPED: "stopped", Exit.TIME_LIMIT: "stopped"}
-    return "cancelled" if cause == Exit.CANCELLED else "failed" if final else names.get(cause, "failed")
-
-
-def history(run: Run, stage: str, task: int | None) -> list[dict[str, Any]]:
-    """The events of a stage (of one task of an array) since a person last said `resume`, oldest first."""
-    found: list[dict[str, Any]] = []
-    for event in run.read_events():
-        if event["event"] == "resumed":
-            found = []
-        elif event.get("stage") == stage and event.get("task") == task:
-            found.append(event)
-    return found
 
 
 def leaving(run: Run, stage: str, job: JobState) -> bool:
     """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
-    told_of = since_submitted(run.read_events(stage), job.job_id)
-    events = [e for e in told_of if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")]  # or its tasks
-    told = newest(events, "started", "stopping", *ENDS, *GOES_ON) or {}
-    if job.state == "PENDING" or told.get("event") in GOES_ON:
+    spoken = since_submitted(run.read_events(stage), job.job_id)
+    told = attempts.read(e for e in spoken if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))  # or its tasks
+    if job.state == "PENDING" or told.goes_on is not None:
         return False
-    return job.state == "COMPLETING" or told.get("event") in ENDS or told.get("by") in REQUESTS
-
-
-def refusal(events: Sequence[Mapping[str, Any]], cause: Exit, progress: bool, limits: RecoveryConfig) -> str | None:
-    """Why a stage that stopped for `cause` may not go on by itself; None where it may, "" where nobody expects it to.
-
-    `events`: its :func:`history`; `progress`: whether this attempt brought something new.
-    """
-    before = [e for e in events if e["event"] in GOES_ON]
-    key = budget_of(cause)
-    used, limit = sum(e.get("budget") == key for e in before), getattr(limits, key)
-    if limit == 0:
-        return ""
-    if used >= limit:
-        times = f"{used} time{'s' if used != 1 else ''}"
-        return f"its budget is used up (recovery.{key}: {limit}; it went on {times} after this before)"
-    fruitless = 1
-    for event in reversed(before):
-        if event.get("progress", True):
-            break
-        fruitless += 1
-    allowed = limits.fruitless if cause in _BLAMELESS else 0
-    if not progress and fruitless > allowed:
-        attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        return f"{attempts} brought no new checkpoint; going on would be a loop"
-    return None
+    return job.state == "COMPLETING" or told.end is not None or told.asked is not None
 
 
 def standing(run: Run, stage: str) -> str:
@@ -169,6 +98,31 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
     return Exit.CANCELLED if ending else Exit.STOPPED
 
 
+class Way(StrEnum):
+    """How a batch job whose stage is to go on leaves."""
+
+    BACK = "it is in the queue again"
+    SUCCESSOR = "its successor goes on"
+    CANCELLED = "a person cancelled it"
+    UNKNOWN = "nobody says whether it was cancelled"
+    LEAVE = "Slurm puts it back when it has ended"
+    REQUEUE = "it asks to be put back"
+
+
+def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: bool, exclude: str | None) -> Way:
+    """The first of these that holds. `restarts`: the count this job was started with; `signalled`: whether it was told
+    to leave, as a job is that is cancelled; `exclude`: what its excluded nodes must become."""
+    if facts is not None and facts.restarts > restarts:
+        return Way.BACK
+    if not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
+        return Way.SUCCESSOR
+    if stop_cause(facts, restarts, site) == Exit.CANCELLED:  # since the cause was told
+        return Way.CANCELLED
+    if facts is None and signalled:
+        return Way.UNKNOWN
+    return Way.LEAVE if facts is not None and preemption.just_leave(facts, exclude) else Way.REQUEUE
+
+
 def cause_in_slurm(
     code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig
 ) -> tuple[Exit, str | None]:
@@ -197,46 +151,52 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     the cause and the reason where they forbid that, or where the stage has ended and Slurm alone puts the job back.
     None where it may start, and where a person asked for it.
     """
-    events = [e for e in run.read_events(stage) if e.get("task") == task]
-    started, last = newest(events, "started"), newest(events, "started", *ENDS, *GOES_ON)
-    if started is None or last is None or last["event"] in GOES_ON:
+    before = attempts.of(run, stage, task)
+    started = before.started
+    if started is None or before.goes_on is not None:
         return None
     job = started.get("slurm_job")
     same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
     times = place.restart_count - started.get("restarts", 0) if same else 0
     requeued = times > 0
-    of_this_job = (e for e in events if e.get("job_id") == started.get("job_id"))
-    preempted = times == 1 and any(e.get("in_grace") or e.get("cause") == "preempted" for e in of_this_job)
-    if last["event"] == "done":
-        return (Exit.DONE, "it is done") if preempted and preemption.puts_back() else None
-    before = history(run, stage, task)
+    once_more = times == 1 and _preempted(run, stage, started) and preemption.puts_back()
+    if before.done:
+        return (Exit.DONE, "it is done") if once_more else None
     inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
-    by_itself = (requeued or inherited) and last in before
+    by_itself = (requeued or inherited) and not before.asked_anew
     progress = standing(run, stage) != started.get("standing")
-    common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
-    if last is started:
-        told = newest(events, "started", "stopping") or {}
-        cause = _cause_of_silence(told, None if job is None else claim(run, started), requeued)
+    if before.end is None:
+        cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        told, message = last, str(last.get("message", last["event"])).rstrip()
-        cause = Exit(last.get("exit_code", Exit.CANCELLED if last["event"] == "cancelled" else Exit.CRASHED))
-    asked = REQUESTS & {str(told.get("by" if last is started else "cause")), cause.name.lower()}
+        message = str(before.end.get("message", before.end["event"])).rstrip()
+        by_default = Exit.CANCELLED if before.end["event"] == "cancelled" else Exit.CRASHED
+        cause = Exit(before.end.get("exit_code", by_default))
+    asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
-    if why_not is not None and requeued and last is not started:  # it was told so before
+    if why_not is not None and requeued and before.end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
-        return (cause, why_not) if preempted and preemption.puts_back() else None
-    if last is started or (why_not is not None and "not tried again" not in message):
+        return (cause, why_not) if once_more else None
+    common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
+    if before.end is None or (why_not is not None and not before.end.get("final")):
+        if why_not:
+            message += f"\nnot tried again: {why_not}"
+        facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
         name = ending(cause, final=why_not is not None and not asked)
-        message += f"\nnot tried again: {why_not}" if why_not else ""
-        words = max(asked, default=cause.name.lower())
-        run.event(name, stage, **common, cause=words, exit_code=int(cause), message=message)
+        run.event(name, stage, **common, **facts, final=why_not is not None)
     if by_itself and why_not is None:
         how = "requeued" if requeued else "handed_over"
         run.event(how, stage, **common, cause=cause.name.lower(), budget=budget_of(cause), progress=progress)
     return None if why_not is None else (cause, why_not)
+
+
+def _preempted(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
+    """Whether an event of the job that an attempt began in tells of a preemption."""
+    mine = (started.get("job_id"), started.get("task"))
+    spoken = (e for e in run.read_events(stage) if (e.get("job_id"), e.get("task")) == mine)
+    return any(e.get("in_grace") or e.get("cause") == "preempted" for e in spoken)
 
 
 def predecessor_of(run: Run, stage: str, job: str) -> str | None:
@@ -247,11 +207,11 @@ def predecessor_of(run: Run, stage: str, job: str) -> str | None:
     return None
 
 
-def _cause_of_silence(told: Mapping[str, Any], job: Claim | None, requeued: bool) -> Exit:
+def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Exit:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
-    if told.get("by") in REQUESTS:
-        return Exit.CANCELLED if told["by"] == "cancelled" else Exit.STOPPED
-    word = Exit[told["cause"].upper()] if "cause" in told else None
+    if before.asked:
+        return Exit.CANCELLED if before.asked == "cancelled" else Exit.STOPPED
+    word = Exit[before.told["cause"].upper()] if "cause" in before.told else None
     if requeued:  # so it was not cancelled, whatever it looked like
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:

@@ -35,7 +35,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.config.stages import STAGES
-from slurm.query.causes import ENDS, GOES_ON
+from slurm.query.attempts import ENDS, GOES_ON
 
 Event = Mapping[str, Any]
 PARTS = ("idle", "queue", "startup", "compute", "data", "communication", "checkpoint", "lost", "ending")

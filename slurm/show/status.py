@@ -26,7 +26,8 @@ from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.causes import ENDS, newest
+from slurm.query import attempts
+from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, Claim, JobState
 from slurm.show.follow import clock
@@ -72,8 +73,9 @@ def judge(
 
     `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
     """
-    end = newest(events, *ENDS)
-    if missing is None and (not held or (end is not None and end["event"] == "done")):
+    told = attempts.read(events)
+    end = told.end
+    if missing is None and (not held or told.done):
         return "done", "", False
     if job is not None and job.dead:
         return "never", f"job {job.job_id} waits for what cannot happen any more ({job.reason})", False
@@ -82,13 +84,13 @@ def judge(
     if held:
         return "running", "", True
     slurm = "" if job is None or job.state == FORGOTTEN else job.state
-    if slurm == "COMPLETED" or (end is not None and end["event"] == "done"):
+    if slurm == "COMPLETED" or told.done:
         who = f"job {job.job_id} is COMPLETED" if job is not None and slurm else "its supervisor said done"
         return "incomplete", f"{who}, but {missing}", False
     if end is not None:
         words = f"({end.get('cause')}): {str(end.get('message', '')).rstrip()}"
         return str(end["event"]), words if end["event"] == "failed" else "", False
-    began = any(e["event"] == "started" for e in events)
+    began = told.started is not None
     if job is not None and slurm:
         word = "cancelled" if slurm == "CANCELLED" else "died" if began else "failed"
         how = "its supervisor left no word" if began else "it ended before its supervisor began"
@@ -178,9 +180,9 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
 def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
     """Seconds of all attempts; of the one that runs, since it began."""
     spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
-    last = newest(events, "started", *ENDS)
-    if running and last is not None and last["event"] == "started":
-        spent += (datetime.now(UTC) - datetime.fromisoformat(last["time"])).total_seconds()
+    told = attempts.read(events)
+    if running and told.started is not None and told.end is None:
+        spent += (datetime.now(UTC) - datetime.fromisoformat(told.started["time"])).total_seconds()
     return spent
 
 

@@ -18,7 +18,8 @@ from pipeline.config.stages import STAGES
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.causes import ENDS, leaving, newest
+from slurm.query import attempts
+from slurm.query.causes import leaving
 from slurm.query.jobs import Submitted, jobs_of, unproven
 from slurm.query.states import cancel
 
@@ -95,8 +96,8 @@ def _submit_stage(
 
 def _failed(run: Run, stage: str) -> str | None:
     """Why a stage is not submitted again without `resume`: it failed; None where it did not."""
-    end = newest(run.read_events(stage), *ENDS)
-    if end is None or end["event"] != "failed":
+    told = attempts.read(run.read_events(stage))
+    if not told.failed or (end := told.end) is None:
         return None
     return (
         f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"

@@ -20,7 +20,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.causes import ENDS, newest
+from slurm.query import attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
 
 
@@ -68,7 +68,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
             console.print(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}", highlight=False)
             return Exit.STOPPED
         events = run.read_events(stage)
-        end = ending_of_newest_attempt(events, job.job_id if job else None)
+        end = attempts.read(e for e in events if job is None or e.get("job_id") == job.job_id).end
         began = job is None or any(e["event"] == "started" and e.get("job_id") == job.job_id for e in events)
         if not began and run.holder(stage) is not None:
             continue  # somebody else's attempt began in the same moment: join that one
@@ -107,13 +107,6 @@ def ask_to_stop(run: Run, stage: str) -> None:
     holder = run.holder(stage)
     if holder is not None:
         holder.terminate()
-
-
-def ending_of_newest_attempt(events: list[dict[str, Any]], job_id: str | None) -> Mapping[str, Any] | None:
-    """How the newest attempt (of job `job_id`, where given) ended; None where it has not, or never began."""
-    mine = [e for e in events if job_id is None or e.get("job_id") == job_id]
-    last = newest(mine, "started", *ENDS)
-    return None if last is None or last["event"] == "started" else last
 
 
 def tell(

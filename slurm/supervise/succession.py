@@ -21,7 +21,8 @@ from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
-from slurm.query.causes import ENDS, newest, predecessor_of
+from slurm.query import attempts
+from slurm.query.causes import predecessor_of
 from slurm.query.states import (
     FORGOTTEN,
     Claim,
@@ -111,8 +112,7 @@ def _cancelled(run: Run, stage: str, job: str) -> bool:
     one = _claims(run).get(job)
     state = query([one])[one].state if one is not None else FORGOTTEN
     spoken = [e for e in since_submitted(run.read_events(stage), job) if e.get("job_id") == job]
-    told = newest(spoken, "started", "stopping", *ENDS) or {}
-    return state == "CANCELLED" or (state == FORGOTTEN and told.get("cause") == "cancelled")
+    return state == "CANCELLED" or (state == FORGOTTEN and attempts.read(spoken).told.get("cause") == "cancelled")
 
 
 def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:

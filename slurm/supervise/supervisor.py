@@ -25,10 +25,10 @@ from pipeline.base.signals import OWN_CLOCK, StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query import causes as recovery
-from slurm.query import exclusion, preemption, topology
+from slurm.query import attempts, causes, exclusion, topology
 from slurm.query import job as slurm_job
 from slurm.query.blame import blame
+from slurm.query.causes import Way
 from slurm.query.states import identity
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
@@ -93,7 +93,7 @@ class Supervisor:
         run.refuse_cancelled()
         if self.on_slurm:
             use_site(run.config.site, self.place.job_id)
-        refused = recovery.close_open_attempt(run, stage, self.place, self.task)
+        refused = causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = Exit.CANCELLED, reason
         if refused is not None:
@@ -102,16 +102,17 @@ class Supervisor:
             os.close(lock)
             return refused[0]
         while True:
-            before = recovery.standing(run, stage)
+            before = causes.standing(run, stage)
             ended = self._attempt(lock, before)
-            progress = recovery.standing(run, stage) != before
-            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in recovery.REQUESTS
+            progress = causes.standing(run, stage) != before
+            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in attempts.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
             why_not = None
             if not ends_here:
-                history = recovery.history(run, stage, self.task)
-                why_not = recovery.refusal(history, ended.code, progress, run.config.recovery)
+                why_not = attempts.refusal(
+                    attempts.of(run, stage, self.task), ended.code, progress, run.config.recovery
+                )
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
                 self.leave_nothing_waiting(done=ended.code == Exit.DONE)
@@ -159,7 +160,7 @@ class Supervisor:
         finally:
             ranks.kill()  # none is left, unless something failed here
             late = _take_request(run)
-        if late is not None and ended.asked not in recovery.REQUESTS:
+        if late is not None and ended.asked not in attempts.REQUESTS:
             ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
             if ended.code == Exit.STOPPED:
                 ended.facts["cause"] = late
@@ -175,17 +176,18 @@ class Supervisor:
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         nodes = ",".join(allocated_hosts(os.environ))
-        return recovery.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
+        return causes.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
-        name = recovery.ending(ended.code, final=why_not is not None)
+        name = attempts.ending(ended.code, final=why_not is not None)
         if name == "stopped" and self.run.cancelled_file.exists():
             name = "cancelled"
         facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
         if why_not is not None:
             message = str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
             facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
+            facts["final"] = True
         if name == "failed":
             print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
         self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
@@ -195,7 +197,7 @@ class Supervisor:
         facts = slurm_job.job_facts(self.place.job_id or "")
         if facts is not None and facts.preempted:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
-        code, words = (ended.code, None) if ended.asked in recovery.REQUESTS else self._cause(ended.code, facts)
+        code, words = (ended.code, None) if ended.asked in attempts.REQUESTS else self._cause(ended.code, facts)
         if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
             code = Exit.TIME_LIMIT
         if code != ended.code:
@@ -210,7 +212,7 @@ class Supervisor:
     def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
         self.run.event(
             event, self.stage, job_id=self.job, task=self.task, cause=cause.name.lower(),
-            budget=recovery.budget_of(cause), progress=progress, **more,
+            budget=attempts.budget_of(cause), progress=progress, **more,
         )  # fmt: skip
 
     def _leave(self, ended: Ended, progress: bool) -> Exit:
@@ -223,34 +225,27 @@ class Supervisor:
         signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
         while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
             time.sleep(1)
-        why_not, exclude = None, exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        if facts is not None and facts.restarts > self.place.restart_count:
-            self._event("requeued", ended.code, progress, by="slurm")
-        elif not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
+        exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
+        way = causes.way_on(facts, self.place.restart_count, site, bool(self.flag), exclude)
+        why_not = None
+        if way == Way.CANCELLED:
+            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
+            ended, why_not = Ended(Exit.CANCELLED, facts={"message": message}), ""
+        elif way == Way.UNKNOWN:
+            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
+        elif way == Way.SUCCESSOR:
             # behind one of many there is a job that does what they left
             part = self.task is not None or self.evaluations.one_of_many(self.job)
-            if (why_not := None if part else succession.hand_over(self.run, self.stage, job)) is None:
-                self._event("handed_over", ended.code, progress)
-                return ended.code
-        elif recovery.stop_cause(facts, self.place.restart_count, site) == Exit.CANCELLED:  # since the cause was told
-            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
-            self._write_end(Ended(Exit.CANCELLED, facts={"message": message}), None)
-            self.leave_nothing_waiting(done=False)
-            return Exit.CANCELLED
-        elif facts is None and self.flag:  # it may be cancelled; a job that is gets a signal
-            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
-        elif facts is not None and preemption.just_leave(facts, exclude):
-            self._event("requeued", ended.code, progress, by="slurm")
-            return ended.code
-        elif slurm_job.requeue(job, self.place.restart_count, exclude):
-            self._event("requeued", ended.code, progress)
-        else:
+            why_not = None if part else succession.hand_over(self.run, self.stage, job)
+        elif way == Way.REQUEUE and not slurm_job.requeue(job, self.place.restart_count, exclude):
             why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
         if why_not is not None:
             self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
             return ended.code
-        deadline = time.monotonic() + REQUEUED_WAIT_S
+        by_slurm = {"by": "slurm"} if way in (Way.BACK, Way.LEAVE) else {}
+        self._event("handed_over" if way == Way.SUCCESSOR else "requeued", ended.code, progress, **by_slurm)
+        deadline = time.monotonic() + (REQUEUED_WAIT_S if way in (Way.BACK, Way.REQUEUE) else 0)
         while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
             time.sleep(POLL_S)
         return ended.code
@@ -302,7 +297,7 @@ class Supervisor:
             facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
             return Ended(failure.code, asked, {**facts, "message": failure.message})
         if any(left.code == Exit.STOPPED for left in gone):
-            told = recovery.newest(run.read_events(stage), "started", "stop_requested") or {}  # of this attempt
+            told = run.read_events(stage, "started", "stop_requested")[-1]  # of this attempt
             return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
         return Ended(Exit.DONE, asked)
 
@@ -324,7 +319,7 @@ class Supervisor:
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
-        if self.on_slurm and self.place.job_id and asked not in recovery.REQUESTS:
+        if self.on_slurm and self.place.job_id and asked not in attempts.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id)
             more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
         self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)

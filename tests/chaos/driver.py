@@ -21,7 +21,7 @@ from pipeline.checkpoint.saved import newest_step
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.causes import ENDS, GOES_ON
+from slurm.query.attempts import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
 from tests.tiny import digest, write_config
