@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.seen import PACKAGE, code_sha256, input_problem, unit_path
-from data_prep.inputs.sources import find_inputs, reading
+from data_prep.inputs.sources import find_inputs
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import sha256_file, sha256_json
+from pipeline.base.files import reading, sha256_file, sha256_json
 from pipeline.config.sections import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel
 from pipeline.data.manifest import Array, SampleFile, SampleManifest, check_file, load_sample_manifest

@@ -24,12 +24,11 @@ import gzip
 import json
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import reading
 from pipeline.config.sections import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
@@ -110,15 +109,6 @@ def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
         if path.endswith(ending):
             return "lines" if file_format == "text" and data.text_documents == "line" else file_format
     raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Turn what reading an input may raise (no access, a broken archive) into a UserError naming the file."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_documents(source: Input, start: int, end: int, text_field: str) -> Iterator[Document]:

@@ -15,14 +15,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from data_prep.inputs.sources import Input, find_inputs, parquet_groups, read_documents, reading
+from data_prep.inputs.sources import Input, find_inputs, parquet_groups, read_documents
 from data_prep.text.state import Prepared, load_prepared, prepare_key, prepare_missing, shard_missing
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Plan, cut, read_plan, total_bytes, unit_count, write_plan
 from pipeline.base.errors import UserError
-from pipeline.base.files import sha256_file, write_atomic, write_json
+from pipeline.base.files import reading, sha256_file, write_atomic
 from pipeline.config.sections import DataConfig
-from pipeline.data.manifest import FileEntry
+from pipeline.data.manifest import FileEntry, write_manifest
 
 _SLICES = 256  # places of the source where a sample is taken
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
@@ -81,7 +81,7 @@ def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Non
         eos_id=encoder.eos_id,
         dtype=encoder.dtype,
     )
-    write_json(data_dir / "prepare.json", prepared.model_dump())
+    write_manifest(data_dir / "prepare.json", prepared)
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
 
 

@@ -8,11 +8,12 @@
     data_dir/rejected.jsonl                       documents that could not be read
 
 A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
-a manifest, never the reverse. Each one carries a key. `prepare.json` is keyed by the config that shapes the
-bytes and by the sources of this package; the manifest of all by that key, the tokenizer and `units.json` (which
-holds path, size and time of each input); that of a unit by the same, but of the inputs only by those that it has a
-part of. When anything of it changes, the key no longer fits and the file counts as missing. So an input that was
-mended costs its own units, the others stay as they are (unless the tokenizer is trained, and comes out differently).
+a manifest, never the reverse. Each one carries a hash of the rest of it (a number that changed is noticed), and a key.
+`prepare.json` is keyed by the config that shapes the bytes and by the sources of this package; the manifest of all by
+that key, the tokenizer and `units.json` (which holds path, size and time of each input); that of a unit by the same,
+but of the inputs only by those that it has a part of. When anything of it changes, the key no longer fits and the file
+counts as missing. So an input that was mended costs its own units, the others stay as they are (unless the tokenizer is
+trained, and comes out differently).
 
 Once all shards are written the inputs may go (scratch file systems purge): they are compared with the disk
 only while there are shards to write.
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_prep.inputs.seen import PACKAGE, code_sha256, input_problem, unit_path
 from pipeline.base.errors import InputError
@@ -40,10 +40,6 @@ from pipeline.data.manifest import (
     load,
     load_manifest,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 _NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
 

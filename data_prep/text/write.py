@@ -27,10 +27,18 @@ from data_prep.text.state import Prepared, UnitManifest, load_prepared, load_uni
 from data_prep.text.tokenizer import Encoder, load_encoder
 from data_prep.text.units import Plan, read_plan
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import write_atomic, write_json
+from pipeline.base.files import write_atomic
 from pipeline.config.sections import DataConfig
 from pipeline.config.site import StripeConfig
-from pipeline.data.manifest import FORMAT_VERSION, ORDER_VERSION, SHARDS, WAY_OUT, Manifest, file_problem
+from pipeline.data.manifest import (
+    FORMAT_VERSION,
+    ORDER_VERSION,
+    SHARDS,
+    WAY_OUT,
+    Manifest,
+    file_problem,
+    write_manifest,
+)
 
 _BATCH_DOCUMENTS = 512
 _BATCH_BYTES = 4 << 20
@@ -108,7 +116,7 @@ def write_unit(work: Work, unit: int) -> bool:
         held_out=held_out.close(),
     )
     _check_inputs(work, unit)  # one that changed while it was read fits no manifest
-    write_json(unit_path(work.data_dir, unit), manifest.model_dump())
+    write_manifest(unit_path(work.data_dir, unit), manifest)
     return True
 
 
@@ -187,7 +195,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
             f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction {data.held_out}, "
             "so nothing could be evaluated: start a new run with a larger fraction, more documents, or 0"
         )
-    write_json(data_dir / "manifest.json", manifest.model_dump())
+    write_manifest(data_dir / "manifest.json", manifest)
     listed = {Path(entry.file).name for entry in (*manifest.train, *manifest.held_out)}
     listed |= {unit_path(data_dir, unit).name for unit in range(prepared.unit_count)}
     for path in (data_dir / SHARDS).glob("unit-*"):

@@ -15,8 +15,9 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says, with its own hash added as `sha256`."""
+    body = {key: value for key, value in values.items() if key != "sha256"}
+    return {**body, "sha256": sha256_json(body)}
+
+
+def intact(values: Any) -> bool:
+    """Whether this is the content of a sealed manifest, as it was written."""
+    return isinstance(values, dict) and seal(values)["sha256"] == values.get("sha256")
+
+
 def sha256_json(value: Any) -> str:
     """SHA-256 of `value`'s canonical JSON (sorted keys, no spaces), as 64 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -166,3 +178,12 @@ def file_system_type(path: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return (done.stdout.split() or [""])[-1]
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn what reading an input may raise (no access, a broken archive) into a UserError naming the file."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -10,11 +10,12 @@ the reverse. A login node reads it too, so nothing here imports numpy or h5py.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline.base.errors import InputError
-from pipeline.base.files import sha256_file, write_atomic
+from pipeline.base.files import intact, seal, sha256_file, write_json
 from pipeline.config.types import Section
 
 FORMAT_VERSION = 1
@@ -89,14 +90,27 @@ class Manifest(Section):
 T = TypeVar("T", bound=Section)
 
 
-def load(path: Path, kind: type[T]) -> T:
-    """Read one manifest. Raises InputError, naming the file, when it is missing, torn or of another shape."""
+def write_manifest(path: Path, manifest: Section) -> None:
+    """Write one of the manifests, sealed: a number that changes later is noticed."""
+    write_json(path, seal(manifest.model_dump()))
+
+
+def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
+    """Read one manifest. Raises InputError, naming the file, when it is missing, torn, altered or of another shape.
+
+    Runs that were made before manifests had seals go on: `pipeline/data/check.py` compares the numbers with the shards.
+    """
     try:
-        return kind.model_validate_json(path.read_bytes())
+        values = json.loads(path.read_bytes())
+        if isinstance(values, dict) and "sha256" in values:
+            if not intact(values):
+                raise InputError(f"{path} is damaged: its content does not fit its own hash: {way_out}")
+            del values["sha256"]
+        return kind.model_validate(values)
     except FileNotFoundError:
-        raise InputError(f"{path} is missing: {WAY_OUT}") from None
+        raise InputError(f"{path} is missing: {way_out}") from None
     except ValueError:  # pydantic's, too
-        raise InputError(f"{path} is torn or no manifest of this version: {WAY_OUT}") from None
+        raise InputError(f"{path} is torn or no manifest of this version: {way_out}") from None
 
 
 def load_manifest(data_dir: Path) -> Manifest:
@@ -174,17 +188,12 @@ class SampleManifest(Section):
     def write(self, path: Path) -> None:
         """Write it, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, self.model_dump_json(indent=1))
+        write_manifest(path, self)
 
 
 def load_sample_manifest(path: Path) -> SampleManifest:
-    """One of the manifests. Raises InputError, naming the file, when it is missing or torn."""
-    try:
-        return SampleManifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing: run the shard stage, e.g. `python submit.py resume RUN`") from None
-    except ValueError:
-        raise InputError(f"{path} is torn or no manifest of samples: remove it and resume") from None
+    """One of the manifests. Raises InputError, naming the file, when it is missing, torn or altered."""
+    return load(path, SampleManifest)
 
 
 def check_file(entry: SampleFile, hashes: bool) -> None:
