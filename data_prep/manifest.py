@@ -8,11 +8,12 @@
     data_dir/rejected.jsonl                       documents that could not be read
 
 A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
-a manifest, never the reverse. Each one carries a key. `prepare.json` is keyed by the config that shapes the
-bytes and by the sources of this package; the manifest of all by that key, the tokenizer and `units.json` (which
-holds path, size and time of each input); that of a unit by the same, but of the inputs only by those that it has a
-part of. When anything of it changes, the key no longer fits and the file counts as missing. So an input that was
-mended costs its own units, the others stay as they are (unless the tokenizer is trained, and comes out differently).
+a manifest, never the reverse. Each one carries a hash of the rest of it (a number that changed is noticed), and a key.
+`prepare.json` is keyed by the config that shapes the bytes and by the sources of this package; the manifest of all by
+that key, the tokenizer and `units.json` (which holds path, size and time of each input); that of a unit by the same,
+but of the inputs only by those that it has a part of. When anything of it changes, the key no longer fits and the file
+counts as missing. So an input that was mended costs its own units, the others stay as they are (unless the tokenizer is
+trained, and comes out differently).
 
 Once all shards are written the inputs may go (scratch file systems purge): they are compared with the disk
 only while there are shards to write.
@@ -26,12 +27,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import DataConfig
 from pipeline.config_types import Section
 from pipeline.errors import InputError
-from pipeline.files import sha256_file, sha256_json
+from pipeline.files import intact, seal, sha256_file, sha256_json, write_json
 
 if TYPE_CHECKING:
     from data_prep.samples import SampleFile
@@ -160,10 +161,28 @@ def prepare_key(data: DataConfig, package: Path = THIS_PACKAGE) -> str:
 T = TypeVar("T", Prepared, UnitManifest, Manifest)
 
 
+def write_manifest(path: Path, manifest: Section) -> None:
+    """Write one of the manifests, sealed: a number that changes later is noticed."""
+    write_json(path, seal(manifest.model_dump()))
+
+
+def unsealed(path: Path) -> Any:
+    """What a manifest says. Raises InputError where it does not fit its seal, ValueError where it is torn.
+
+    Runs that were made before manifests had seals go on: `pipeline/inputs.py` compares the numbers with the shards.
+    """
+    values = json.loads(path.read_bytes())
+    if isinstance(values, dict) and "sha256" in values:
+        if not intact(values):
+            raise InputError(f"{path} is damaged: its content does not fit its own hash: {WAY_OUT}")
+        del values["sha256"]
+    return values
+
+
 def _load(path: Path, kind: type[T]) -> T:
-    """Read one manifest. Raises InputError, naming the file, when it is missing, torn or of another shape."""
+    """Read one manifest. Raises InputError, naming the file, when it is missing, torn, altered or of another shape."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate(unsealed(path))
     except FileNotFoundError:
         raise InputError(f"{path} is missing: {WAY_OUT}") from None
     except ValueError:  # pydantic's, too

@@ -15,13 +15,21 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from data_prep.manifest import FileEntry, Prepared, load_prepared, prepare_key, prepare_missing, shard_missing
+from data_prep.manifest import (
+    FileEntry,
+    Prepared,
+    load_prepared,
+    prepare_key,
+    prepare_missing,
+    shard_missing,
+    write_manifest,
+)
 from data_prep.sources import Input, find_inputs, parquet_groups, read_documents, reading
 from data_prep.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.units import Plan, cut, read_plan, total_bytes, unit_count, write_plan
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.files import sha256_file, write_atomic, write_json
+from pipeline.files import sha256_file, write_atomic
 
 _SLICES = 256  # places of the source where a sample is taken
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
@@ -80,7 +88,7 @@ def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Non
         eos_id=encoder.eos_id,
         dtype=encoder.dtype,
     )
-    write_json(data_dir / "prepare.json", prepared.model_dump())
+    write_manifest(data_dir / "prepare.json", prepared)
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
 
 

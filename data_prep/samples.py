@@ -20,12 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import THIS_PACKAGE, check_shard, code_sha256, input_problem, unit_path
+from data_prep.manifest import (
+    THIS_PACKAGE,
+    check_shard,
+    code_sha256,
+    input_problem,
+    unit_path,
+    unsealed,
+    write_manifest,
+)
 from data_prep.sources import find_inputs, reading
 from pipeline.config import DataConfig
 from pipeline.config_types import Section
 from pipeline.errors import InputError, UserError
-from pipeline.files import sha256_file, sha256_json, write_atomic
+from pipeline.files import sha256_file, sha256_json
 from pipeline.user_model import LENGTHS, UserModel
 
 SPLIT_SEED = 0
@@ -77,13 +85,13 @@ class SampleManifest(Section):
     def write(self, path: Path) -> None:
         """Write it, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, self.model_dump_json(indent=1))
+        write_manifest(path, self)
 
 
 def load_sample_manifest(path: Path) -> SampleManifest:
-    """One of the manifests. Raises InputError, naming the file, when it is missing or torn."""
+    """One of the manifests. Raises InputError, naming the file, when it is missing, torn or altered."""
     try:
-        return SampleManifest.model_validate_json(path.read_bytes())
+        return SampleManifest.model_validate(unsealed(path))
     except FileNotFoundError:
         raise InputError(f"{path} is missing: run the shard stage, e.g. `python submit.py resume RUN`") from None
     except ValueError:

@@ -34,6 +34,7 @@ from data_prep.manifest import (
     prepare_key,
     unit_keys,
     unit_path,
+    write_manifest,
 )
 from data_prep.prepare import is_held_out
 from data_prep.shard_file import ShardWriter
@@ -43,7 +44,7 @@ from data_prep.units import Plan, read_plan
 from pipeline.config import DataConfig
 from pipeline.config_site import StripeConfig
 from pipeline.errors import InputError, UserError
-from pipeline.files import write_atomic, write_json
+from pipeline.files import write_atomic
 
 _BATCH_DOCUMENTS = 512
 _BATCH_BYTES = 4 << 20
@@ -121,7 +122,7 @@ def write_unit(work: Work, unit: int) -> bool:
         held_out=held_out.close(),
     )
     _check_inputs(work, unit)  # one that changed while it was read fits no manifest
-    write_json(unit_path(work.data_dir, unit), manifest.model_dump())
+    write_manifest(unit_path(work.data_dir, unit), manifest)
     return True
 
 
@@ -200,7 +201,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
             f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction {data.held_out}, "
             "so nothing could be evaluated: start a new run with a larger fraction, more documents, or 0"
         )
-    write_json(data_dir / "manifest.json", manifest.model_dump())
+    write_manifest(data_dir / "manifest.json", manifest)
     listed = {Path(entry.file).name for entry in (*manifest.train, *manifest.held_out)}
     listed |= {unit_path(data_dir, unit).name for unit in range(prepared.unit_count)}
     for path in (data_dir / SHARDS).glob("unit-*"):

@@ -43,9 +43,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pipeline import checkpoint_files as files
+from pipeline.checkpoint_reader import Reader
 from pipeline.device_thread import device_thread
 from pipeline.errors import CheckpointError, StorageError, storage_error
-from pipeline.files import fsync_dir, fsync_file, sha256_file, write_json
+from pipeline.files import fsync_dir, fsync_file, seal, sha256_file, write_json
 from pipeline.groups import agree, from_rank0
 
 State = dict[str, torch.Tensor]
@@ -174,7 +175,7 @@ class Checkpointer:
             files.remove_old(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-        write_json(temporary / files.MANIFEST, files.seal(manifest))
+        write_json(temporary / files.MANIFEST, seal(manifest))
         fsync_dir(temporary)
         os.rename(temporary, target)
         fsync_dir(self.folder)
@@ -260,12 +261,17 @@ def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
 def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of `state` from `checkpoint`, whatever layout saved it.
 
-    Raises RuntimeError where it does not hold them. DCP's own exception is no `Exception`.
+    Raises CheckpointError, on all ranks, where its metadata is not DCP's (pipeline/checkpoint_reader.py); RuntimeError
+    where it does not hold them. DCP's own exception is no `Exception`.
     """
+    reader = Reader(checkpoint)
+    if group is None:
+        reader.read_metadata()
+    else:
+        agree(group, lambda: reader.read_metadata() and None)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: one process reads
-            reader = dcp.FileSystemReader(checkpoint)
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
@@ -278,7 +284,7 @@ def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     Per tensor, in the order of the names: name, dtype and shape as one line, then its bytes. Tensors are read
     whole, one after another, at most `batch_bytes` (or one tensor) at a time.
     """
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    metadata = Reader(checkpoint).read_metadata().state_dict_metadata
     total, batch, size = hashlib.sha256(), cast(State, {}), 0
 
     def flush() -> None:
@@ -307,7 +313,7 @@ def versions() -> dict[str, str]:
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / ".metadata"] if rank == 0 else [])
+    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / files.METADATA] if rank == 0 else [])
     for path in own:
         fsync_file(path)
     return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.files import sha256_file, sha256_json
+from pipeline.files import intact, sha256_file
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -51,23 +52,16 @@ def newest_step(folder: Path) -> int:
     return 0
 
 
-def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with its own hash added."""
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return {**body, "sha256": sha256_json(body)}
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn or altered."""
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        intact = isinstance(manifest, dict) and seal(manifest)["sha256"] == manifest.get("sha256")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except ValueError:
-        intact = False
-    if not intact:
+        manifest = None
+    if not intact(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
     return dict(manifest)
 
@@ -77,9 +71,11 @@ def check_files(
 ) -> None:
     """Compare files with the manifest; of `parts` checkers each reads every `parts`-th file.
 
-    Raises CheckpointError naming the first file that is missing, has another size or another SHA-256. An OSError (no
-    rights, a storage that fails) is no damage and passes as it is.
+    Raises CheckpointError naming the first file that is missing, not listed, has another size or another SHA-256. An
+    OSError (no rights, a storage that fails) is no damage and passes as it is.
     """
+    if part == 0:
+        _check_names(checkpoint, manifest)
     for name in sorted(manifest["files"])[part::parts]:
         path, want = checkpoint / name, manifest["files"][name]
         try:
@@ -90,6 +86,21 @@ def check_files(
                 raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one recorded when it was saved")
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
+
+
+def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the manifest lists other files than there are, or not the one that is a pickle."""
+    try:
+        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is missing") from None
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or METADATA not in listed:
+        raise CheckpointError(f"{checkpoint / MANIFEST} does not list {METADATA}: no training wrote it")
+    if missing := sorted(listed.keys() - there):  # also a name with a separator: it is none of a file here
+        raise CheckpointError(f"{checkpoint}/{missing[0]} is missing")
+    if unknown := sorted(there - listed.keys()):
+        raise CheckpointError(f"{checkpoint / unknown[0]} is not listed in {MANIFEST}: no save wrote it; move it away")
 
 
 def set_aside(folder: Path, step: int) -> Path:

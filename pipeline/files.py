@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,17 @@ def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's content, as 64 hex digits."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says, with its own hash added as `sha256`."""
+    body = {key: value for key, value in values.items() if key != "sha256"}
+    return {**body, "sha256": sha256_json(body)}
+
+
+def intact(values: Any) -> bool:
+    """Whether this is the content of a sealed manifest, as it was written."""
+    return isinstance(values, dict) and seal(values)["sha256"] == values.get("sha256")
 
 
 def sha256_json(value: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 import threading
 import time
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline import checkpoint_files as files
 from pipeline.errors import CheckpointError
+from pipeline.files import seal, sha256_file
 from slurm.environment import Place
 from tests.ranks import Ranks, run_ranks
 
@@ -240,3 +243,91 @@ def test_the_newest_step_needs_its_files(saved: Path, tmp_path: Path) -> None:
     name = next(iter(json.loads((saved / "manifest.json").read_text())["files"]))
     (tmp_path / files.step_name(5) / name).unlink()
     assert files.newest_step(tmp_path) == 0
+
+
+class Malice:
+    """A pickle of this leaves a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
+    """A copy of a checkpoint whose `.metadata` executes something, with a manifest that fits."""
+    checkpoint = Path(shutil.copytree(saved, folder / files.step_name(5)))
+    metadata = checkpoint / ".metadata"
+    metadata.write_bytes(pickle.dumps(Malice(folder / "executed")))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    entry = {"size": metadata.stat().st_size, "sha256": sha256_file(metadata)}
+    manifest["files"] = {name: kept for name, kept in manifest["files"].items() if name != ".metadata"}
+    manifest["files"] |= {".metadata": entry} if listed else {}
+    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
+    return checkpoint
+
+
+def doors_rank(place: Place, checkpoint: Path) -> list[str]:
+    """What all that reads a checkpoint says to it, after the files were compared with the manifest."""
+    from pipeline.checkpoint import digest, load, verified
+
+    saver = checkpointer(place, checkpoint.parent)
+    told = []
+    for read, *arguments in (
+        (load, make_state(), checkpoint, saver.group),
+        (load, make_state(), checkpoint, None),
+        (digest, checkpoint),
+        (saver.restore, make_state(), lambda *_: None),
+    ):
+        try:
+            verified(checkpoint, saver.group)
+            read(*arguments)
+            told.append("read")
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pickle_that_executes_something_is_refused_by_name(saved: Path, tmp_path: Path, ranks: int) -> None:
+    checkpoint = forged(saved, tmp_path, listed=True)
+    for told in run_ranks(ranks, doors_rank, checkpoint):
+        assert all(f"{checkpoint}/.metadata was not written by a training" in words for words in told), told
+        assert all("posix.system" in words for words in told), told
+    assert not (tmp_path / "executed").exists()
+    assert checkpoint.is_dir(), "it stays where it is: nobody goes on from an older one in silence"
+
+
+def test_a_manifest_that_does_not_list_the_pickle_is_refused(saved: Path, tmp_path: Path) -> None:
+    checkpoint = forged(saved, tmp_path, listed=False)
+    assert files.newest_step(tmp_path) == 0
+    for words in run_ranks(1, doors_rank, checkpoint)[0][:1]:
+        assert f"{checkpoint}/manifest.json does not list .metadata" in words
+    assert not (tmp_path / "executed").exists()
+
+
+def test_files_beside_the_listed_ones_and_names_that_lead_elsewhere_are_refused(saved: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
+    manifest = files.read_manifest(checkpoint)
+    files.check_files(checkpoint, manifest)
+    (checkpoint / "__0.metadata").touch()
+    with pytest.raises(CheckpointError, match=r"__0\.metadata is not listed in manifest\.json"):
+        files.check_files(checkpoint, manifest)
+    (checkpoint / "__0.metadata").rename(tmp_path / "outside")
+    manifest["files"]["../outside"] = {"size": 0, "sha256": sha256_file(tmp_path / "outside")}
+    with pytest.raises(CheckpointError, match=r"\.\./outside is missing"):
+        files.check_files(checkpoint, manifest)
+
+
+def test_metadata_that_points_out_of_the_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from pipeline.checkpoint_reader import Reader
+
+    metadata = FileSystemReader(saved).read_metadata()
+    assert Reader(saved).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"it points to \.\./__0_0\.distcp"):
+        Reader(tmp_path).read_metadata()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,13 @@ from data_prep.prepare import prepare
 from data_prep.shards import finalize, shard
 from pipeline.config import DataConfig, TokenizerConfig
 from pipeline.errors import InputError
+from pipeline.files import seal
+from pipeline.run import Run
+from pipeline.stages import load
+from slurm.environment import Place, identify
+from tests.ranks import run_ranks
 from tests.test_data_prep import config, quiet, run_tasks, texts, write_jsonl
+from tests.tiny import HarmlessFlag, make_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -161,9 +168,76 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
 def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:
     prepared = json.loads((done / "prepare.json").read_text())
     prepared["tokenizer"]["sha256"] = "0" * 64
-    (done / "prepare.json").write_text(json.dumps(prepared))
+    (done / "prepare.json").write_text(json.dumps(seal(prepared)))
     assert "belongs to another tokenizer" in str(shard_missing(data, done))
     assert shard_progress(done)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "prepare.json", "shards/unit-00000.json"])
+def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfig, name: str) -> None:
+    whole, shards = (done / name).read_bytes(), {p: p.stat().st_mtime_ns for p in (done / "shards").glob("*.h5")}
+    key = {"manifest.json": "offset", "prepare.json": "eos_id"}.get(name, "offset")
+    number = re.search(rb'"%s": (\d+)' % key.encode(), whole)
+    assert number is not None
+    (done / name).write_bytes(whole[: number.start(1)] + b"%d" % (int(number[1]) + 2) + whole[number.end(1) :])
+    if name.startswith("shards"):  # the manifest of all does not need it any more
+        assert shard_progress(done)[0] == shard_progress(done)[1] - 1
+    else:
+        reason = str(shard_missing(data, done))
+        assert f"{done / name} is damaged: its content does not fit its own hash: run the" in reason
+    run_tasks(data, done)
+    assert (
+        (done / name).read_bytes() == whole
+        and shard_missing(data, done) is None
+        and prepare_missing(data, done) is None
+    )
+    if not name.startswith("shards"):
+        assert {path: path.stat().st_mtime_ns for path in shards} == shards, "no shard was written again"
+
+
+def test_manifests_from_before_there_were_seals_are_read(done: Path, data: DataConfig) -> None:
+    whole = load_manifest(done)
+    for path in (done / "manifest.json", done / "prepare.json", *(done / "shards").glob("*.json")):
+        values = json.loads(path.read_text())
+        assert values == seal(values)
+        del values["sha256"]
+        path.write_text(json.dumps(values))
+    assert load_manifest(done) == whole and shard_missing(data, done) is None and prepare_missing(data, done) is None
+    assert shard_progress(done)[0] == shard_progress(done)[1]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, split: str, sealed: bool) -> None:
+    """Two digits, and every token that is trained on is another one; the shard and its hash are as they were."""
+    run = make_run(tmp_path)
+    values = json.loads((run.data / "manifest.json").read_text())
+    entry = values[split][0]
+    entry["offset"] += 2
+    entry["tokens"] -= 1
+    values = seal(values)
+    if not sealed:
+        del values["sha256"]
+    (run.data / "manifest.json").write_text(json.dumps(values))
+    shard_file = run.data / entry["file"]
+    words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
+    with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):
+        run_ranks(1, checked_rank, run.path, split)
+    assert shard_file.exists() and run.read_events(None, "damaged") == []
+    (run.data / "manifest.json").unlink()
+    load("shard").main(run, identify({}), {}, HarmlessFlag())
+    run_ranks(1, checked_rank, run.path, split)
+
+
+def checked_rank(where: Place, path: Path, split: str) -> None:
+    import torch.distributed as dist
+
+    from pipeline.inputs import manifest_of, verify_shards
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run = Run.open(path)
+    assert dist.group.WORLD is not None
+    verify_shards(run, getattr(manifest_of(run), split), dist.group.WORLD, hashes=True)
 
 
 def test_manifest_module_imports_nothing_heavy() -> None:

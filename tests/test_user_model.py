@@ -19,7 +19,7 @@ from examples import make_images
 from pipeline.checkpoint_files import step_name
 from pipeline.config_file import load_config
 from pipeline.errors import Exit, InputError, UserError
-from pipeline.files import read_jsonl
+from pipeline.files import read_jsonl, seal
 from pipeline.order import deal
 from pipeline.run import Run
 from pipeline.stages import load
@@ -312,6 +312,22 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     assert "bytes, its manifest says" in str(load("shard").missing(run))
     (tmp_path / "a.h5").write_bytes(content)
     assert load("shard").missing(run) is None and len(trained(run, 1)) == 10
+
+
+def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path) -> None:
+    make_images.main(tmp_path / "a.h5", 100)
+    run = new_run(tmp_path, "sealed")
+    manifest = run.data / "manifest.json"
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace('"held_out_samples": 10', '"held_out_samples": 12'))
+    assert "manifest.json is damaged: its content does not fit its own hash" in str(load("shard").missing(run))
+    prepared(run)
+    assert manifest.read_text() == whole
+    values = json.loads(whole)
+    values["train"][0]["arrays"]["images"]["offset"] += 1
+    manifest.write_text(json.dumps(seal(values)))
+    with pytest.raises(AssertionError, match=r"json says of images in .*a\.h5: offset=\d+ .*there is: offset="):
+        run_ranks(1, stage_rank, run.path, "train")
 
 
 def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Path) -> None:
