@@ -270,18 +270,20 @@ def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> Non
 
 def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one that was submitted by us nor of one that a person submitted."""
-    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
-    for comment, name, cause in (
-        (f"sluice {run.path}", "any", Exit.TIME_LIMIT), ("", "r-train", Exit.TIME_LIMIT),
-        ("sluice /b", "r-train", Exit.CRASHED), ("", "other", Exit.CRASHED),
+    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    for comment, name, cluster, cause in (
+        (f"sluice {run.path}", "any", "here", Exit.TIME_LIMIT), ("", "r-train", "here", Exit.TIME_LIMIT),
+        ("sluice /b", "r-train", "here", Exit.CRASHED), ("", "other", "here", Exit.CRASHED),
+        (f"sluice {run.path}", "any", "there", Exit.CRASHED), ("", "r-train", "there", Exit.CRASHED),
     ):  # fmt: skip
         shown = SHOWN.format(state="TIMEOUT", at=AT, comment=comment).replace("JobName=r-train", f"JobName={name}")
         for module in (states, slurm_job):
             monkeypatch.setattr(module, "call", lambda *command, shown=shown: shown if command[0] == "scontrol" else "")
         monkeypatch.setattr(slurm_job, "cluster_name", lambda: "here")
-        run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
+        facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
+        run.event("started", "train", job_id="1", slurm_job="1", **facts)
         recovery.close_open_attempt(run, "train", place("9"), None)
-        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name)
+        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
