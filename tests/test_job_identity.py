@@ -14,7 +14,7 @@ import pytest
 from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.run import Run
-from slurm import evaluations, recovery, states, succession
+from slurm import evaluations, recovery, report, states, succession
 from slurm import job as slurm_job
 from slurm.environment import Place, identify
 from slurm.states import FORGOTTEN, Claim, JobState, claims, query
@@ -310,6 +310,28 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     assert recovery.leaving(run, "train", JobState("4", "RUNNING"))
     submitted(run, "train", "4")
     assert not recovery.leaving(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+
+
+def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "train", "4")
+    submitted(run, "train", "5", "afternotok", "4")
+    run.event("cancelled", "train", job_id="4", cause="cancelled")
+    heirs: list[str] = []
+    monkeypatch.setattr("slurm.sbatch.submit", lambda run, stage, after, **more: heirs.extend(after))
+    answers(monkeypatch)
+    assert succession.hand_over(run, "train", "4") is None and heirs == []
+    assert succession._cancelled(run, "train", "4")
+    submitted(run, "train", "4")
+    assert succession.hand_over(run, "train", "4") is None and heirs == ["4"]
+    assert not succession._cancelled(run, "train", "4")
+
+
+def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
+    monkeypatch.setattr(report, "call", lambda *command: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "cluster_name", lambda: "here")
+    assert [ran.job_id for ran in report.job_runs([OURS])] == ["1_0"]
+    assert report.job_runs([dataclasses.replace(OURS, cluster="there")]) == []
 
 
 @pytest.mark.parametrize("ours", [True, False])
