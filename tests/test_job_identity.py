@@ -14,7 +14,7 @@ import pytest
 from pipeline.config_file import load_config
 from pipeline.errors import Exit
 from pipeline.run import Run
-from slurm import evaluations, recovery, states, succession
+from slurm import evaluations, recovery, report, states, succession
 from slurm import job as slurm_job
 from slurm.environment import Place, identify
 from slurm.states import FORGOTTEN, Claim, JobState, claims, query
@@ -270,18 +270,20 @@ def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> Non
 
 def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one that was submitted by us nor of one that a person submitted."""
-    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
-    for comment, name, cause in (
-        (f"sluice {run.path}", "any", Exit.TIME_LIMIT), ("", "r-train", Exit.TIME_LIMIT),
-        ("sluice /b", "r-train", Exit.CRASHED), ("", "other", Exit.CRASHED),
+    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    for comment, name, cluster, cause in (
+        (f"sluice {run.path}", "any", "here", Exit.TIME_LIMIT), ("", "r-train", "here", Exit.TIME_LIMIT),
+        ("sluice /b", "r-train", "here", Exit.CRASHED), ("", "other", "here", Exit.CRASHED),
+        (f"sluice {run.path}", "any", "there", Exit.CRASHED), ("", "r-train", "there", Exit.CRASHED),
     ):  # fmt: skip
         shown = SHOWN.format(state="TIMEOUT", at=AT, comment=comment).replace("JobName=r-train", f"JobName={name}")
         for module in (states, slurm_job):
             monkeypatch.setattr(module, "call", lambda *command, shown=shown: shown if command[0] == "scontrol" else "")
         monkeypatch.setattr(slurm_job, "cluster_name", lambda: "here")
-        run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
+        facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
+        run.event("started", "train", job_id="1", slurm_job="1", **facts)
         recovery.close_open_attempt(run, "train", place("9"), None)
-        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name)
+        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
@@ -308,6 +310,28 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     assert recovery.leaving(run, "train", JobState("4", "RUNNING"))
     submitted(run, "train", "4")
     assert not recovery.leaving(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+
+
+def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "train", "4")
+    submitted(run, "train", "5", "afternotok", "4")
+    run.event("cancelled", "train", job_id="4", cause="cancelled")
+    heirs: list[str] = []
+    monkeypatch.setattr("slurm.sbatch.submit", lambda run, stage, after, **more: heirs.extend(after))
+    answers(monkeypatch)
+    assert succession.hand_over(run, "train", "4") is None and heirs == []
+    assert succession._cancelled(run, "train", "4")
+    submitted(run, "train", "4")
+    assert succession.hand_over(run, "train", "4") is None and heirs == ["4"]
+    assert not succession._cancelled(run, "train", "4")
+
+
+def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
+    monkeypatch.setattr(report, "call", lambda *command: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "cluster_name", lambda: "here")
+    assert [ran.job_id for ran in report.job_runs([OURS])] == ["1_0"]
+    assert report.job_runs([dataclasses.replace(OURS, cluster="there")]) == []
 
 
 @pytest.mark.parametrize("ours", [True, False])

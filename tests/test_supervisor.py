@@ -18,7 +18,7 @@ from slurm import supervisor
 from slurm.environment import TIME_LEFT
 from slurm.job import JobFacts
 from slurm.launch import Left
-from slurm.states import JobState
+from slurm.states import JobState, Seen
 from slurm.supervisor import Supervisor
 from tests.ranks import place
 from tests.tiny import write_config
@@ -144,7 +144,8 @@ def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeyp
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = JobFacts("RUNNING", 0, False, 100.0, False)
+    facts = JobFacts("RUNNING", 0, False, 100.0, False, seen=Seen("", 0, "by-hand", 7.0))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: facts)
@@ -156,3 +157,5 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
         one._attempt(0, "")
         left.append(float(os.environ[TIME_LEFT]))
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
+    started = run.read_events("train", "started")[-1]
+    assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
