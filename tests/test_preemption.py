@@ -23,7 +23,7 @@ from tests.test_recovery import close, leave, shown, silent
 from tests.test_slurm import evaluated, events, job_of, preempt, submit, wait_for
 from tests.tiny import make_run, slowed, write_config
 
-cluster = cluster_fixture(accounting=True, grace=5)
+cluster = cluster_fixture(accounting=True, grace=20)  # a job that ends with 0 later than that is a TIMEOUT for 22.05
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -160,6 +160,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: float, asks: bool = False) -> Path:
     """A training of slow steps on this data; `asks`: it never leaves the requeue to Slurm."""
+    cluster.clear()  # of what a test before left that failed
     config = write_config(folder, steps=steps)
     run = slowed(Run.create(load_config(config, NODES)), seconds)
     run.data.rmdir()
