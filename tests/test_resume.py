@@ -11,8 +11,7 @@ from rich.console import Console
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.config.problems import ConfigError
-from pipeline.config.read import load_config
+from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import jobs

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import re
-from itertools import pairwise
 from typing import Annotated, Any
 
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
@@ -58,7 +55,7 @@ class Section(BaseModel):
     """What all sections share: unknown keys are errors, values never change after reading."""
 
     # not use_attribute_docstrings: parsing the source at each import would cost the login node more than reading the
-    # config; `field_docstrings` does it for the schema alone
+    # config; pipeline/config/schema.py does it for the schema alone
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -67,20 +64,3 @@ def refuse_changed(section: Section, meant: set[str], why: str) -> None:
     for key, field in type(section).model_fields.items():
         if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
             raise ValueError(f"{key} ({getattr(section, key)}) means nothing here: {why}")
-
-
-def field_docstrings(source: str) -> dict[str, dict[str, str]]:
-    """The docstring under each field of each class in Python `source`, by class and field."""
-    documented: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            fields = documented.setdefault(node.name, {})
-            for field, text in pairwise(node.body):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    fields[field.target.id] = inspect.cleandoc(str(text.value.value))
-    return documented
