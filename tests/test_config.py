@@ -501,6 +501,12 @@ def test_deep_nesting_and_bombs(tmp_path: Path) -> None:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
     with pytest.raises(ConfigError, match="aliases of aliases"):
         load(tmp_path, SMALL + bomb)
+    for depth in (20, 100, 150):  # each is nested less deeply than Python can go, all together are not
+        for number in range(20):
+            write(tmp_path, "a: {" * depth + f"extends: {number + 1}.yaml" + "}" * depth, f"{number}.yaml")
+        write(tmp_path, SMALL, "20.yaml")
+        with pytest.raises(ConfigError):
+            load_config(tmp_path / "0.yaml")
     many = "".join(f"key{n}: 1\n" for n in range(3000))
     assert 1 < len(problems(tmp_path, SMALL + many)) <= 1000
 

@@ -219,8 +219,8 @@ class _Loader(yaml.BaseLoader):
         """The value of a node."""
         self.constructed_objects.clear()  # what an alias stands for counts again: aliases of aliases could be endless
         self.values += 1
-        if self.values > _MOST_VALUES or len(self.recursive_objects) > _DEEPEST:
-            self.refuse(node, f"more than {_MOST_VALUES} values, or nested too deeply; are there aliases of aliases?")
+        if self.values > _MOST_VALUES:
+            self.refuse(node, f"more than {_MOST_VALUES} values; are there aliases of aliases?")
         if node.tag.removeprefix(_PREFIX) not in (_SCALARS if isinstance(node, yaml.ScalarNode) else ("seq", "map")):
             self.refuse(node, f"the tag {node.tag} is not supported here")
         return super().construct_object(node, deep)

@@ -19,10 +19,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
-def _name(value: Any) -> Any:
-    if isinstance(value, str) and not _NAME.fullmatch(value):
-        raise ValueError("use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")
-    return value
+def matching(pattern: re.Pattern[str], what: str) -> Any:
+    """A check that a text is as `pattern` says; `what` tells whoever wrote another one what to write."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and not pattern.fullmatch(value):
+            raise ValueError(what)
+        return value
+
+    return BeforeValidator(check)
 
 
 def parse_time(value: str) -> int:
@@ -47,7 +52,7 @@ def _time(value: Any) -> Any:
     return value
 
 
-Name = Annotated[str, BeforeValidator(_name)]
+Name = Annotated[str, matching(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
 TimeLimit = Annotated[str, BeforeValidator(_time)]
 
 
