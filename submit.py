@@ -279,7 +279,7 @@ def plan(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
-    from pipeline.config.read import schema_text
+    from pipeline.config.schema import schema_text
 
     sys.stdout.write(schema_text())
 

@@ -24,9 +24,8 @@ from pipeline.config.read import (
     load_config,
     merge,
     parse_overrides,
-    schema,
-    schema_text,
 )
+from pipeline.config.schema import schema, schema_text
 from pipeline.config.sections import Config, SiteConfig, TrainConfig
 from pipeline.config.types import parse_time
 
@@ -127,21 +126,44 @@ def test_extended_values_are_blamed_on_their_file(tmp_path: Path) -> None:
     ]
 
 
-def test_extends_goes_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            "site: {extends: sub/none.yaml}",
+            "run.yaml:3: extends: sub/none.yaml: cannot read it: No such file or directory",
+        ),
+        (
+            "data: {extends: sub/empty.yaml}",
+            "run.yaml:3: extends: sub/empty.yaml: it should hold keys and values such as `run: {name: first}`, not "
+            "nothing",
+        ),
+        ("model: {extends: 5}", "run.yaml:3: extends: 5 should be the name of a file, or a list of names"),
+        (
+            "extends: a.yaml",
+            "run.yaml:3: extends: a.yaml:2: extends: b.yaml:1: extends: a.yaml: files extend one another in a circle, "
+            "or too many of them",
+        ),
+        (
+            "extends:\n- sub/torn.yaml",
+            "run.yaml:3: extends: sub/torn.yaml:2:1: cannot be read as YAML: expected the node content, but found "
+            "'<stream end>' (while parsing a flow node)",
+        ),
+    ],
+)
+def test_extends_goes_wrong(tmp_path: Path, section: str, says: str) -> None:
     write(tmp_path, "extends: a.yaml\n", "b.yaml")
     write(tmp_path, "\nextends: sub/../b.yaml\n", "a.yaml")
     write(tmp_path, "", "sub/empty.yaml")
-    text = (
-        SMALL
-        + "extends: a.yaml\nsite: {extends: sub/none.yaml}\ndata: {extends: sub/empty.yaml}\nmodel: {extends: 5}\n"
-    )
-    assert problems(tmp_path, text) == [
-        "run.yaml:4: site.extends: sub/none.yaml: there is no such file",
-        "run.yaml:5: data.extends: sub/empty.yaml: the file is empty; it should hold keys and values such as "
-        "`run: {name: first}`",
-        "run.yaml:6: model.extends: [5] should name a file or files",
-        "b.yaml:1: extends: a.yaml extends itself (run.yaml → a.yaml → b.yaml → a.yaml)",
-    ]
+    write(tmp_path, "a: [\n", "sub/torn.yaml")
+    assert problems(tmp_path, SMALL + section) == [says]
+
+
+def test_files_that_extend_one_another_without_end(tmp_path: Path) -> None:
+    for number in range(100):
+        write(tmp_path, f"extends: {number + 1}.yaml\n", f"{number}.yaml")
+    with pytest.raises(ConfigError, match=r"/21.yaml: files extend one another in a circle, or too many"):
+        load_config(tmp_path / "0.yaml")
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -155,6 +177,7 @@ def test_overrides(tmp_path: Path) -> None:
     )
     assert config.train.steps == 7 and config.site.account is None and config.site.setup == ["a b"]
     assert parse_overrides(["a={b: 1}", "a.c=2", "a={d: x=y}"]) == {"a": {"b": 1, "c": 2, "d": "x=y"}}
+    assert parse_overrides(["a=1", "a.b=2"]) == {"a": {"b": 2}}
     # `data: auto` may become a mapping
     assert (
         load(tmp_path, SMALL + "parallel: {data: auto}\n", "parallel.data.replicate=1").parallel.data == DataParallel()
@@ -162,16 +185,13 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def test_broken_overrides(tmp_path: Path) -> None:
-    overrides = ["steps", "=1", "a..b=1", ".=", "a=1", "a.b=2", "c=[1", "d={x: 1, x: 2}"]
-    assert problems(tmp_path, SMALL, *overrides) == [
-        'command line: "steps": write section.key=value',
-        'command line: "=1": write section.key=value',
-        'command line: "a..b=1": write section.key=value',
-        'command line: ".=": write section.key=value',
-        "command line: a.b: a is 1 already, not a section",
-        "command line: c: not YAML: expected ',' or ']', but got '<stream end>' (while parsing a flow sequence)",
-        "command line: d: x stands twice",
-    ]
+    for override, says in {
+        **{wrong: f'"{wrong}": write section.key=value' for wrong in ("steps", "=1", "a..b=1", ".=")},
+        "c=[1": "c: cannot be read as YAML: expected ',' or ']', but got '<stream end>' "
+        "(while parsing a flow sequence)",
+        "d={x: 1, x: 2}": 'd: cannot be read as YAML: "x" stands twice',
+    }.items():
+        assert problems(tmp_path, SMALL, "train.steps=5", override) == [f"command line: {says}"]
     assert problems(tmp_path, SMALL, "train.steps.x=2") == [
         'command line: train.steps: {"x": 2} should be a whole number greater than 0'
     ]
@@ -275,46 +295,52 @@ modle: {}
             "run.yaml:3: data.source: [] should be text or a list with at least one item, each item text",
         ),
         (SMALL + "data: {source: [a, 5]}", "run.yaml:3: data.source.1: 5 should be text; put it in quotes"),
-        (SMALL + "run: {}", "run.yaml:3: run stands twice"),
+        (SMALL + "run: {}", 'run.yaml:3:1: cannot be read as YAML: "run" stands twice'),
         (
             SMALL + "data: !!python/name:os.system {}",
-            "run.yaml:3: data: the tag tag:yaml.org,2002:python/name:os.system is not supported",
+            "run.yaml:3:7: cannot be read as YAML: the tag tag:yaml.org,2002:python/name:os.system is not supported "
+            "here",
         ),
-        (SMALL + "data: !secret x", 'run.yaml:3: data: "x": the tag !secret is not supported here'),
-        (SMALL + "? [a]\n: b", "run.yaml:3: a key is a word, not a list or a mapping"),
-        (SMALL + f"data: {2**64}", f'run.yaml:3: data: "{2**64}": the number has more than 64 bits'),
-        (SMALL + "data: &a [*a]", "run.yaml: nested too deeply"),
+        (SMALL + "data: !secret x", "run.yaml:3:7: cannot be read as YAML: the tag !secret is not supported here"),
+        (SMALL + "data: !!int 1.5", 'run.yaml:3:7: cannot be read as YAML: "1.5" is no int'),
+        (SMALL + r'data: "\ud800"', r'run.yaml:3:7: cannot be read as YAML: "\ud800" is no str'),
+        (SMALL + "? [a]\n: b", "run.yaml:3:3: cannot be read as YAML: a key is a word, not a list or a mapping"),
+        (
+            SMALL + f"data: {2**64}",
+            f'run.yaml:3:7: cannot be read as YAML: "{2**64}": the number has more than 64 bits',
+        ),
+        (SMALL + "data: &a [*a]", "run.yaml:3:7: cannot be read as YAML: found unconstructable recursive node"),
         (
             SMALL + "data: {a: [}",
-            "run.yaml:3:12: not YAML: expected the node content, but found '}' (while parsing a flow node)",
+            "run.yaml:3:12: cannot be read as YAML: expected the node content, but found '}' "
+            "(while parsing a flow node)",
         ),
-        (SMALL + "data: \a", r"run.yaml:3: not YAML: the character '\x07' is not allowed"),
+        (SMALL + "data: \a", r"run.yaml:3:7: cannot be read as YAML: the character '\x07' is not allowed"),
         (
             "a: 1\n---\nb: 2",
-            "run.yaml:2:1: not YAML: but found another document (expected a single document in the stream)",
+            "run.yaml:2:1: cannot be read as YAML: but found another document "
+            "(expected a single document in the stream)",
         ),
-        ("- a", 'run.yaml: the file holds ["a"]; it should hold keys and values such as `run: {name: first}`'),
-        ("# nothing\n", "run.yaml: the file is empty; it should hold keys and values such as `run: {name: first}`"),
+        ("- a", 'run.yaml: it should hold keys and values such as `run: {name: first}`, not ["a"]'),
+        ("# nothing\n", "run.yaml: it should hold keys and values such as `run: {name: first}`, not nothing"),
     ],
 )
 def test_one_problem(tmp_path: Path, text: str, line: str) -> None:
     assert problems(tmp_path, text) == [line]
 
 
-def test_rules_between_keys_say_where_the_keys_stand(tmp_path: Path) -> None:
+def test_rules_between_keys_name_them(tmp_path: Path) -> None:
     text = "run: {name: x}\ntrain:\n  steps: 5\n  global_batch: 10\n  micro_batch: 4\n"
-    assert problems(tmp_path, text) == [
-        "run.yaml:4, run.yaml:5: train: global_batch (10) is no multiple of micro_batch (4)"
-    ]
+    assert problems(tmp_path, text) == ["run.yaml:2: train: global_batch (10) is no multiple of micro_batch (4)"]
     assert problems(tmp_path, text, "train.micro_batch=5", "stages.train.nodes=4") == [
-        "run.yaml:4, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
+        "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
     ]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, says in (
-        (tmp_path / "none.yaml", "none.yaml: there is no such file"),
+        (tmp_path / "none.yaml", "none.yaml: cannot read it: No such file or directory"),
         (tmp_path, "cannot read it: Is a directory"),
         (write(tmp_path, "", "file") / "x.yaml", "cannot read it: Not a directory"),
         (tmp_path / "\0.yaml", "cannot read it"),
@@ -323,7 +349,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             load_config(path)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"run: {name: caf\xe9}")
-    with pytest.raises(ConfigError, match=r"latin.yaml: not UTF-8 text \(byte 16\)"):
+    with pytest.raises(
+        ConfigError, match=r"latin.yaml: cannot read it: 'utf-8' codec can't decode byte 0xe9 in position 15"
+    ):
         load_config(latin)
 
 
@@ -473,6 +501,14 @@ def test_deep_nesting_and_bombs(tmp_path: Path) -> None:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
     with pytest.raises(ConfigError, match="aliases of aliases"):
         load(tmp_path, SMALL + bomb)
+    for depth in (20, 100, 150):  # each is nested less deeply than Python can go, all together are not
+        for number in range(20):
+            write(tmp_path, "a: {" * depth + f"extends: {number + 1}.yaml" + "}" * depth, f"{number}.yaml")
+        write(tmp_path, SMALL, "20.yaml")
+        with pytest.raises(ConfigError):
+            load_config(tmp_path / "0.yaml")
+    many = "".join(f"key{n}: 1\n" for n in range(3000))
+    assert 1 < len(problems(tmp_path, SMALL + many)) <= 1000
 
 
 # -- round trip ----------------------------------------------------------------------------------------------

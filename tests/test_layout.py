@@ -65,7 +65,7 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
         (
             2,
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
-            "1f1b has one stage per rank: parallel.virtual_stages must be 1, not 2",
+            "1f1b needs parallel.virtual_stages (stages per rank) to be 1, not 2",
         ),
         (
             4,
@@ -95,19 +95,23 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
         ),
         (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
         (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
-        (2, {"parallel": {"pipeline": 2, "schedule": "zbv"}}, "zbv has two stages per rank: parallel.virtual_stages"),
+        (
+            2,
+            {"parallel": {"pipeline": 2, "schedule": "zbv"}},
+            "zbv needs parallel.virtual_stages (stages per rank) to be 2",
+        ),
         (
             2,
             {
                 "parallel": {"pipeline": 2, "schedule": "dualpipe_v", "virtual_stages": 2},
                 "train": {"global_batch": 3, "micro_batch": 1, "steps": 1},
             },
-            "dualpipe_v needs at least 4 micro-batches, two per pipeline rank; there are 3",
+            "dualpipe_v needs at least 4 micro-batches with 2 pipeline ranks; there are 3",
         ),
         (
             4,
             {"parallel": {"pipeline": 4}, "train": {"global_batch": 3, "micro_batch": 1, "steps": 1}},
-            "1f1b needs at least 4 micro-batches, one per pipeline rank; there are 3",
+            "1f1b needs at least 4 micro-batches with 4 pipeline ranks; there are 3",
         ),
         (
             2,
@@ -119,7 +123,12 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
         ),
         (2, {"parallel": {"data": {"shard": 2}}}, "parallel.data.shard (2) is for parallel.zero 1 to 3"),
         (2, {"parallel": {"data": {"replicate": 2}, "zero": 3}}, "zero 3 has nothing to split: parallel.data.shard is"),
-        (4, {"parallel": {"data": {"replicate": 2}}}, "= 2 is not the number of training ranks, 4 (stages.train has 1"),
+        (
+            4,
+            {"parallel": {"data": {"replicate": 2}}},
+            "= 2 is not the number of training ranks, 4 (stages.train: nodes × tasks_per_node); layouts of 4 ranks "
+            "that fit: pipeline 1 × data 4 × tensor 1",
+        ),
         (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
         (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
         (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
-from pipeline.config.problems import ConfigError
-from pipeline.config.read import load_config
+from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sections import Config, SiteConfig
 from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT

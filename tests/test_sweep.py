@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.files import read_jsonl
-from pipeline.config.problems import ConfigError
-from pipeline.config.read import load_config
+from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.points import points

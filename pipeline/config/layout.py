@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ class Layout:
 
     def words(self) -> str:
         """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
-        return _words(self.pipeline, self.data, self.tensor)
+        return f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
 
 
 def layout_of(
@@ -122,22 +122,19 @@ def layout_of(
     `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.
     Raises LayoutError, naming everything that does not fit, and the nearest layouts of as many ranks that do.
     """
-    train = config.stages.train
-    world = world or train.ranks
-    per_node = ranks_per_node or train.tasks_per_node
-    wanted, tokenizer = config.parallel, config.data.tokenizer
+    train, wanted, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
+    world, per_node = world or train.ranks, ranks_per_node or train.tasks_per_node
     pipeline, tensor = wanted.pipeline, wanted.tensor
-    if vocab_size is None:
-        vocab_size = tokenizer.vocab_size if tokenizer.path is None else None
-        if tokenizer.path is not None and pipeline * tensor > 1:  # else it changes nothing here
-            vocab_size = _size_of(tokenizer.path.expanduser())
-    problems = list(_sizes(config, world))
-    data = max(1, world // (pipeline * tensor))
-    if not problems:
-        problems += _misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)
-    if problems:
-        nearest = _nearest(config, world, per_node, vocab_size)
-        raise LayoutError("; ".join(problems) + f"; {_offer(config, world, nearest)}")
+    if tokenizer.path is None:
+        vocab_size = vocab_size or tokenizer.vocab_size
+    elif pipeline * tensor > 1:  # else it changes nothing here
+        vocab_size = vocab_size or _size_of(tokenizer.path.expanduser())
+    misfits = list(_misfits(config, world, per_node, vocab_size))
+    if misfits:
+        misfits.append(_nearest(config, world, per_node, vocab_size))
+    if problems := [*_contradictions(config), *misfits]:
+        raise LayoutError("; ".join(problems))
+    data = world // (pipeline * tensor)
     if wanted.data != "auto":
         replicate, shard = wanted.data.replicate, wanted.data.shard
     else:
@@ -212,23 +209,20 @@ def check(config: Config) -> None:
         )
 
 
-def _sizes(config: Config, world: int) -> Iterator[str]:
-    """What is wrong with the sizes themselves: they must multiply to the number of ranks."""
-    wanted = config.parallel
-    sizes = f"parallel.pipeline ({wanted.pipeline}) × parallel.tensor ({wanted.tensor})"
-    product = wanted.pipeline * wanted.tensor
-    if wanted.data != "auto":
-        data = wanted.data
-        sizes += f" × parallel.data.replicate ({data.replicate}) × parallel.data.shard ({data.shard})"
-        product *= data.replicate * data.shard
-        if not wanted.zero and data.shard > 1:
-            yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
-        if wanted.zero and data.shard == 1 and data.replicate > 1:
-            yield f"parallel.zero {wanted.zero} has nothing to split: parallel.data.shard is 1"
-        if product != world:
-            yield f"{sizes} = {product} is not the number of training ranks, {world}{_ranks(config, world)}"
-    elif world % product:
-        yield f"{sizes} = {product} does not divide the number of training ranks, {world}{_ranks(config, world)}"
+def _between_replicas(config: Config) -> str | None:
+    """The option that changes what whole replicas send each other, in words; None where there is none."""
+    if config.parallel.local_sgd is not None:
+        return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
+    return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """What is wrong on any number of ranks."""
+    wanted, data = config.parallel, config.parallel.data
+    if data != "auto" and data.shard > 1 and not wanted.zero:
+        yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
+    if data != "auto" and data.shard == 1 and data.replicate > 1 and wanted.zero:
+        yield f"parallel.zero {wanted.zero} has nothing to split: parallel.data.shard is 1"
     if (option := _between_replicas(config)) is not None:
         if wanted.zero or wanted.offload:
             yield f"{option} is for whole replicas: parallel.zero must be 0 and parallel.offload false"
@@ -240,30 +234,21 @@ def _sizes(config: Config, world: int) -> Iterator[str]:
         yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:
         yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {wanted.zero} gradients stay whole"
-    if wanted.reduce == "micro_batch" and wanted.pipeline > 1:
-        yield f"parallel.reduce micro_batch does not go with a pipeline ({wanted.pipeline}): that reduces once per step"
 
 
-def _between_replicas(config: Config) -> str | None:
-    """The option that changes what whole replicas send each other, in words; None where there is none."""
-    if config.parallel.local_sgd is not None:
-        return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
-    return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
-
-
-def _ranks(config: Config, world: int) -> str:
-    train = config.stages.train
-    nodes, rest = divmod(world, train.tasks_per_node)
-    planned = not rest and nodes in (train.fewest_nodes, train.most_nodes)
-    return f" (stages.train has {nodes} nodes × {train.tasks_per_node} tasks)" if planned else ""
-
-
-def _misfits(
-    config: Config, pipeline: int, data: int, tensor: int, many_nodes: bool, per_node: int, vocab_size: int | None
-) -> Iterator[str]:
-    """Everything that these three sizes do not divide or reach."""
-    model, train = config.model, config.train
-    batch, micro = train.global_batch, train.micro_batch
+def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) -> Iterator[str]:
+    """Everything that the wanted sizes do not divide or reach on `world` ranks."""
+    model, train, wanted = config.model, config.train, config.parallel
+    pipeline, tensor = wanted.pipeline, wanted.tensor
+    ranks, sizes = pipeline * tensor, f"parallel.pipeline ({pipeline}) × parallel.tensor ({tensor})"
+    if wanted.data != "auto":
+        ranks *= wanted.data.replicate * wanted.data.shard
+        sizes += f" × parallel.data.replicate ({wanted.data.replicate}) × parallel.data.shard ({wanted.data.shard})"
+    if world % ranks or (wanted.data != "auto" and world != ranks):
+        fails = "does not divide" if wanted.data == "auto" else "is not"
+        yield f"{sizes} = {ranks} {fails} the number of training ranks, {world} (stages.train: nodes × tasks_per_node)"
+        return
+    data, batch, micro = world // (pipeline * tensor), train.global_batch, train.micro_batch
     if batch % (data * micro):
         fits = [n for n in range(1, min(batch // micro, _MOST) + 1) if batch % (n * micro) == 0]
         yield (
@@ -274,29 +259,25 @@ def _misfits(
     if (option := _between_replicas(config)) is not None and pipeline * tensor > 1:
         yield f"{option} is for whole replicas: parallel.pipeline ({pipeline}) and parallel.tensor ({tensor}) must be 1"
     if tensor > 1:
-        divided = (
-            {}
-            if model.target
-            else {
-                "model.heads": model.heads,
-                "model.kv_heads": model.num_kv_heads,
-                "model.intermediate_size": model.ffn_size,
-                _vocabulary(config, vocab_size): vocab_size or 0,
-                "data.sequence_length": config.data.sequence_length if config.parallel.sequence else 0,
-            }
-        )
-        for name, size in divided.items():
+        divided = {
+            "model.heads": model.heads,
+            "model.kv_heads": model.num_kv_heads,
+            "model.intermediate_size": model.ffn_size,
+            _vocabulary(config, vocab_size): vocab_size or 0,
+            "data.sequence_length": config.data.sequence_length if wanted.sequence else 0,
+        }
+        for name, size in divided.items() if model.target is None else ():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
         if train.compile:
             yield f"parallel.tensor ({tensor}) does not go with train.compile: torch fails in its backward pass"
-        if many_nodes and per_node % tensor:
+        if world > per_node and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "
                 "(stages.train.tasks_per_node): tensor parallel ranks must share a node"
             )
     if pipeline > 1:
-        yield from _pipeline_misfits(config, pipeline, batch // (data * micro))
+        yield from _pipeline_misfits(config, batch // (data * micro))
 
 
 def _vocabulary(config: Config, size: int | None) -> str:
@@ -307,9 +288,9 @@ def _vocabulary(config: Config, size: int | None) -> str:
     return f"the vocabulary (data.tokenizer.vocab_size{fewer})"
 
 
-def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iterator[str]:
+def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
     """What the schedule asks for. The rules are those of torch.distributed.pipelining."""
-    wanted, virtual = config.parallel, config.parallel.virtual_stages
+    wanted, pipeline, virtual = config.parallel, config.parallel.pipeline, config.parallel.virtual_stages
     schedule = f"parallel.schedule {wanted.schedule}"
     have = f"there are {micro_batches} (train.global_batch / data parallel ranks / train.micro_batch)"
     if pipeline * virtual > config.model.layers:
@@ -317,8 +298,8 @@ def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iter
             f"{pipeline} pipeline ranks × parallel.virtual_stages ({virtual}) = {pipeline * virtual} stages are more "
             f"than model.layers ({config.model.layers}): each stage needs a layer"
         )
-    if wanted.schedule in ("gpipe", "1f1b") and virtual != 1:
-        yield f"{schedule} has one stage per rank: parallel.virtual_stages must be 1, not {virtual}"
+    if wanted.reduce == "micro_batch":
+        yield f"parallel.reduce micro_batch does not go with a pipeline ({pipeline}): that reduces once per step"
     if wanted.schedule.startswith("interleaved"):
         if virtual < 2:
             yield f"{schedule} needs two or more stages per rank: parallel.virtual_stages must not be {virtual}"
@@ -328,12 +309,11 @@ def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iter
                 f"{schedule} needs micro-batches that divide into {rounds} rounds (micro-batches // pipeline "
                 f"{pipeline}); {have}"
             )
-    if wanted.schedule in V_SCHEDULES and virtual != 2:
-        yield f"{schedule} has two stages per rank: parallel.virtual_stages must be 2, not {virtual}"
-    if wanted.schedule == "1f1b" and micro_batches < pipeline:
-        yield f"{schedule} needs at least {pipeline} micro-batches, one per pipeline rank; {have}"
-    if wanted.schedule == "dualpipe_v" and micro_batches < 2 * pipeline:
-        yield f"{schedule} needs at least {2 * pipeline} micro-batches, two per pipeline rank; {have}"
+    elif virtual != (stages := 2 if wanted.schedule in V_SCHEDULES else 1):
+        yield f"{schedule} needs parallel.virtual_stages (stages per rank) to be {stages}, not {virtual}"
+    least = {"1f1b": pipeline, "dualpipe_v": 2 * pipeline}.get(wanted.schedule, 0)
+    if micro_batches < least:
+        yield f"{schedule} needs at least {least} micro-batches with {pipeline} pipeline ranks; {have}"
     if wanted.schedule in SPLIT_BACKWARD:
         splits = f"{schedule} computes gradients of weights apart, which does not go with"
         if config.train.compile:
@@ -344,30 +324,20 @@ def _pipeline_misfits(config: Config, pipeline: int, micro_batches: int) -> Iter
             yield f"{splits} parallel.zero 3 (torch would lose gradients): take 1 or 2"
 
 
-def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> list[str]:
-    """Up to three layouts of `world` ranks that fit, the most similar first."""
+def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> str:
+    """Up to three layouts of `world` ranks that fit, the most similar first, in words."""
     found = []
-    stages, cuts = (config.model.layers, config.model.heads) if config.model.target is None else (1, 1)
-    for pipeline in (n for n in range(1, min(world, stages, _MOST) + 1) if world % n == 0):
-        rest = world // pipeline
-        for tensor in (n for n in range(1, min(rest, cuts, _MOST) + 1) if rest % n == 0):
-            data = world // pipeline // tensor
-            if not list(_misfits(config, pipeline, data, tensor, world > per_node, per_node, vocab_size)):
-                away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(
-                    math.log(tensor / config.parallel.tensor)
-                )
-                found.append((round(away, 6), pipeline, tensor, _words(pipeline, data, tensor)))
-    return [words for *_, words in sorted(found)[:3]]
-
-
-def _offer(config: Config, world: int, nearest: list[str]) -> str:
-    if nearest:
-        return f"layouts of {world} ranks that fit: {', or '.join(nearest)}"
-    return f"no layout of {world} ranks fits this model, batch and schedule"
-
-
-def _words(pipeline: int, data: int, tensor: int) -> str:
-    return f"pipeline {pipeline} × data {data} × tensor {tensor}"
+    # whether a model of one's own can be cut otherwise, only its module knows
+    sizes = [n for n in range(1, _MOST + 1 if config.model.target is None else 2) if world % n == 0]
+    for pipeline, tensor in product(sizes, sizes):
+        parallel = config.parallel.model_copy(update={"pipeline": pipeline, "tensor": tensor, "data": "auto"})
+        if not any(_misfits(config.model_copy(update={"parallel": parallel}), world, per_node, vocab_size)):
+            away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(math.log(tensor / config.parallel.tensor))
+            words = f"pipeline {pipeline} × data {world // pipeline // tensor} × tensor {tensor}"
+            found.append((round(away, 6), pipeline, tensor, words))
+    if not found:
+        return f"no layout of {world} ranks fits this model, batch and schedule"
+    return f"layouts of {world} ranks that fit: {', or '.join(words for *_, words in sorted(found)[:3])}"
 
 
 def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, ...]:

@@ -12,57 +12,245 @@ The YAML is version 1.2's core schema, because the older rules that PyYAML follo
 `1e-3` is a number and `00:20:00` a text; `2_000_000` is a number as before. A key that stands twice is an error.
 Types are strict: `threads: "2"` and `deterministic: no` are errors, not guesses.
 
-While the values are read, `_Reader.marks` remembers where each key path stands, so that `pipeline/config/problems.py`
-can say for every problem at once: file and line, key, value, what is allowed, the nearest valid key.
+A file that cannot be read is refused with its first mistake; then all wrong values are told at once, a line each:
+where it stands, its key, the value, and what is allowed there or the nearest valid key. Where it stands is known to
+the keys themselves (:class:`Key`), so that values keep it however they are merged.
 """
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from pipeline.config import parallel as config_communication
-from pipeline.config import recovery as config_recovery
-from pipeline.config import sections as config_module
-from pipeline.config import site as config_site
-from pipeline.config import stages as config_stages
-from pipeline.config import sweep as config_sweep
-from pipeline.config.problems import ConfigError as ConfigError
-from pipeline.config.problems import KeyPath, dotted, model_schema, show, validate
+from pipeline.base.errors import UserError
+from pipeline.config.layout import check
+from pipeline.config.schema import KeyPath, allowed, valid_keys
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
-from pipeline.config.types import field_docstrings
 
 COMMAND_LINE = "command line"
 
-_MAX_NODES = 100_000
-_MAX_DEPTH = 20
+_MOST_VALUES = 100_000
+_MOST_PROBLEMS = 1000
+_DEEPEST = 20
+
+
+class ConfigError(UserError):
+    """A config that cannot be used; the message lists every problem on a line of its own."""
+
+
+class Key(str):
+    """A key of a mapping that knows where it stands; to everybody else it is its text."""
+
+    where: str
+
+    def __new__(cls, text: str, where: str) -> Key:
+        """The key `text`, which stands at `where`: file and line, or the command line."""
+        key = super().__new__(cls, text)
+        key.where = where
+        return key
+
+
+# -- configs -------------------------------------------------------------------------------------------------
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems.
+
+    Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
+    """
+    where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
+    config = config_from_mapping(merge(_read(Path(path)), parse_overrides(overrides)), where)
+    point_configs(config)
+    return config
+
+
+def load_site(path: Path | None) -> SiteConfig:
+    """The site profile in file `path` (None: the defaults); ConfigError lists all problems."""
+    values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read(path) if path else {}}
+    return config_from_mapping(values, str(path)).site
+
+
+def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
+    """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
+
+    Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
+    """
+    try:
+        config = Config.model_validate_json(json.dumps(values, default=str), strict=True)
+        check(config)
+        return config
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems(error, values, where))) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def point_configs(config: Config) -> list[Config]:
+    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
+    if config.sweep is None:
+        return []
+    base = {**config.model_dump(mode="json"), "sweep": None}
+    configs = []
+    for number, values in enumerate(config.sweep.points()):
+        root = str(config.run.root / config.run.name / "points")
+        where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
+        point = merge(base, {"run": {"name": f"{number:03d}", "root": root}})
+        for key, value in values.items():
+            point = merge(point, _nested(key.split("."), value, where))
+        configs.append(config_from_mapping(point, where))
+    return configs
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["train.steps=400"]` → `{"train": {"steps": 400}}`; later ones win."""
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        names = key.split(".")
+        if not equals or not all(names) or len(names) > _DEEPEST:
+            raise ConfigError(f"{COMMAND_LINE}: {show(override)}: write section.key=value")
+        value = _parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
+        changes = merge(changes, _nested(names, value, COMMAND_LINE))
+    return changes
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` changed by `extra`: mappings merge key by key, anything else of `extra` replaces what `base` has."""
+    result = dict(base)
+    for key, value in extra.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            result[key] = merge(old, value)
+        else:
+            result.pop(key, None)  # else the old key stays, with where it stands
+            result[key] = value
+    return result
+
+
+def _nested(names: Sequence[str], value: Any, where: str) -> dict[str, Any]:
+    """`value` under the keys `names`, one in the other."""
+    for name in reversed(names):
+        value = {Key(name, where): value}
+    return dict(value)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The mapping in file `path`, with what it extends. `by`: the files, by their real paths, that extend it."""
+    name = os.path.normpath(path)
+    try:
+        real = os.path.realpath(path)
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}") from error
+    if real in by or len(by) > _DEEPEST:
+        raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")
+    values = _parse(text, name)
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{name}: it should hold keys and values such as `run: {{name: first}}`, not "
+            + ("nothing" if values is None else show(values))
+        )
+    return _extended(values, path.parent, (*by, real))
+
+
+def _extended(section: dict[Key, Any], folder: Path, by: tuple[str, ...]) -> dict[str, Any]:
+    """`section` with what it, and what the sections in it, extend."""
+    base: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in section.items():
+        if key != "extends":
+            own[key] = _extended(value, folder, by) if isinstance(value, dict) else value
+            continue
+        for file in value if isinstance(value, list) else [value]:
+            try:
+                if not isinstance(file, str) or not file:
+                    raise ConfigError(f"{show(file)} should be the name of a file, or a list of names")
+                base = merge(base, _read(folder / file, by))
+            except ConfigError as error:
+                raise ConfigError(f"{key.where}: extends: {error}") from error
+    return merge(base, own)
+
+
+# -- YAML ----------------------------------------------------------------------------------------------------
+
+
 _PREFIX = "tag:yaml.org,2002:"
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes YAML with the scalars of YAML 1.2's core schema (section 10.3.2), plus `_` between digits."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
+_BASES = {"0o": 8, "0x": 16}
+_SCALARS: dict[str, tuple[str, Sequence[str], Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "int": (
+        r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+",
+        "-+0123456789",
+        lambda text: int(text, _BASES.get(text[:2], 10)),
     ),
-):
-    _Loader.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"(?:{_pattern})\Z"), _first)
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+    "str": ("[^\ud800-\udfff]*", "", str),  # half of a surrogate pair is no character
+}
+"""YAML 1.2's core schema (section 10.3.2), plus `_` between digits: what each type looks like, the characters that it
+may begin with where no tag says its type, and its value."""
+
+
+class _Loader(yaml.BaseLoader):
+    """Gives plain values for YAML, whose keys know where they stand."""
+
+    where = ""
+    """Where all keys stand; "": in the file `name`, each on its line."""
+    values = 0
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node."""
+        self.constructed_objects.clear()  # what an alias stands for counts again: aliases of aliases could be endless
+        self.values += 1
+        if self.values > _MOST_VALUES:
+            self.refuse(node, f"more than {_MOST_VALUES} values; are there aliases of aliases?")
+        if node.tag.removeprefix(_PREFIX) not in (_SCALARS if isinstance(node, yaml.ScalarNode) else ("seq", "map")):
+            self.refuse(node, f"the tag {node.tag} is not supported here")
+        return super().construct_object(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """The value of a node with one of the types above, which a tag may have asked for."""
+        kind = node.tag.removeprefix(_PREFIX)
+        pattern, _, convert = _SCALARS[kind]
+        if not re.fullmatch(pattern, node.value):
+            self.refuse(node, f"{show(node.value)} is no {kind}")
+        value = convert(node.value)
+        if isinstance(value, int) and abs(value) >= 2**64:
+            self.refuse(node, f"{show(node.value)}: the number has more than 64 bits")
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping; its keys are texts, whatever they look like."""
+        result: dict[Hashable, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self.refuse(key, "a key is a word, not a list or a mapping")
+            if key.value in result:
+                self.refuse(key, f"{show(key.value)} stands twice")
+            line = (value if isinstance(value, yaml.ScalarNode) else key).start_mark.line + 1
+            result[Key(key.value, self.where or f"{self.name}:{line}")] = self.construct_object(value)
+        return result
+
+    def refuse(self, node: yaml.Node, problem: str) -> NoReturn:
+        """Raise what PyYAML raises for its own problems."""
+        raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,81 +265,10 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar(f"{_PREFIX}str", data, style=None if data.isprintable() else '"')
 
 
-_Dumper.yaml_implicit_resolvers = {
-    first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, []) + _Loader.yaml_implicit_resolvers.get(first, [])
-    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
-}
 _Dumper.add_representer(str, _Dumper.represent_str)
-
-
-# -- the public functions ------------------------------------------------------------------------------------
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems.
-
-    Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
-    """
-    reader = _Reader()
-    values = reader.file(Path(path), (), ())
-    changes = reader.changes(overrides)
-    reader.report()
-    _mark_changes(reader.marks, values, changes)
-    config = validate(merge(values, changes), str(path), reader.marks)
-    point_configs(config)
-    return config
-
-
-def load_site(path: Path | None) -> SiteConfig:
-    """The site profile in file `path` (None: the defaults); ConfigError lists all problems."""
-    reader = _Reader()
-    values = reader.file(path, ("site",), ()) if path else {}
-    reader.report()
-    return validate({"run": {"name": "any"}, "train": {"steps": 1}, "site": values}, str(path), reader.marks).site
-
-
-def config_from_mapping(mapping: Mapping[str, Any], where: str) -> Config:
-    """The config that `mapping` (plain YAML values) describes; errors say that it stands in `where`."""
-    return validate(mapping, where, {})
-
-
-def point_configs(config: Config) -> list[Config]:
-    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
-    if config.sweep is None:
-        return []
-    base = {**config.model_dump(mode="json"), "sweep": None}
-    configs = []
-    for number, values in enumerate(config.sweep.points()):
-        root = str(config.run.root / config.run.name / "points")
-        point: dict[str, Any] = {"run": {"name": f"{number:03d}", "root": root}}
-        for key, value in values.items():
-            nested: Any = value
-            for name in reversed(key.split(".")):
-                nested = {name: nested}
-            point = merge(point, nested)
-        words = ", ".join(f"{key}={value}" for key, value in values.items())
-        configs.append(config_from_mapping(merge(base, point), f"sweep, point {number:03d} ({words})"))
-    return configs
-
-
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["train.steps=400"]` → `{"train": {"steps": 400}}`; later ones win. ConfigError lists all problems."""
-    reader = _Reader()
-    changes = reader.changes(overrides)
-    reader.report()
-    return changes
-
-
-def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` changed by `extra`: mappings merge key by key, anything else of `extra` replaces what `base` has."""
-    result = dict(base)
-    for key, value in extra.items():
-        old = result.get(key)
-        if isinstance(value, Mapping):
-            result[key] = merge(old if isinstance(old, Mapping) else {}, value)
-        else:
-            result[key] = value
-    return result
+for _tag, (_pattern, _first, _) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
 def dump_config(config: Config) -> str:
@@ -160,210 +277,77 @@ def dump_config(config: Config) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of config files: the models', and `extends` in every section.
+def _parse(text: str, name: str, where: str = "") -> Any:
+    """Plain values of one YAML document, called `name`. Its keys stand at `where`; "": on its lines."""
+    at: int | None = None
+    try:
+        loader = _Loader(text)
+        loader.name, loader.where = name, where
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at, what = mark.index if mark else None, f"{error.problem}{f' ({error.context})' if error.context else ''}"
+    except yaml.reader.ReaderError as error:
+        at, what = error.position, f"the character {chr(error.character)!a} is not allowed"
+    except RecursionError:
+        what = "nested too deeply"
+    except (ValueError, OverflowError) as error:  # PyYAML on escapes such as "\UFFFFFFFF", Python on 5,000 digits
+        what = str(error)
+    line = "" if where or at is None else f":{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
+    raise ConfigError(f"{name}{line}: cannot be read as YAML: {what}")
 
-    No key is required in it, because any key may come from an extended file.
+
+# -- problems ------------------------------------------------------------------------------------------------
+
+
+def dotted(at: KeyPath) -> str:
+    """A key path as a person writes it: `data.source.0`."""
+    return ".".join(str(part) if str(part).isprintable() else show(part) for part in at)
+
+
+def show(value: Any) -> str:
+    """A value as an error shows it: on one line and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text if text.isprintable() else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _problems(error: ValidationError, values: Any, where: str) -> list[str]:
+    """A line for each wrong value.
+
+    pydantic reports a union (`parallel.data: auto | {replicate, shard}`) once per branch. If one branch got further
+    into the value than the others, it is the one that was meant, and only its problems are told.
     """
-    result: dict[str, Any] = json.loads(json.dumps(model_schema()))
-    result["title"] = "A run of Sluice"
-    extends = {
-        "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
-        "description": "File, or files, that this one changes; relative to this file. Later files win.",
-        "title": "Extends",
-    }
-    documented: dict[str, dict[str, str]] = {}
-    for module in (config_module, config_communication, config_recovery, config_site, config_stages, config_sweep):
-        documented |= field_docstrings(inspect.getsource(module))
-    for name, section in (("Config", result), *result["$defs"].items()):
-        for field, text in documented.get(name, {}).items():
-            section["properties"][field]["description"] = text
-        if "properties" in section:
-            section["properties"]["extends"] = extends
-            section.pop("required", None)
-    return result
+    found: dict[KeyPath, str] = {}
+    for details in error.errors(include_url=False)[:_MOST_PROBLEMS]:
+        at, line = _problem(details, values, where)
+        if at not in found or details["type"] == "value_error":
+            found[at] = line
+    further = {at[:end] for at in found for end in range(len(at))}
+    return [line for at, line in found.items() if at not in further]
 
 
-def schema_text() -> str:
-    """:func:`schema` as the text of `configs/schema.json`."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-class _Reader:
-    """Turns YAML files into plain values; remembers where each key path stands, and collects problems."""
-
-    def __init__(self) -> None:
-        self.marks: dict[KeyPath, str] = {}
-        self.problems: list[str] = []
-        self._nodes = 0
-
-    def report(self) -> None:
-        """Raise ConfigError if there were problems."""
-        if self.problems:
-            raise ConfigError("\n".join(self.problems))
-
-    def file(self, path: Path, at: KeyPath, chain: tuple[str, ...], by: str = "") -> dict[str, Any]:
-        """The mapping in file `path`, which belongs at key path `at`.
-
-        `chain` are the files that extend it (their real paths) and `by` is where the last of them names it.
-        """
-        name = os.path.normpath(path)
-        try:
-            text = path.read_bytes().decode("utf-8-sig")
-            problems = len(self.problems)
-            value = self._parse(text, name, at, (*chain, os.path.realpath(path)))
-            if isinstance(value, dict):
-                return value
-            if len(self.problems) > problems:
-                return {}
-            what = "the file is empty" if value is None else f"the file holds {show(value)}"
-            problem = f"{what}; it should hold keys and values such as `run: {{name: first}}`"
-        except UnicodeDecodeError as error:
-            problem = f"not UTF-8 text (byte {error.start + 1})"
-        except FileNotFoundError:
-            problem = "there is no such file"
-        except (OSError, ValueError) as error:
-            problem = f"cannot read it: {getattr(error, 'strerror', None) or error}"
-        self.problems.append(f"{by}{name}: {problem}")
-        return {}
-
-    def changes(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """What `section.key=value` texts ask for, as a mapping."""
-        result: dict[str, Any] = {}
-        for override in overrides:
-            key, equals, text = override.partition("=")
-            *parents, last = key.split(".")
-            if not equals or not all((*parents, last)) or len(parents) > _MAX_DEPTH:
-                self.problems.append(f"{COMMAND_LINE}: {show(override)}: write section.key=value")
-                continue
-            name = f"{COMMAND_LINE}: {dotted((*parents, last))}"
-            value = self._parse(text, name, None, ())
-            section = result
-            for depth, parent in enumerate(parents, 1):
-                section = section.setdefault(parent, {})
-                if not isinstance(section, dict):
-                    above = f"{dotted(tuple(parents[:depth]))} is {show(section)} already, not a section"
-                    self.problems.append(f"{name}: {above}")
-                    break
-            else:
-                section.update(merge({last: section.get(last)}, {last: value}))
-        return result
-
-    def _parse(self, text: str, name: str, at: KeyPath | None, chain: tuple[str, ...]) -> Any:
-        """Values of one YAML document; None after a problem. `at` is None where no places are remembered."""
-        try:
-            node = yaml.compose(text, Loader=_Loader)
-            return None if node is None else self._construct(node, name, at, chain)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = f":{mark.line + 1}:{mark.column + 1}" if mark and at is not None else ""
-            context = f" ({error.context})" if error.context else ""
-            self.problems.append(f"{name}{place}: not YAML: {error.problem}{context}")
-        except yaml.reader.ReaderError as error:
-            line = text.count("\n", 0, error.position) + 1
-            place = f":{line}" if at is not None else ""
-            self.problems.append(f"{name}{place}: not YAML: the character {chr(error.character)!a} is not allowed")
-        except RecursionError:
-            self.problems.append(f"{name}: nested too deeply")
-        except (ValueError, OverflowError) as error:  # PyYAML on escapes such as "\UFFFFFFFF"
-            self.problems.append(f"{name}: not YAML: {error}")
-        return None
-
-    def _construct(self, node: yaml.Node, name: str, at: KeyPath | None, chain: tuple[str, ...]) -> Any:
-        """The plain value of a node; unlike PyYAML's own, it knows the key path."""
-        self._nodes += 1
-        if self._nodes > _MAX_NODES:
-            raise ValueError(f"more than {_MAX_NODES} values; are there aliases of aliases?")
-        if isinstance(node, yaml.ScalarNode):
-            try:
-                return _scalar(node.tag.removeprefix(_PREFIX), node.value)
-            except ValueError as error:
-                self._refuse(node, name, at, f"{show(node.value)}: {error}")
-                return None
-        if node.tag not in (_PREFIX + "seq", _PREFIX + "map"):
-            self._refuse(node, name, at, f"the tag {node.tag} is not supported")
-            return None
-        if isinstance(node, yaml.SequenceNode):
-            return [self._child(item, item, i, name, at, chain) for i, item in enumerate(node.value)]
-        assert isinstance(node, yaml.MappingNode)
-        result: dict[str, Any] = {}
-        extends: list[tuple[yaml.Node, Any]] = []
-        for key, value in node.value:
-            where = self._where(key, name, at)
-            if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(f"{where}: a key is a word, not a list or a mapping")
-            elif key.value in result or (key.value == "extends" and extends):
-                self.problems.append(f"{where}: {dotted(at or (), key.value)} stands twice")
-            elif key.value == "extends" and at is not None:
-                extends.append((value, self._construct(value, name, None, chain)))
-            else:
-                result[key.value] = self._child(value, key, key.value, name, at, chain)
-        base: dict[str, Any] = {}
-        if extends and at is not None:
-            place, files = extends[0]
-            by = f"{self._where(place, name, at)}: {dotted(at, 'extends')}: "
-            files = files if isinstance(files, list) else [files]
-            if not all(isinstance(file, str) and file and "\0" not in file for file in files):
-                self.problems.append(f"{by}{show(files)} should name a file or files")
-                files = []
-            for file in reversed(files):  # the first to mark a key path is the one whose value counts
-                base = merge(self._extend(file, by, name, at, chain), base)
-        return merge(base, result)
-
-    def _child(
-        self, node: yaml.Node, key: yaml.Node, part: str | int, name: str, at: KeyPath | None, chain: tuple[str, ...]
-    ) -> Any:
-        if at is None:
-            return self._construct(node, name, None, chain)
-        path = (*at, part)
-        self.marks.setdefault(path, self._where(node if isinstance(node, yaml.ScalarNode) else key, name, at))
-        return self._construct(node, name, path, chain)
-
-    def _extend(self, file: str, by: str, name: str, at: KeyPath, chain: tuple[str, ...]) -> dict[str, Any]:
-        path = Path(name).parent / file
-        if os.path.realpath(path) in chain:
-            names = (*map(os.path.basename, chain), path.name)
-            self.problems.append(f"{by}{file} extends itself ({' → '.join(names)})")
-            return {}
-        return self.file(path, at, chain, by)
-
-    def _refuse(self, node: yaml.Node, name: str, at: KeyPath | None, problem: str) -> None:
-        self.problems.append(f"{self._where(node, name, at)}: {dotted(at) + ': ' if at else ''}{problem}")
-
-    @staticmethod
-    def _where(node: yaml.Node, name: str, at: KeyPath | None) -> str:
-        return name if at is None else f"{name}:{node.start_mark.line + 1}"
-
-
-def _scalar(tag: str, text: str) -> Any:
-    """The value of a scalar with a tag of the core schema. Raises ValueError with the reason."""
-    plain = text.replace("_", "").lower()
-    if tag == "str":
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("half of a surrogate pair is no character")
-        return text
-    if tag == "null":
-        return None
-    if tag == "bool" and plain in ("true", "false"):
-        return plain == "true"
-    if tag == "int":
-        value = int(plain, {"0o": 8, "0x": 16}.get(plain[:2], 10))
-        if abs(value) >= 2**64:
-            raise ValueError("the number has more than 64 bits")
-        return value
-    if tag == "float":
-        return float(re.sub(r"\.(inf|nan)$", r"\1", plain))
-    raise ValueError(f"the tag {tag} is not supported here")
-
-
-def _mark_changes(marks: dict[KeyPath, str], values: Any, changes: Mapping[str, Any], at: KeyPath = ()) -> None:
-    """Note in `marks` what `merge(values, changes)` takes from the command line."""
-    for key, change in changes.items():
-        path, value = (*at, key), values.get(key) if isinstance(values, Mapping) else None
-        if not (isinstance(change, Mapping) and isinstance(value, Mapping)):
-            marks[path] = COMMAND_LINE
-        if isinstance(change, Mapping):
-            _mark_changes(marks, value, change, path)
+def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]:
+    """The key path of what is wrong, and what is said of it; `value` and `where` are the whole config's."""
+    at: KeyPath = ()
+    for part in error["loc"]:
+        if isinstance(value, Mapping) and part in value:
+            where = next((key.where for key in value if key == part and isinstance(key, Key)), where)
+        elif not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            continue  # a branch of a union, which pydantic names in the path too
+        at, value = (*at, part), value[part]
+    kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "missing":
+        at = (*at, error["loc"][-1])
+        return at, f"{where}: {dotted(at)} is missing; it should be {allowed(at)}"
+    said = ": ".join([where, *[dotted(at)] * bool(at)])
+    if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
+        return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {show(value)}: {message}"
+    if kind == "extra_forbidden":
+        section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
+        near = difflib.get_close_matches(str(at[-1]), valid, n=2, cutoff=0.5)
+        mean = f"did you mean {' or '.join(near)}? " if near else ""
+        return at, f"{said}: {show(value)}: there is no such key; {mean}{section} has {', '.join(valid)}"
+    should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
+    hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
+    return at, f"{said}: {show(value)} should be {should}{hint}"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from pipeline.config.stages import STAGES
-from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
+from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
 
 _DISTRIBUTION = re.compile(
     r"(\*|block|cyclic|plane=[1-9]\d*)(:(\*|block|cyclic|fcyclic)){0,2}(,(Pack|NoPack))?", re.IGNORECASE
@@ -38,23 +38,6 @@ OWN_OPTIONS = {
 """Options of sbatch that Sluice sets, and the key to use instead where there is one."""
 
 
-def _matching(pattern: re.Pattern[str], what: str) -> Any:
-    """A check that a text is as `pattern` says, else that it should be `what`."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and not pattern.fullmatch(value):
-            raise ValueError(what)
-        return value
-
-    return BeforeValidator(check)
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, str) and not value.startswith("/"):
-        raise ValueError("write an absolute path; a path with variables goes into site.setup: export TMPDIR=…")
-    return value
-
-
 def _options(value: Any) -> Any:
     for key in value if isinstance(value, dict) else ():
         if not isinstance(key, str) or not _OPTION.fullmatch(key):
@@ -72,10 +55,14 @@ class StripeConfig(Section):
     """Storage targets of each shard (`-c`); 1 suits many shards of 1 GB, -1 means all, 0 what the system says."""
     size_mb: PositiveInt | None = None
     """Bytes written to one target before the next, in MiB (`-S`); null: what the system says."""
-    pool: Annotated[str, _matching(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
+    pool: Annotated[str, matching(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
     """Pool of storage targets (`-p`), such as `flash`; null: any."""
 
 
+AbsolutePath = Annotated[
+    Path,
+    matching(re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"),
+]
 SbatchOptions = Annotated[dict[str, str | int | bool], BeforeValidator(_options)]
 
 
@@ -118,16 +105,16 @@ class SiteConfig(Section):
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB; null: what the site gives."""
     distribution: (
-        Annotated[str, _matching(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
+        Annotated[str, matching(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
     ) = None
     """How ranks are spread over nodes (`--distribution`), such as `block:cyclic`; null: what the site does."""
-    switches: Annotated[str, _matching(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
+    switches: Annotated[str, matching(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
     """Most leaf switches a job may span, and how long to wait for so few (`--switches`), such as `1@00:05:00`."""
     network_interface: (
-        Annotated[str, _matching(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
+        Annotated[str, matching(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
     ) = None
     """Interface that ranks talk over: jobs get it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
-    scratch: Annotated[Path, BeforeValidator(_absolute)] | None = None
+    scratch: AbsolutePath | None = None
     """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""

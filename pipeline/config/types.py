@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import re
-from itertools import pairwise
 from typing import Annotated, Any
 
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
@@ -22,10 +19,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
-def _name(value: Any) -> Any:
-    if isinstance(value, str) and not _NAME.fullmatch(value):
-        raise ValueError("use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")
-    return value
+def matching(pattern: re.Pattern[str], what: str) -> Any:
+    """A check that a text is as `pattern` says; `what` tells whoever wrote another one what to write."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and not pattern.fullmatch(value):
+            raise ValueError(what)
+        return value
+
+    return BeforeValidator(check)
 
 
 def parse_time(value: str) -> int:
@@ -50,7 +52,7 @@ def _time(value: Any) -> Any:
     return value
 
 
-Name = Annotated[str, BeforeValidator(_name)]
+Name = Annotated[str, matching(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
 TimeLimit = Annotated[str, BeforeValidator(_time)]
 
 
@@ -58,7 +60,7 @@ class Section(BaseModel):
     """What all sections share: unknown keys are errors, values never change after reading."""
 
     # not use_attribute_docstrings: parsing the source at each import would cost the login node more than reading the
-    # config; `field_docstrings` does it for the schema alone
+    # config; pipeline/config/schema.py does it for the schema alone
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -67,20 +69,3 @@ def refuse_changed(section: Section, meant: set[str], why: str) -> None:
     for key, field in type(section).model_fields.items():
         if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
             raise ValueError(f"{key} ({getattr(section, key)}) means nothing here: {why}")
-
-
-def field_docstrings(source: str) -> dict[str, dict[str, str]]:
-    """The docstring under each field of each class in Python `source`, by class and field."""
-    documented: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            fields = documented.setdefault(node.name, {})
-            for field, text in pairwise(node.body):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    fields[field.target.id] = inspect.cleandoc(str(text.value.value))
-    return documented

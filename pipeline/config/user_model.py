@@ -156,17 +156,19 @@ def _read(target: str, root: Path, file: Path) -> UserModel:
 
 def check(config: Config, model: UserModel) -> None:
     """Raise UserError where the config asks for what the module does not offer, naming both."""
-    parallel, lacks = config.parallel, []
-    if parallel.tensor > 1 and "tensor_plan" not in model.names:
-        lacks.append(f"parallel.tensor {parallel.tensor} needs a function tensor_plan")
-    if parallel.pipeline > 1 and "CUTS" not in model.names:
-        lacks.append(f"parallel.pipeline {parallel.pipeline} needs CUTS = True, and a build that gives parts")
-    if parallel.activation_checkpointing != "none" and "blocks" not in model.names:
-        lacks.append(f"parallel.activation_checkpointing {parallel.activation_checkpointing} needs a function blocks")
-    if config.train.compile and "blocks" not in model.names:
-        lacks.append("train.compile needs a function blocks")
-    if config.train.precision == "fp8" and "blocks" not in model.names:
-        lacks.append("train.precision fp8 needs a function blocks")
+    parallel, train, recomputed = config.parallel, config.train, config.parallel.activation_checkpointing
+    needs = [
+        (parallel.tensor > 1, f"parallel.tensor {parallel.tensor}", "tensor_plan"),
+        (parallel.pipeline > 1, f"parallel.pipeline {parallel.pipeline}", "CUTS"),
+        (recomputed != "none", f"parallel.activation_checkpointing {recomputed}", "blocks"),
+        (train.compile, "train.compile", "blocks"),
+        (train.precision == "fp8", "train.precision fp8", "blocks"),
+    ]
+    lacks = [
+        f"{option} needs {'CUTS = True, and a build that gives parts' if name == 'CUTS' else f'a function {name}'}"
+        for wanted, option, name in needs
+        if wanted and name not in model.names
+    ]
     if lacks:
         raise UserError(
             f"{'; '.join(lacks)}: {model.target} has none. Add it ({SEE}), or leave the option out: data parallel with "

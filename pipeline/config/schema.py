@@ -1,0 +1,127 @@
+"""What a config may hold, as the models' JSON Schema says it: for editors, and in words for whoever made a mistake.
+
+`python submit.py schema` writes `configs/schema.json`. The words come from the same schema, so that no text repeats
+what a model says.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.sections import Config
+
+KeyPath = tuple[str | int, ...]
+"""`("data", "source", 0)`: where a value stands in the config."""
+
+_KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "greater than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
+
+
+@cache
+def model_schema() -> dict[str, Any]:
+    """The JSON Schema that pydantic makes of the models."""
+    return Config.model_json_schema()
+
+
+# -- for editors ---------------------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of config files: the models', and `extends` in every section.
+
+    No key is required in it, because any key may come from an extended file.
+    """
+    result = copy.deepcopy(model_schema())
+    result["title"] = "A run of Sluice"
+    extends = {
+        "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
+        "description": "File, or files, that this one changes; relative to this file. Later files win.",
+        "title": "Extends",
+    }
+    documented: dict[str, dict[str, str]] = {}
+    for file in Path(__file__).parent.glob("*.py"):
+        documented |= _field_docstrings(file.read_text(encoding="utf-8"))
+    for name, section in (("Config", result), *result["$defs"].items()):
+        for field, text in documented.get(name, {}).items():
+            section["properties"][field]["description"] = text
+        if "properties" in section:
+            section["properties"]["extends"] = extends
+            section.pop("required", None)
+    return result
+
+
+def schema_text() -> str:
+    """:func:`schema` as the text of `configs/schema.json`."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _field_docstrings(source: str) -> dict[str, dict[str, str]]:
+    """The docstring under each field of each class in Python `source`, by class and field."""
+    documented: dict[str, dict[str, str]] = {}
+    for model in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for pair in pairwise(model.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                    documented.setdefault(model.name, {})[field] = inspect.cleandoc(text)
+    return documented
+
+
+# -- in words ------------------------------------------------------------------------------------------------
+
+
+def allowed(at: KeyPath) -> str:
+    """What may stand at a key path: `a whole number at least 1 or null`."""
+    return " or ".join(map(_words, _schemas_at(at)))
+
+
+def valid_keys(at: KeyPath) -> list[str]:
+    """The keys of the section at a key path."""
+    return [key for node in _schemas_at(at) for key in node.get("properties", {})]
+
+
+def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """The alternatives of a union; of anything else, itself."""
+    if "$ref" in node:
+        node = model_schema()["$defs"][node["$ref"].rpartition("/")[2]]
+    return [branch for choice in node["anyOf"] for branch in _branches(choice)] if "anyOf" in node else [node]
+
+
+def _schemas_at(at: KeyPath) -> list[dict[str, Any]]:
+    """What the value at a key path must follow: one of these."""
+    nodes = [model_schema()]
+    for part in at:
+        if isinstance(part, str):
+            inner = [node.get("properties", {}).get(part) or node.get("additionalProperties") for node in nodes]
+        else:
+            inner = [dict(enumerate(node.get("prefixItems", ()))).get(part) or node.get("items") for node in nodes]
+        nodes = [branch for node in inner if node for branch in _branches(node)]
+    return nodes
+
+
+def _words(node: dict[str, Any]) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return "one of " + ", ".join(map(str, node["enum"]))
+    if "properties" in node:
+        return "a section with the keys " + ", ".join(node["properties"])
+    if "prefixItems" in node:
+        return "a list of " + " and ".join(map(_words, node["prefixItems"]))
+    if "items" in node:
+        item = " or ".join(map(_words, _branches(node["items"])))
+        return f"a list{' with at least one item' * bool(node.get('minItems'))}, each item {item}"
+    limits = " and ".join(f"{words} {node[key]}" for key, words in _BOUNDS.items() if key in node)
+    kind = node.get("type", "anything").replace("object", "keys and values")
+    return f"{_KINDS.get(kind, kind)} {limits}".strip()
