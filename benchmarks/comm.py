@@ -1,20 +1,12 @@
 """Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
-Then the same step for each gradient hook, with what it sends, and the best of all for this machine. And what it costs
-to measure communication (pipeline/comm/meter.py).
+Then the same step for each gradient hook, with what it sends, and the best of all for this machine.
 
-    python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md, hooks.md and meter.md
-    python -m benchmarks.comm hooks [ranks …]   # one of the three only: hooks, backends or meter
+    python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md and hooks.md
+    python -m benchmarks.comm hooks [ranks …]   # one of the two only: hooks or backends
 
 Both backends serve the same processes in turn, so that what else the machine does falls on both; figures are medians
 of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
 arithmetic to hide behind. The fastest bucket size is what `parallel.bucket_mb` should be on this machine.
-
-The meter costs CPU time for each operation, whatever that moves. It is switched on and off, and the difference divided
-by the CPU time of the quickstart's step, whose own spread is far larger. So the difference is that of a model of the
-quickstart's depth that computes next to nothing: the same operations, and no arithmetic that hides it. With tensor
-parallelism it is seen in the quickstart's own step: there all operations start in, and are waited for by, a few
-functions of torch's, and what the training thread spends in them is measured. (Between products of matrices the same
-code takes longer, as the processor's caches hold other things.)
 """
 
 from __future__ import annotations
@@ -32,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.base.place import Place
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
@@ -45,25 +36,13 @@ HOOKS: dict[str, dict[str, Any]] = {
     "Top-K, 1 %": {"kind": "topk", "ratio": 0.01},
 }
 HOOK_BUCKETS_MB = (1, 25)
-METERED = {
-    "data parallel": ("parallel.zero=0",),
-    "pipeline parallel": ("parallel.pipeline=2",),
-    "tensor parallel": ("parallel.tensor=2",),
-    "tensor parallel, model.dim 512 instead of 256": ("parallel.tensor=2", "model.dim=512"),
-}
-NO_ARITHMETIC = ("model.dim=64", "model.intermediate_size=64", "data.sequence_length=16")
-FUNCTIONAL = (
-    "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-    "wait_tensor",
-)  # fmt: skip
-"""What DTensor calls of torch's functional collectives; not every version has all of them."""
-ROUNDS, METER_PAIRS = 11, 16
+ROUNDS = 11
 
 
 def main() -> None:
     words = sys.argv[1:]
     sizes = [int(word) for word in words if word.isdigit()] or [2, 4]
-    for part in (hooks, backends, meter):
+    for part in (hooks, backends):
         if part.__name__ in words or all(word.isdigit() for word in words):
             part(sizes)
 
@@ -112,105 +91,6 @@ def backends(sizes: list[int]) -> None:
     write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
 
 
-def meter(_: list[int]) -> None:
-    """The table of what measuring costs, on two ranks."""
-    from tests.ranks import run_ranks
-
-    rows, load = [], os.getloadavg()[0]
-    for name, (calls, costs, step_s) in run_ranks(2, metered_rank, timeout=900)[0].items():
-        low, cost, high = (value / step_s for value in statistics.quantiles(costs, n=4))
-        ms = statistics.median(costs) * 1e3
-        rows.append([name, f"{calls}", f"{ms:.2f}", f"{step_s * 1e3:.0f}", f"{cost:.2%}", f"{low:.2%}-{high:.2%}"])
-    note = (
-        f"CPU time of rank 0 in a step of the quickstart on 2 ranks over Gloo, the meter on against off (in the "
-        f"quickstart without arithmetic; with tensor parallelism in the collectives of the quickstart itself). Medians "
-        f"and quartiles of {METER_PAIRS} interleaved pairs; load average {load:.1f} before the run. Target: below 1 %."
-    )
-    header = ["layout", "operations in a step", "meter, ms", "step, ms", "share", "spread"]
-    write_table("meter", "What measuring communication costs", note, header, rows)
-
-
-def metered_rank(place: Place) -> dict[str, tuple[int, list[float], float]]:
-    """In a rank, by layout: operations in a step, CPU seconds that the meter adds to one, and CPU seconds of one."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed._functional_collectives as functional
-    from torch.nn.parallel import DistributedDataParallel
-
-    from pipeline.comm import groups
-    from pipeline.comm import meter as communication
-    from pipeline.config.layout import layout_of
-    from pipeline.config.read import load_config
-    from pipeline.model.task import Task
-    from pipeline.train.engine import Engine
-
-    wait, found = dist.Work.wait, {}
-    inside, depth = 0.0, 0
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add the CPU time of this thread in `function` to `inside`."""
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal inside, depth
-            depth, began = depth + 1, time.thread_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                depth -= 1
-                inside += time.thread_time() - began if not depth else 0.0
-
-        return call
-
-    for name in FUNCTIONAL:
-        if hasattr(functional, name):
-            setattr(functional, name, timed(getattr(functional, name)))
-    quickstart = ROOT / "configs/quickstart.yaml"
-    groups.make_deterministic(load_config(quickstart, ()))
-    world = groups.join(place, load_config(quickstart, ()))
-
-    def seconds(engine: Engine, batch: torch.Tensor, steps: int, on: bool) -> tuple[float, float, int]:
-        """CPU seconds of a step, of its collectives and account only, and how many operations the last one had."""
-        nonlocal inside
-        account = None
-        if on:
-            account = communication.Meter(
-                engine.groups, world.device, isinstance(engine.model, DistributedDataParallel)
-            )
-        dist.barrier()
-        comm: dict[str, Any] = {}
-        cpu = 0.0
-        for step in range(steps + 1):
-            if step == 1:  # the first one finds its operators anew
-                cpu, inside = time.process_time(), 0.0
-            if account is not None:
-                account.begin()
-            engine.backward(batch, step, account.phase if account is not None else lambda _: None)
-            engine.update(engine.clip(1.0).item())
-            comm = timed(account.take)()["comm"] if account is not None else {}
-        spent = (time.process_time() - cpu) / steps
-        for library in communication._libraries:  # as if there had never been a meter
-            library._destroy()
-        communication._libraries.clear()
-        dist.Work.wait = wait  # type: ignore[method-assign]
-        return spent, inside / steps, sum(entry["calls"] for kinds in comm.values() for entry in kinds.values())
-
-    for name, layout_words in METERED.items():
-        engines = []
-        for words in ((), NO_ARITHMETIC):
-            config = load_config(quickstart, [*layout_words, *words])
-            layout = layout_of(config, 2, 2, 4096)
-            shape = (config.train.global_batch // layout.data, config.data.sequence_length + 1)
-            torch.manual_seed(1)  # ranks of one replica have the same batch
-            engines.append((Engine(config, layout, world, Task(config, 4096)), torch.randint(0, 4096, shape)))
-        step_s = statistics.median(seconds(*engines[0], 1, on=False)[0] for _ in range(5))
-        tensor = layout.tensor > 1
-        case, steps = (engines[0], 2) if tensor else (engines[1], 4)
-        pairs = [[seconds(*case, steps, on=on) for on in (True, False)] for _ in range(METER_PAIRS + 1)][1:]
-        found[name] = pairs[0][0][2], [on[tensor] - off[tensor] for on, off in pairs], step_s
-        dist.barrier()  # nobody leaves while another still talks to it
-    return found
-
-
 def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
     """Medians of both backends, and of their ratio, with its quartiles."""
     ratios = sorted(a / b for a, b in pairs)
@@ -242,13 +122,13 @@ def rank_main(only_hooks: bool) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from pipeline.base.place import identify
-    from pipeline.comm.meter import Meter
     from pipeline.config.parallel import HookConfig
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
     from pipeline.mpi import start as mpi
     from pipeline.mpi.lane import Lane
     from pipeline.parallel.compression import GradientHook
+    from tests.sent import Sent
 
     torch.set_num_threads(1)
     mpi.start(identify(os.environ), timedelta(minutes=5))
@@ -315,11 +195,9 @@ def rank_main(only_hooks: bool) -> None:
         for bucket in HOOK_BUCKETS_MB:
             steps = {b: step_of(group, bucket, hook) for b, group in groups.items()}
             measured = pairs(2, steps)
-            meter = Meter({gloo.group_name: "dp"}, torch.device("cpu"), ddp=True)
-            meter.begin()
-            steps["gloo"]()
-            sent = sum(entry["bytes"] for entry in meter.take()["comm"]["dp"].values())
-            found.append((hook, bucket, sent, [(row[0], row[2]) for row in measured]))
+            with Sent() as sent:
+                steps["gloo"]()
+            found.append((hook, bucket, sum(sent.bytes.values()), [(row[0], row[2]) for row in measured]))
     for bucket in () if only_hooks else BUCKETS_MB:
         parts.update(dict.fromkeys(parts, 0.0))
         measured = pairs(4, {b: step_of(group, bucket) for b, group in groups.items()})

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.config.read import ConfigError
-from pipeline.config.read import load_config
+from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import points

@@ -170,15 +170,6 @@ def make_mesh(layout: Layout, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
 
 
-def labels(mesh: DeviceMesh | None) -> dict[str, str]:
-    """What each group that training talks in is for, by its name in torch. `mesh`: None for whole replicas."""
-    found = {str(dist.group.WORLD.group_name): "dp" if mesh is None else "world"}  # type: ignore[union-attr]
-    if mesh is not None:
-        dimensions = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-        found |= {str(mesh.get_group(name).group_name): name for name, size in dimensions if size > 1}
-    return found
-
-
 def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
     """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
     parallel = config.parallel

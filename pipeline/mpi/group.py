@@ -11,10 +11,9 @@ pipeline/mpi/start.py.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,6 @@ class MpiGroup(dist.ProcessGroup):
     """
 
     accurate = False
-    observer: ClassVar[Callable[[MpiGroup, str, list[torch.Tensor], MpiWork, float], None] | None] = None
-    """Is told of each operation that moves data: its group, kind, results, work, and perf_counter at its start."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
@@ -261,8 +258,6 @@ class MpiGroup(dist.ProcessGroup):
         """Send one tensor to a rank of this group."""
         host = Staged(tensors[0]).host
         work = self._message(f"send to rank {self._ranks[rank]}, tag {tag}", tensors)
-        if MpiGroup.observer is not None:
-            MpiGroup.observer(self, "send", tensors, work, time.perf_counter())
         request = self.comm.Isend(spec(host), rank, tag)
         MESSAGES.watch(self.lane, request, work, host, None, self._timeout)
         return work
@@ -313,10 +308,7 @@ class MpiGroup(dist.ProcessGroup):
                 raise ValueError(f"{name} of {tensor.numel():,} elements: MPI takes {most:,} at most; cut the tensor")
         timeout = opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout
         signature = f"{name} {facts}" if op is None else f"{name} {getattr(op, 'op', op)} {facts}"
-        started = time.perf_counter()
         work = self.lane.submit(signature, run, results, timeout)
-        if MpiGroup.observer is not None and results:
-            MpiGroup.observer(self, name.removesuffix("_single"), results, work, started)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

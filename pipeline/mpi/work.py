@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 _DEFAULT = timedelta(0)
+blocked_s = 0.0
+"""How long this process has been blocked in waits of all `MpiWork`s."""
 
 
 class MpiError(dist.DistBackendError):
@@ -44,7 +47,11 @@ class MpiWork(dist.Work):
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
+        global blocked_s
+        started = time.perf_counter()
+        done = self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None)
+        blocked_s += time.perf_counter() - started
+        if not done:
             raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
         if self.error is not None:
             raise self.error

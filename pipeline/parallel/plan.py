@@ -109,15 +109,17 @@ def timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
     return [row.ljust(longest, "·") for row in rows]
 
 
-def _stage_parameters(config: Config, layout: Layout, stage: int, vocab: int) -> int:
-    """Values that one tensor parallel rank holds of a stage."""
-    model, blocks = config.model, len(layout.stage_layers[stage])
+def _parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
+    """Values that one tensor parallel rank of this pipeline position holds."""
+    model, count = config.model, 0
     heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
-    count = blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + 2 * model.dim)
     table = vocab * model.dim // layout.tensor
-    first, last = stage == 0, stage == layout.stages - 1
-    tied = model.tie_word_embeddings and first and last
-    return count + (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
+    for stage in layout.stages_of(pipeline):
+        blocks, first, last = len(layout.stage_layers[stage]), stage == 0, stage == layout.stages - 1
+        tied = model.tie_word_embeddings and first and last
+        count += blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + 2 * model.dim)
+        count += (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
+    return count
 
 
 def _through_fsdp(config: Config, layout: Layout) -> bool:
@@ -152,7 +154,7 @@ def _block_activations(config: Config, layout: Layout, kind: str) -> int:
 def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action]) -> Memory:
     """What a rank of this pipeline position holds."""
     stages = layout.stages_of(pipeline)
-    parameters = sum(_stage_parameters(config, layout, stage, vocab) for stage in stages)
+    parameters = _parameters(config, layout, pipeline, vocab)
     width = 4 if config.train.precision == "fp32" else 2
     share = layout.shard if layout.zero else 1
     gathered, last = 0, layout.stages - 1 in stages
@@ -185,8 +187,9 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     )
 
 
-def traffic(config: Config, layout: Layout, parameters: int) -> Iterator[tuple[str, int, str]]:
-    """Group, bytes that one rank sends in a step, and what it sends. `parameters`: of the rank, as in `Memory`."""
+def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
+    """Group, bytes that one rank sends in a step (the one that sends most), and what it sends."""
+    parameters = max(_parameters(config, layout, rank, vocab) for rank in range(layout.pipeline))
     width = 4 if config.train.precision == "fp32" else 2
     micro, zero = layout.micro_batches, layout.zero
     hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
@@ -281,5 +284,5 @@ def plan(config: Config) -> Iterator[str]:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
     yield ""
     yield "a rank sends in a step"
-    sent = list(traffic(config, layout, max(part.parameters for part in found)))
+    sent = list(traffic(config, layout, vocab))
     yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])

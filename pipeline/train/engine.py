@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint.save import State
-from pipeline.comm.groups import World, labels, make_mesh
+from pipeline.comm.groups import World, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, HEAD
@@ -63,8 +63,6 @@ class Engine:
         whole = layout.pipeline == 1 and layout.tensor == 1
         mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
-        self.groups = labels(mesh)
-        """What each group that this engine talks in is for."""
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
         self._place = layout.random_place(world.rank)
         self._entries = task.per_step  # what the loss of the global batch is a sum over

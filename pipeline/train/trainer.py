@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.base.errors import CheckpointError, Exit
 from pipeline.base.files import read_jsonl, sha256_json
@@ -26,7 +25,6 @@ from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.save import Checkpointer
 from pipeline.comm import groups
-from pipeline.comm.meter import Meter
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.data.check import verify_shards
@@ -35,6 +33,7 @@ from pipeline.data.order import ORDER_VERSION
 from pipeline.data.samples import SampleDataset
 from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
 from pipeline.model.task import Batch, task_of
+from pipeline.parallel.plan import traffic
 from pipeline.resilience.guard import Guard, recent
 from pipeline.resilience.stop import Agreement, Clock, SaveRequest
 from pipeline.resilience.stragglers import OwnTime, Stragglers
@@ -42,6 +41,7 @@ from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
 from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
+from pipeline.train.meter import Meter
 from pipeline.train.optimizer import learning_rate, set_learning_rate
 
 
@@ -73,7 +73,11 @@ class Trainer:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
         self.run, self.config, self.world = run, config, world
-        self.layout = layout_of(config, world.size, place.local_world_size, getattr(manifest, "vocab_size", None))
+        vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
+        self.layout = layout_of(config, world.size, place.local_world_size, vocab)
+        counted = () if vocab is None else traffic(config, self.layout, vocab)  # of one's own model nothing is known
+        self.sent_bytes = {group: size for group, size, _ in counted}
+        """What a rank sends in a step, by group, as `plan` counts."""
         self.task = task_of(config, run.user_model, run.code, manifest)
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
@@ -95,10 +99,7 @@ class Trainer:
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
         self.dataset = self._dataset(manifest)
         self.engine = Engine(config, self.layout, world, self.task, self.own)
-        self.meter: Meter | None = None
-        if world.first and world.size > 1:
-            ddp = isinstance(self.engine.model, DistributedDataParallel)
-            self.meter = Meter(self.engine.groups, world.device, ddp)
+        self.meter = Meter(self.engine.model, world)
         self.samples_consumed = 0
         self.start_step = self._restore()
         self.guard = self._make_guard()
@@ -123,9 +124,9 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)
         set_learning_rate(engine.optimizer, lr)
-        if self.meter is not None:
-            self.meter.begin()
+        self.meter.begin()
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
+        self.meter.reduced()
         grad_norm = engine.clip(config.optimizer.clip_norm)
         # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
@@ -141,16 +142,12 @@ class Trainer:
         engine.update(norm, good=bad is None)
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
-        line[self.task.unit] = step * self.task.per_step
-        if self.meter is not None:
-            line |= self.meter.take()
+        line |= {self.task.unit: step * self.task.per_step, **self.meter.take()}
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
         """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
         self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
-        if self.meter is not None:
-            self.meter.phase(phase)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -177,8 +174,9 @@ class Trainer:
     def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
         steps, every = self.config.train.steps, self.config.checkpoint.every_steps
         if self.world.first:
-            how = {"communication": self.world.transport} if self.world.transport else {}
-            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **how)
+            how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
+            told = {key: value for key, value in how.items() if value}
+            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")
