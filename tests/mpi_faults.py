@@ -1,6 +1,6 @@
 """What MPI ranks run in tests of faults: a rank that is missing, late, killed, or does something else than the others.
 
-python -m tests.mpi_faults faults|forgetful|early|slow|stuck MARK       under mpirun; MARK only makes it findable
+python -m tests.mpi_faults faults|forgetful|failing|early|slow|stuck MARK      under mpirun; MARK makes it findable
 """
 
 from __future__ import annotations
@@ -172,6 +172,14 @@ def forgetful() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def failing() -> None:
+    """Rank 0 fails while the others wait for it, long before anybody would miss it."""
+    mpi.GOODBYE_S = 600.0
+    if dist.get_rank() == 0:
+        raise RuntimeError("on purpose")
+    dist.all_reduce(torch.ones(1))
+
+
 def early() -> None:
     """Rank 0 ends while the others wait for it."""
     mpi.GOODBYE_S = 1.0
@@ -199,7 +207,8 @@ def stuck() -> None:
 def main(name: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
     mpi.start(identify(os.environ), timedelta(seconds=60))
-    {"faults": faults, "forgetful": forgetful, "early": early, "slow": slow, "stuck": stuck}[name]()
+    ends = {"forgetful": forgetful, "failing": failing, "early": early, "slow": slow, "stuck": stuck}
+    {"faults": faults, **ends}[name]()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_the_same_as_gloo_and_as_one_process(ranks: int) -> None:
-    done = mpirun(ranks, "tests.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
+    done = mpirun(ranks, "tests.mpi_programs", "sweep", "objects", "accurate", "blocked", "parallel", "random")
     assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
 
 
@@ -43,9 +43,12 @@ def test_faults_are_named_and_one_failed_rank_ends_all(tmp_path: Path) -> None:
     assert done.returncode != 0 and not wait_until_gone(str(tmp_path), 5)
 
 
-def test_ranks_that_end_without_a_word() -> None:
+@pytest.mark.timeout(400)
+def test_ranks_that_end_early_or_without_a_word() -> None:
     done = mpirun(2, "tests.mpi_faults", "forgetful")
     assert done.returncode == 0, done.stdout
+    done = mpirun(2, "tests.mpi_faults", "failing")
+    assert done.returncode != 0 and "on purpose" in done.stdout, done.stdout
     done = mpirun(2, "tests.mpi_faults", "early")
     assert done.returncode != 0 and "not all ranks came to the end within 1 s" in done.stdout, done.stdout
     done = mpirun(2, "tests.mpi_faults", "slow")

@@ -25,9 +25,9 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
@@ -37,12 +37,15 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from pipeline.base.device_thread import device_thread
+from pipeline.mpi.ops import Staged
 from pipeline.mpi.work import MpiError, MpiTimeout, MpiWork
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 LOOK_S = 1.0
 """How often somebody looks at operations that all ranks have begun."""
 _PR_SET_TIMERSLACK = 29
+_GIVEN_UP: list[object] = []
+"""Requests and their memory, kept for good: MPI may still read or write it."""
 
 
 def pause_s(waited: float) -> float:
@@ -54,7 +57,7 @@ def pause_s(waited: float) -> float:
 class _Collective:
     number: int
     signature: str
-    run: Callable[[], Iterator[None]]
+    prepare: Callable[[], Callable[[], None]]
     work: MpiWork
     seconds: float
     ready: torch.cuda.Event | None
@@ -74,20 +77,20 @@ class Lane:
         self.comm, self.name, self.store, self.ranks = comm, name, store, ranks
         self.error: BaseException | None = None
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._me = ranks[comm.rank]
         self._number = self.done = 0
         self.running: tuple[_Collective, float] | None = None
         """What all ranks have begun, and when."""
-        self._given_up: object = None
-        """Kept for good: MPI may still write into it."""
         Lane.all.append(self)
+        self._thread = device_thread(self._serve, f"mpi {name}")
+        self._thread.start()
 
     def submit(
-        self, signature: str, run: Callable[[], Iterator[None]], results: list[torch.Tensor], timeout: timedelta
+        self, signature: str, prepare: Callable[[], Callable[[], None]], results: list[torch.Tensor], timeout: timedelta
     ) -> MpiWork:
-        """Have `run` go on once all ranks have submitted the same `signature` (operation, type and sizes).
+        """Run what `prepare` gives once all ranks have submitted the same `signature` (operation, type and sizes).
 
-        `run` is a generator: up to its `yield` it makes ready what it needs, which may fail; then it calls MPI.
+        `prepare` makes ready what is needed, which may fail; what it gives only calls MPI.
         """
         self.check()
         self._number += 1
@@ -96,18 +99,14 @@ class Lane:
         # what is queued on the GPU's stream must have happened before MPI reads it
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
         ready = torch.cuda.current_stream(device).record_event() if device is not None else None
-        self._queue.put(_Collective(self._number, signature, run, work, timeout.total_seconds(), ready))
-        if self._thread is None:
-            self._thread = device_thread(self._serve, f"mpi {self.name}")
-            self._thread.start()
+        self._queue.put(_Collective(self._number, signature, prepare, work, timeout.total_seconds(), ready))
         return work
 
     def close(self) -> None:
         """Run what was submitted, then end the thread and free the communicator. All ranks of the group call it."""
-        if self.error is None and self._thread is not None:
-            self._queue.put(None)
-            while self._thread.is_alive() and self.error is None:
-                self._thread.join(LOOK_S)
+        self._queue.put(None)
+        while self._thread.is_alive() and self.error is None:
+            self._thread.join(LOOK_S)
         if self.error is None:
             Lane.all.remove(self)
             self.comm.Free()
@@ -132,11 +131,10 @@ class Lane:
                 self.check()
                 if item.ready is not None:
                     item.ready.synchronize()
-                run = item.run()
-                next(run)  # where there is no memory for copies, say, this rank fails here, before others wait in MPI
+                move = item.prepare()  # without memory for copies, say, this rank fails here, before others wait in MPI
                 self._meet(item)
                 self.running = item, time.perf_counter()
-                next(run, None)
+                move()
                 if item.ready is not None:
                     torch.cuda.synchronize(item.ready.device)
             except BaseException as error:
@@ -170,7 +168,7 @@ class Lane:
                 self._tell(item)
                 told = True
             if waited > item.seconds + 2 * patience:  # so that those who came in time have told
-                self._given_up = request, largest
+                _GIVEN_UP.append((request, largest))
                 raise MpiTimeout(self._missing(item))
             time.sleep(pause_s(waited))
         if largest[0] != -largest[1]:
@@ -204,10 +202,6 @@ class Lane:
         words = "; ".join(f"{named(ranks)}: {call}" for call, ranks in calls.items())
         return f"operation number {item.number} in group {self.name} is not the same on all ranks: {words}"
 
-    @property
-    def _me(self) -> int:
-        return self.ranks[self.comm.rank]
-
 
 def look_for_ever() -> None:
     """A thread's work: all lanes' deadlines."""
@@ -237,83 +231,68 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-@dataclass
-class _Message:
+@dataclass(eq=False)
+class Message:
+    """A point-to-point message under way, in the group of `lane`."""
+
     lane: Lane
     request: MPI.Request
     work: MpiWork
-    buffer: torch.Tensor
-    received: Callable[[MPI.Status], None] | None
+    buffer: Staged
+    receives: bool
     seconds: float
-    started: float
+    started: float = field(default_factory=time.perf_counter)
+
+    def over(self) -> bool:
+        """Whether it is done, or its time is up; then `work` is finished. An error breaks the group."""
+        try:
+            status = MPI.Status()
+            if self.request.Test(status):
+                came, expected = status.Get_count(MPI.BYTE), self.buffer.host.nbytes
+                if self.receives and came != expected:
+                    raise MpiError(f"{self.work.what}: {came} bytes came, {expected} were expected")
+                if self.receives:
+                    self.buffer.back()
+                self.work.finish()
+                return True
+            if time.perf_counter() - self.started > self.seconds:
+                _GIVEN_UP.append(self)
+                if self.receives:
+                    self.request.Cancel()  # or it takes the next message with its tag
+                raise MpiTimeout(f"{self.work.what} timed out after {self.seconds:g} s: the other rank did not come")
+        except BaseException as error:
+            self.lane.fail(self.work, error)
+            return True
+        return False
 
 
 class Messages:
     """All point-to-point messages of this process that are under way, watched by one thread."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._pending: list[_Message] = []
-        self._given_up: list[_Message] = []
-        """Kept for good: MPI may still read or write their buffers."""
-        self._thread: threading.Thread | None = None
+        self._pending: list[Message] = []
+        self._posted = threading.Event()
 
-    def watch(
-        self, lane: Lane, request: MPI.Request, work: MpiWork, buffer: torch.Tensor,
-        received: Callable[[MPI.Status], None] | None, timeout: timedelta,
-    ) -> None:  # fmt: skip
-        """Finish `work` once `request` is done, on `buffer`, and `received`, if it is one, was called with its status.
-
-        Where that fails, `lane`, the group's, is broken.
-        """
-        message = _Message(lane, request, work, buffer, received, timeout.total_seconds(), time.perf_counter())
-        if self._finished(message):
-            return
-        with self._condition:
+    def watch(self, message: Message) -> None:
+        """Finish the message's work once it is over."""
+        if not message.over():
             self._pending.append(message)
-            if self._thread is None:
-                self._thread = device_thread(self._serve, "mpi messages")
-                self._thread.start()
-            self._condition.notify()
+            self._posted.set()
 
     @property
     def idle(self) -> bool:
         """Whether no message is under way."""
         return not self._pending
 
-    def _serve(self) -> None:
+    def look_for_ever(self) -> None:
+        """A thread's work: all messages' ends."""
         moved = time.perf_counter()
         while True:
-            with self._condition:
-                while not self._pending:
-                    self._condition.wait()
-                    moved = time.perf_counter()
-                pending = list(self._pending)
-            done = {id(message) for message in pending if self._finished(message)}
-            with self._condition:
-                if done:
-                    moved = time.perf_counter()
-                    self._pending = [message for message in self._pending if id(message) not in done]
-                else:
-                    self._condition.wait(pause_s(time.perf_counter() - moved))
-
-    def _finished(self, message: _Message) -> bool:
-        """Whether the message is done, or its time is up."""
-        try:
-            status = MPI.Status()
-            if message.request.Test(status):
-                if message.received is not None:
-                    message.received(status)
-                message.work.finish()
-                return True
-            if time.perf_counter() - message.started > message.seconds:
-                self._given_up.append(message)
-                if message.received is not None:
-                    message.request.Cancel()  # or it takes the next message with its tag
-                raise MpiTimeout(
-                    f"{message.work.what} timed out after {message.seconds:g} s: the other rank did not come"
-                )
-        except BaseException as error:
-            message.lane.fail(message.work, error)
-            return True
-        return False
+            idle = self.idle
+            self._posted.wait(None if idle else pause_s(time.perf_counter() - moved))
+            self._posted.clear()  # before the look: what comes after it sets this again
+            over = [message for message in self._pending.copy() if message.over()]
+            for message in over:
+                self._pending.remove(message)
+            if over or idle:
+                moved = time.perf_counter()

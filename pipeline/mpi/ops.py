@@ -13,88 +13,48 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
+Side = torch.Tensor | Sequence[torch.Tensor]
+"""What an operation reads or writes: a tensor, one per rank, or nothing."""
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 _TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
     torch.bool: MPI.C_BOOL,
-    torch.float16: MPI.UINT16_T,
-    torch.bfloat16: MPI.UINT16_T,
+    **dict.fromkeys(_FLOATS_16, MPI.UINT16_T),
+    **{
+        getattr(torch, kind): getattr(MPI, f"{kind.upper()}_T")
+        for kind in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    },
 }
-_INTEGERS = tuple(dtype for dtype in _TYPES if not dtype.is_floating_point and dtype != torch.bool)
-_OPS = {"SUM": MPI.SUM, "AVG": MPI.SUM, "PRODUCT": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
-_BIT_OPS = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
-_BOOL_OPS = {
-    "BXOR": MPI.LXOR,
-    "SUM": MPI.LOR,
-    "MAX": MPI.LOR,
-    "BOR": MPI.LOR,
-    "PRODUCT": MPI.LAND,
-    "MIN": MPI.LAND,
-    "BAND": MPI.LAND,
+_OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
+    "SUM": (MPI.SUM, MPI.LOR, torch.add),
+    "AVG": (MPI.SUM, MPI.OP_NULL, torch.add),
+    "PRODUCT": (MPI.PROD, MPI.LAND, torch.mul),
+    "MIN": (MPI.MIN, MPI.LAND, torch.minimum),
+    "MAX": (MPI.MAX, MPI.LOR, torch.maximum),
 }
-_TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
+"""What reduces numbers, booleans, and, in torch, 16-bit floats."""
 
 
-def spec(tensor: torch.Tensor, counts: int | Sequence[int] | None = None) -> list[Any]:
-    """mpi4py's buffer argument for a contiguous tensor.
-
-    counts: elements to or from each rank, where that is not the whole tensor; a list where ranks differ. mpi4py
-    checks no bounds: a wrong count overwrites memory.
-    """
-    kind = _TYPES.get(tensor.dtype)
-    scale = 1 if kind else tensor.element_size()
-    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    if counts is None or isinstance(counts, int):
-        return [memory, (tensor.numel() if counts is None else counts) * scale, kind or MPI.BYTE]
-    return [memory, [count * scale for count in counts], kind or MPI.BYTE]
-
-
-def reduction(op: dist.ReduceOp, dtype: torch.dtype) -> MPI.Op:
-    """The MPI operation of a torch reduction. Raises ValueError for one that the type does not have."""
-    name = _name(op)
-    found: MPI.Op | None = None
+def reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
+    """The MPI operation of a `dist.ReduceOp.RedOpType`. Raises ValueError for one that the type does not have."""
+    if dtype not in _TYPES or op.name not in _OPS or (op.name == "AVG" and not dtype.is_floating_point):
+        raise ValueError(f"the MPI backend cannot reduce {dtype} with {op.name}")
+    numbers, booleans, combine = _OPS[op.name]
     if dtype in _FLOATS_16:
-        found = _op_16(name, dtype) if name in _TORCH_OPS else None
-    elif dtype == torch.bool:
-        found = _BOOL_OPS.get(name)
-    elif dtype in _TYPES:
-        found = _OPS.get(name) or (_BIT_OPS.get(name) if dtype in _INTEGERS else None)
-    if found is None or (name == "AVG" and not dtype.is_floating_point):
-        raise ValueError(f"the MPI backend cannot reduce {dtype} with {name}")
-    return found
-
-
-def _name(op: dist.ReduceOp) -> str:
-    value = getattr(op, "op", op)  # a ReduceOp, or a bare ReduceOp.RedOpType
-    return str(value).rpartition(".")[2]
+        return _op_16(combine, dtype)
+    return booleans if dtype == torch.bool else numbers
 
 
 @functools.cache
-def _op_16(name: str, dtype: torch.dtype) -> MPI.Op:
+def _op_16(combine: Callable[..., torch.Tensor], dtype: torch.dtype) -> MPI.Op:
     """An operation on 16-bit floats; made once per kind, for MPI has room for few."""
-    combine = _TORCH_OPS[name]
 
     def reduce(source: Any, target: Any, _: MPI.Datatype) -> None:
         if len(target):  # some algorithms reduce empty pieces
@@ -104,59 +64,53 @@ def _op_16(name: str, dtype: torch.dtype) -> MPI.Op:
     return MPI.Op.Create(reduce, commute=True)
 
 
-def reduce_with(
-    call: Callable[[Any, Any, MPI.Op], None], source: torch.Tensor, target: torch.Tensor, op: dist.ReduceOp, ranks: int
-) -> None:
-    """`target` = the reduction of every rank's `source` by `call(send, receive, operation)`.
-
-    Both are a `Staged`'s, made for reducing, and may be the same tensor.
-    """
-    operation = reduction(op, source.dtype)
-    call(MPI.IN_PLACE if target is source else spec(source), spec(target), operation)
-    if _name(op) == "AVG":
-        target.div_(ranks)
+def tensors_of(side: Side) -> Sequence[torch.Tensor]:
+    """The tensors of one side of an operation."""
+    return [side] if isinstance(side, torch.Tensor) else side
 
 
 class Staged:
     """Tensors as MPI can read and write them: `host` is the tensor itself, or a contiguous copy in host memory."""
 
-    def __init__(
-        self, tensors: torch.Tensor | Sequence[torch.Tensor], read: bool = True, reduces: bool = False,
-        accurate: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, tensors: Side, read: bool = True, reduces: bool = False, accurate: bool = False) -> None:
         """`tensors`: one, or a list for a copy of them all, one after the other; they share their type.
 
         read: whether MPI reads what they hold now. reduces: whether it computes with it, 16-bit floats, where
         `accurate`, as fp32.
         """
-        self.tensors: Sequence[torch.Tensor] = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        one = self.tensors[0]
+        parts = tensors_of(tensors)
+        one = parts[0] if parts else torch.empty(0)
+        self.counts = [tensor.numel() for tensor in parts]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         small = reduces and one.dtype in _FLOATS_16
-        usable = one.is_contiguous() and (not one.is_cuda or (cuda_aware() and not small))
-        self.copied = not (usable and isinstance(tensors, torch.Tensor)) or (small and accurate)
-        if not self.copied:
+        kind = torch.float32 if small and accurate else one.dtype
+        reachable = not one.is_cuda or (cuda_aware() and not small)
+        if reachable and one is tensors and one.is_contiguous() and kind == one.dtype:
             self.host = one.detach()
             return
-        kind = torch.float32 if small and accurate else one.dtype
         self.host = torch.empty(sum(self.counts), dtype=kind, pin_memory=one.is_cuda)
-        if read:
-            for part, tensor in self._parts():
-                part.copy_(tensor)
+        for part, tensor in zip(self.host.split(self.counts), parts, strict=True):
+            self._copies.append((part.view(tensor.shape), tensor.detach()))
+            if read:
+                part.view(tensor.shape).copy_(tensor.detach())
 
-    @property
-    def counts(self) -> list[int]:
-        """Elements of each tensor."""
-        return [tensor.numel() for tensor in self.tensors]
+    def spec(self, counts: Sequence[int] = ()) -> list[Any] | None:
+        """mpi4py's buffer argument, None without tensors.
+
+        counts: elements to or from each rank, one number where ranks are alike; by default all of each tensor. mpi4py
+        checks no bounds: a wrong count overwrites memory.
+        """
+        if not self.counts:
+            return None
+        kind = _TYPES.get(self.host.dtype)
+        numbers = [count * (1 if kind else self.host.element_size()) for count in counts or self.counts]
+        memory = MPI.buffer.fromaddress(self.host.data_ptr(), self.host.nbytes)
+        return [memory, numbers if len(numbers) > 1 else numbers[0], kind or MPI.BYTE]
 
     def back(self) -> None:
         """After MPI wrote `host`: bring it to the tensors."""
-        if self.copied:
-            for part, tensor in self._parts():
-                tensor.copy_(part)
-
-    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for part, tensor in zip(self.host.split(self.counts), self.tensors, strict=True):
-            yield part.view(tensor.shape), tensor.detach()
+        for part, tensor in self._copies:
+            tensor.copy_(part)
 
 
 def rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:

@@ -15,13 +15,13 @@ or an exception ends it, it aborts all ranks. So no rank is left waiting for one
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import mpi4py
@@ -43,7 +43,6 @@ from pipeline.mpi.ops import cuda_aware  # noqa: E402
 from pipeline.mpi.work import MpiTimeout  # noqa: E402
 
 GOODBYE_S = 10.0
-_failed = False
 
 
 def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
@@ -61,19 +60,15 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
-    sys.excepthook = _note_failure(sys.excepthook)
     atexit.register(_goodbye)
     device_thread(look_for_ever, "mpi deadlines").start()
+    device_thread(MESSAGES.look_for_ever, "mpi messages").start()
     MpiGroup.accurate = accurate
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    port = 0
-    if world.rank == 0:
-        store = dist.TCPStore("localhost", 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = store.port
-    port = world.bcast(port)
-    if world.rank != 0:
-        store = dist.TCPStore(place.master_host, port, world.size, is_master=False, timeout=timeout)
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    store_at = functools.partial(dist.TCPStore, world_size=world.size, wait_for_workers=False, timeout=timeout)
+    store = store_at("localhost", 0, is_master=True) if world.rank == 0 else None
+    port = world.bcast(store and store.port)
+    store = store or store_at(place.master_host, port, is_master=False)
     dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
@@ -94,20 +89,11 @@ def leave() -> None:
         _goodbye(patient=True)
 
 
-def _note_failure(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _failed
-        _failed = True
-        hook(kind, value, trace)
-
-    return noting
-
-
 def _goodbye(patient: bool = False) -> None:
     """Finalize when all ranks are about to; abort all of them when this one failed or another does not come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if _failed or Lane.broken:
+    if hasattr(sys, "last_value") or Lane.broken:  # Python puts there what ended the program
         MPI.COMM_WORLD.Abort(1)
     here, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
     while not (MESSAGES.idle and here.Test()):
@@ -123,12 +109,9 @@ def _create(options: Any, _: Any) -> MpiGroup:
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     _gather_members(options, ranks)
-    if not options.global_ranks_in_group:
-        comm = world.Dup()
-    else:
-        # members only; new_group is called in the same order everywhere, the tag is one more safeguard
-        tag = zlib.crc32(options.group_id.encode()) % 32768  # the least that MPI promises
-        comm = world.Create_group(world.group.Incl(ranks), tag)
+    # members only; new_group is called in the same order everywhere, the tag is one more safeguard
+    tag = zlib.crc32(options.group_id.encode()) % 32768  # the least that MPI promises
+    comm = world.Create_group(world.group.Incl(ranks), tag)
     return MpiGroup(comm, options.group_id, options.store, ranks, options.timeout)
 
 

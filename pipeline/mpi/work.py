@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 _DEFAULT = timedelta(0)
-blocked_s = 0.0
-"""How long this process has been blocked in waits of all `MpiWork`s."""
+
+
+class _Blocked(threading.local):
+    seconds = 0.0
+
+
+blocked = _Blocked()
+"""`blocked.seconds`: how long the thread that asks has waited in `MpiWork.wait` so far."""
 
 
 class MpiError(dist.DistBackendError):
@@ -28,7 +33,7 @@ class MpiWork(dist.Work):
 
     def __init__(self, what: str, results: list[torch.Tensor]) -> None:
         super().__init__()
-        self.what, self.sender = what, -1
+        self.what = what
         self.error: BaseException | None = None
         self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
         self._signal: torch.futures.Future[None] | None = None
@@ -47,14 +52,12 @@ class MpiWork(dist.Work):
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        global blocked_s
         started = time.perf_counter()
-        done = self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None)
-        blocked_s += time.perf_counter() - started
-        if not done:
+        over = self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None)
+        blocked.seconds += time.perf_counter() - started
+        if not over:
             raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
-        if self.error is not None:
-            raise self.error
+        self._outcome()
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -68,7 +71,7 @@ class MpiWork(dist.Work):
                     self._signal.set_result(None)
             return self._future
 
-    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+    def _outcome(self, _: object = None) -> list[torch.Tensor]:
         if self.error is not None:
             raise self.error
         return self._results
@@ -85,30 +88,5 @@ class MpiWork(dist.Work):
         """What went wrong, once it is over."""
         return self.error
 
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._results
-
-    def synchronize(self) -> None:
-        """The host has waited when `wait` returns; there is no stream left to wait for."""
-        self.wait()
-
-    def _source_rank(self) -> int:
-        return self.sender
-
-
-class AllWork(MpiWork):
-    """Several operations as one: over with the last of them, or with the first that fails."""
-
-    def __init__(self, parts: Sequence[MpiWork]) -> None:
-        super().__init__("coalesced operations", [tensor for part in parts for tensor in part.result()])
-        self._left = [*range(len(parts))]  # list.pop is atomic
-        for part in parts:
-            part.get_future().add_done_callback(lambda _, part=part: self._ended(part))  # type: ignore[misc]
-        if not parts:
-            self.finish()
-
-    def _ended(self, part: MpiWork) -> None:
-        self._left.pop()
-        if part.error is not None or not self._left:
-            self.finish(part.error)
+    synchronize = wait  # type: ignore[assignment]
+    """The host has waited when `wait` returns; there is no stream left to wait for."""

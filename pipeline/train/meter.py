@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.comm.groups import World
-from pipeline.mpi import work
+from pipeline.mpi.work import blocked
 
 
 class Meter:
@@ -37,7 +37,7 @@ class Meter:
 
     def begin(self) -> None:
         """A step begins."""
-        self._blocked_s = work.blocked_s
+        self._blocked_s = blocked.seconds
 
     def reduced(self) -> None:
         """All ranks' loss is there."""
@@ -45,5 +45,5 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """The step's part of its line of metrics; empty where nothing is known."""
-        exposed = self._exposed_s if self._ddp else work.blocked_s - self._blocked_s
+        exposed = self._exposed_s if self._ddp else blocked.seconds - self._blocked_s
         return {"exposed_comm_s": round(exposed, 6)} if self._known else {}
