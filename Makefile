@@ -1,8 +1,10 @@
 # make run       set up and run the quickstart from documents to an evaluated model
-# make test      everything that must pass before a change lands (make check is part of it)
+# make test      what everybody runs before a commit (make check is part of it)
+# make test-cluster  the stories on a real Slurm (root, Debian); a change lands when both have passed
 # make install   set up .venv only
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
+# make count     lines of code by folder
 # make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
 # make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
 #                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
@@ -16,7 +18,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-long test-gpu-fake test-debian13 check format bench cluster cluster-down clean
+.PHONY: run install test test-cluster test-long count test-gpu-fake test-debian13 check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -38,20 +40,27 @@ check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+count:
+	@$(PYTHON) -m tests.support.count
+
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# four files at a time on two cores: tests on the Slurm cluster mostly wait
+# four files at a time on two cores: many tests mostly wait
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: check
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-cluster: $(VENV)/.tests
+	$(PYTEST) -m "cluster and not long"
 
 test-long: check
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu_fake"
+	$(PYTEST) -m "not gpu_fake"
 
 test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 	CUDA_PYTHON=$(or $(CUDA_PYTHON),$(CURDIR)/.venv-cuda/bin/python) \
-		$(BIN)/python -m pytest -m gpu_fake tests/test_fake_gpu.py
+		$(BIN)/python -m pytest -m gpu_fake tests/train/test_fake_gpu.py
 
 # the oldest torch that is allowed, from the index that has its CUDA build
 .venv-cuda/.installed: setup.cfg
@@ -61,7 +70,7 @@ test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 
 test-debian13: check
 	tests/cluster/debian13.sh $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
-		$$(grep -lE 'tests\.(cluster|chaos)' tests/test_*.py)
+		$$(grep -rlE 'tests\.(cluster|chaos)' --include='test_*.py' tests)
 
 bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.login

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
 from pipeline.base.place import Place
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EVERY = 8
 SKIP = 4

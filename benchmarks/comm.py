@@ -128,7 +128,7 @@ def rank_main(only_hooks: bool) -> None:
     from pipeline.mpi import start as mpi
     from pipeline.mpi.lane import Lane
     from pipeline.parallel.compression import GradientHook
-    from tests.sent import Sent
+    from tests.support.sent import Sent
 
     torch.set_num_threads(1)
     mpi.start(identify(os.environ), timedelta(minutes=5))
@@ -186,7 +186,7 @@ def rank_main(only_hooks: bool) -> None:
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            compression.commit(good=True)
+            compression.end(good=True)
 
         return step
 

@@ -17,7 +17,7 @@ from benchmarks.table import write_table
 from pipeline.base.place import Place
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 VOCAB = 8192
 LEVELS: list[tuple[str, dict[str, Any]]] = [

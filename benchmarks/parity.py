@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity
 
-The model and the batches are those of tests/test_parallel.py, which fails beyond 1e-5; this writes down what the
-differences are. Then one training moves from layout to layout: each loads what the one before it saved.
+The model and the batches are those of tests/parallel/test_parallel.py, which fails beyond 1e-5; this writes down what
+the differences are. Then one training moves from layout to layout: each loads what the one before it saved.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from tests.layouts import STEPS, move_rank, tiny_config, train_rank
-from tests.ranks import run_ranks
-from tests.test_parallel import FEW, HYBRID, LAYOUTS, SCHEDULES, moving, one_process
+from tests.parallel.test_parallel import FEW, HYBRID, LAYOUTS, SCHEDULES, moving, one_process
+from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
+from tests.support.ranks import run_ranks
 
 ALL = {"pipeline": 2, "tensor": 2}
 CASES: dict[int, list[dict[str, Any]]] = {

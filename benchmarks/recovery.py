@@ -31,7 +31,7 @@ from tests.chaos import faults
 from tests.chaos.driver import Story, small_disk
 from tests.cluster import Cluster, Options
 from tests.cluster.cluster import missing
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 STEP_S = 0.050
 WARM_UP, PARTS = 40, 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.needs import lacking
+from tests.support.needs import lacking
 
 LONGEST_FIRST = (
     "test_chaos", "test_doors", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
@@ -26,8 +26,12 @@ os.environ.setdefault(
 )  # many processes on few cores: their threads would only wait for each other
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files: workers take whole ones, one after another."""
+    """Order the files: workers take whole ones, one after another. What runs on a cluster is a `cluster` test."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("short"):
+            item.add_marker("cluster")
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -12,7 +12,7 @@
 are in units of the mean gradient: a replica's message and residual add up to gradient / replicas + old residual, so
 the sum of all residuals is what the weights have not seen yet, whatever the number of replicas. They are kept per
 parameter, not per bucket: DDP may put parameters into other buckets. A step's residuals count only once its update does
-(`commit`): those of a step that is left out, or of the backward that settles the buckets, are forgotten with it.
+(`end`): those of a step that is left out, or of the backward that settles the buckets, are forgotten with it.
 
 Where Top-K would send no less than an all-reduce (fraction × replicas ≥ 1), and with one replica, the whole gradient
 goes, residual and all.
@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.checkpoint.save import State
 from pipeline.config.parallel import HookConfig
+from pipeline.parallel.replicas import Replicas, State
 
 WITH_RESIDUALS = ("powersgd", "topk")
 _SMALL = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,14 +42,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _Future = torch.futures.Future  # of a bucket's reduced gradients
 
 
-class GradientHook:
+class GradientHook(Replicas):
     """The hook of one replica, and what it remembers from step to step."""
 
     def __init__(self, config: HookConfig, names: Mapping[str, nn.Parameter], seed: int) -> None:
         """`names`: the parameters that DDP reduces, by names that know nothing of the layout."""
         self.config, self.rank, self.replicas = config, dist.get_rank(), dist.get_world_size()
-        self.step = 1
-        """The optimizer step that the next backward belongs to; the engine sets it."""
         self.residual: State = {}
         self.start: State = {}
         """PowerSGD's Q by parameter, fp32 of shape (columns, rank); the same on all replicas."""
@@ -75,7 +73,7 @@ class GradientHook:
         send = kinds.get(self.config.kind, self._cast)
         model.register_comm_hook(None, lambda _, bucket: send(bucket))
 
-    def commit(self, good: bool) -> None:
+    def end(self, good: bool) -> None:
         """The step's update was made, or (not `good`) left out."""
         residual, start = self._next
         if good:

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.checkpoint.save import State
 from pipeline.config.parallel import LocalSgdConfig
+from pipeline.parallel.replicas import Replicas, State
 
 AT_ONCE = 1 << 26
 """Elements of one all-reduce (256 MiB): MPI counts to 2^31 only, and copies what lies on a GPU."""
 
 
-class LocalSgd:
+class LocalSgd(Replicas):
     """One replica's part in the averages."""
 
     def __init__(self, config: LocalSgdConfig, names: Mapping[str, nn.Parameter]) -> None:
@@ -47,9 +47,9 @@ class LocalSgd:
             self._begin()
 
     @torch.no_grad()
-    def reduce(self, step: int) -> None:
-        """Call after each backward: averages the gradients during the warm-up."""
-        if step > self.config.warmup_steps:
+    def reduce(self) -> None:
+        """Average the gradients during the warm-up."""
+        if self.step > self.config.warmup_steps:
             return
         # zeros where a replica's batch did not use a parameter: another's may have, and all must send as much
         own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
@@ -63,11 +63,11 @@ class LocalSgd:
         return (square / self.replicas).sqrt().to(norm)
 
     @torch.no_grad()
-    def stepped(self, step: int) -> None:
-        """Call after each optimizer step: averages where `step` ends a round."""
-        if step == self.config.warmup_steps:
+    def end(self, good: bool) -> None:
+        """Average the weights where the step ends a round, whether or not it changed them."""
+        if self.step == self.config.warmup_steps:
             self._begin()
-        if step <= self.config.warmup_steps or step % self.config.every:
+        if self.step <= self.config.warmup_steps or self.step % self.config.every:
             return
         means = _mean({name: parameter.detach() for name, parameter in self.parameters.items()}, self.replicas)
         lr, mu = self.config.outer_lr, self.config.outer_momentum

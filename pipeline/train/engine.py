@@ -33,6 +33,7 @@ from pipeline.model.task import DTYPES, Batch, Task, recompute
 from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
+from pipeline.parallel.replicas import Replicas
 from pipeline.train.optimizer import LossScaler, fill_state, make_optimizer
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
@@ -75,8 +76,7 @@ class Engine:
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
-        self.replicas: GradientHook | LocalSgd | None = None
-        """What is between whole replicas instead of gradients."""
+        self.replicas = Replicas()
         self._pipeline: Pipeline | None = None
         if layout.pipeline > 1 and mesh is not None:
             from pipeline.parallel.pipeline_parallel import Pipeline
@@ -90,8 +90,8 @@ class Engine:
         elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
             ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
-                self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
-                self.replicas.register(ddp)
+                hook = self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
+                hook.register(ddp)
             self._fix_buckets()
 
     def _build(self, layers: range, mesh: DeviceMesh | None) -> nn.Module:
@@ -135,15 +135,12 @@ class Engine:
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
             self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
-        self._step = step
-        if isinstance(self.replicas, GradientHook):
-            self.replicas.step = step
+        self.replicas.begin(step)
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
             self._loss = run(batch, step, enter)
         enter("reduce")
-        if isinstance(self.replicas, LocalSgd):
-            self.replicas.reduce(step)
+        self.replicas.reduce()
         loss = self._mean(self._loss * math.nan if hand() else self._loss)
         if self.layout.tensor > 1:
             self._settle_gradients()
@@ -213,7 +210,7 @@ class Engine:
         norm = self._norm(parameters)
         if limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return self.replicas.together(norm) if isinstance(self.replicas, LocalSgd) else norm
+        return self.replicas.together(norm)
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
@@ -245,10 +242,7 @@ class Engine:
         if good:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if isinstance(self.replicas, LocalSgd):
-            self.replicas.stepped(self._step)
-        elif self.replicas is not None:
-            self.replicas.commit(good)
+        self.replicas.end(good)
 
     def _fix_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -260,8 +254,7 @@ class Engine:
         batch = self.task.smallest(self.world.device)
         self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
         self.optimizer.zero_grad(set_to_none=True)
-        if isinstance(self.replicas, GradientHook):
-            self.replicas.commit(good=False)
+        self.replicas.end(good=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
 
@@ -303,8 +296,6 @@ class Engine:
 
     def saved_state(self) -> tuple[State, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
-        if self.replicas is None:
-            return self.state(), {}
         return self.replicas.saved(self.state()), self.replicas.describe()
 
     @torch.no_grad()
@@ -320,9 +311,9 @@ class Engine:
             copy.copy_(embedding)
             for key, value in self.optimizer.state[embedding].items():
                 self.optimizer.state[copy][key].copy_(value)
-        if self.replicas is not None and read is not None:
+        if read is not None:
             self.replicas.restore(self.state(), kept or {}, read)
-        return _not_kept(kept or {}, self.replicas.describe() if self.replicas else {})
+        return _not_kept(kept or {}, self.replicas.describe())
 
 
 def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from pipeline.run.directory import Run
 from slurm.query.attempts import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
-from tests.tiny import digest, write_config
+from tests.support.tiny import digest, write_config
 
 STEPS_PER_FAULT = 22
 SLOW_S = "0.15"

@@ -22,7 +22,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster, missing
 from tests.cluster.config import Options
-from tests.needs import lacking
+from tests.support.needs import lacking
 
 
 def require(options: Options) -> None:

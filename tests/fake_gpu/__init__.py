@@ -8,7 +8,7 @@ that is counted per device, copies, and which thread makes a context where. Not 
 do nothing. So it shows orders, devices and memory; it shows nothing of numbers or speed, and finds no fault that only
 a driver, a kernel or NCCL would show.
 
-    make test-gpu-fake                              tests/test_fake_gpu.py, in .venv-cuda, which it makes (5 GB)
+    make test-gpu-fake                              tests/train/test_fake_gpu.py, in .venv-cuda, which it makes (5 GB)
     make test-gpu-fake CUDA_PYTHON=…/bin/python     the same with a Python that has a CUDA build of torch already
 
 `build.py` compiles it against that torch with gcc (and nm); `programs.py` is what the tests run on it.

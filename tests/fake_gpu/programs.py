@@ -20,8 +20,8 @@ from pipeline.data.tokens import Batches, ShardSpan, TokenDataset
 from pipeline.model.task import Task
 from pipeline.parallel import compression
 from pipeline.train.engine import Engine
-from tests.layouts import VOCAB, batches, tiny_config
-from tests.ranks import place
+from tests.support.layouts import VOCAB, batches, tiny_config
+from tests.support.ranks import place
 
 
 def note(text: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.base.files import read_jsonl
 from tests.house.recipes import checkout, recipes
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 ALL = recipes()
 SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")

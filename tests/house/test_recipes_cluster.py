@@ -14,7 +14,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.house.test_recipes import applied, counted
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 cluster = cluster_fixture()
 

@@ -1,0 +1,322 @@
+"""Layouts: what is refused and what is offered instead; group arithmetic against torch's own mesh and schedules."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from data_prep.text.tokenizer import load_encoder
+from pipeline.base.errors import UserError
+from pipeline.config.layout import LayoutError, layout_of, split_layers
+from tests.support.layouts import tiny_config
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
+
+
+def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path: Path) -> None:
+    vocabulary = {f"w{n}": n for n in range(32)}
+    models_of_33 = {
+        "bpe": models.BPE(vocabulary, []),
+        "words": models.WordLevel(vocabulary, unk_token="w0"),
+        "unigram": models.Unigram([(word, 0.0) for word in vocabulary], unk_id=0),
+    }
+    for name, model in models_of_33.items():
+        tokenizer = Tokenizer(model)
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+        tokenizer.save(str(path := tmp_path / f"{name}.json"))
+        assert load_encoder(path, "<|endoftext|>").vocab_size == 33
+        data = {"sequence_length": 16, "tokenizer": {"kind": "file", "path": str(path)}}
+        with pytest.raises(UserError, match=rf"{name}\.json\), 33, is no multiple of parallel\.tensor \(2\)"):
+            tiny_config(2, parallel={"tensor": 2}, data=data)
+    (tmp_path / "broken.json").write_text("{}")
+    data["tokenizer"] = {"kind": "file", "path": str(tmp_path / "broken.json")}
+    tiny_config(2, parallel={"tensor": 2}, data=data)  # what is wrong with it is for prepare to say
+
+
+def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
+    config = tiny_config(2, parallel={"tensor": 2}, data={"sequence_length": 16, "tokenizer": {"vocab_size": 512}})
+    with pytest.raises(
+        LayoutError, match=r"vocab_size 512: the text gave fewer\), 511, is no multiple .* that fit: pipe"
+    ):
+        layout_of(config, vocab_size=511)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "says"),
+    [
+        (4, {"parallel": {"tensor": 3}}, "parallel.tensor (3) = 3 does not divide the number of training ranks, 4"),
+        (4, {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, "model.kv_heads, 2, is no multiple of parallel.ten"),
+        (2, {"parallel": {"tensor": 2}, "model": {"heads": 1, "kv_heads": 1}}, "model.heads, 1, is no multiple of"),
+        (2, {"parallel": {"tensor": 2}, "data": {"sequence_length": 15}}, "data.sequence_length, 15, is no multiple"),
+        (
+            2,
+            {"parallel": {"tensor": 2}, "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 511}}},
+            "the vocabulary (data.tokenizer.vocab_size), 511, is no multiple of parallel.tensor (2)",
+        ),
+        (8, {"parallel": {"pipeline": 8}}, "8 stages are more than model.layers (4): each stage needs a layer"),
+        (4, {"train": {"steps": 1, "global_batch": 6, "micro_batch": 2}}, "there may be 1, 3; layouts of 4 ranks that"),
+        (
+            2,
+            {"parallel": {"pipeline": 2, "virtual_stages": 2}},
+            "1f1b needs parallel.virtual_stages (stages per rank) to be 1, not 2",
+        ),
+        (
+            4,
+            {"parallel": {"hook": {"kind": "topk"}, "tensor": 2}},
+            "parallel.hook.kind topk is for whole replicas: parallel.pipeline (1) and parallel.tensor (2) must be 1; "
+            "layouts of 4 ranks that fit: pipeline 1 × data 4 × tensor 1",
+        ),
+        (
+            2,
+            {"parallel": {"local_sgd": {"every": 8}, "pipeline": 2}},
+            "parallel.local_sgd (every 8) is for whole replicas: parallel.pipeline (2) and parallel.tensor (1) must be",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "bf16"}, "zero": 1}},
+            "parallel.hook.kind bf16 is for whole replicas: parallel.zero must be 0 and parallel.offload false",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "fp16"}, "local_sgd": {"every": 8}}},
+            "parallel.local_sgd (every 8) does not go with parallel.hook.kind fp16: gradients stay at home",
+        ),
+        (
+            2,
+            {"parallel": {"hook": {"kind": "powersgd"}}, "train": {"precision": "fp16"}},
+            "parallel.hook.kind powersgd does not go with train.precision fp16, whose gradients change their scale",
+        ),
+        (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
+        (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
+        (
+            2,
+            {"parallel": {"pipeline": 2, "schedule": "zbv"}},
+            "zbv needs parallel.virtual_stages (stages per rank) to be 2",
+        ),
+        (
+            2,
+            {
+                "parallel": {"pipeline": 2, "schedule": "dualpipe_v", "virtual_stages": 2},
+                "train": {"global_batch": 3, "micro_batch": 1, "steps": 1},
+            },
+            "dualpipe_v needs at least 4 micro-batches with 2 pipeline ranks; there are 3",
+        ),
+        (
+            4,
+            {"parallel": {"pipeline": 4}, "train": {"global_batch": 3, "micro_batch": 1, "steps": 1}},
+            "1f1b needs at least 4 micro-batches with 4 pipeline ranks; there are 3",
+        ),
+        (
+            2,
+            {
+                "parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+                "train": {"global_batch": 5, "micro_batch": 1, "steps": 1},
+            },
+            "micro-batches that divide into 2 rounds (micro-batches // pipeline 2); there are 5",
+        ),
+        (2, {"parallel": {"data": {"shard": 2}}}, "parallel.data.shard (2) is for parallel.zero 1 to 3"),
+        (2, {"parallel": {"data": {"replicate": 2}, "zero": 3}}, "zero 3 has nothing to split: parallel.data.shard is"),
+        (
+            4,
+            {"parallel": {"data": {"replicate": 2}}},
+            "= 2 is not the number of training ranks, 4 (stages.train: nodes × tasks_per_node); layouts of 4 ranks "
+            "that fit: pipeline 1 × data 4 × tensor 1",
+        ),
+        (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
+        (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
+        (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),
+    ],
+)
+def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        tiny_config(ranks, **sections)
+
+
+def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
+    for stage, more in (("train", {}), ("evaluate", {"backend": "nccl"})):
+        sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": more}
+        said = rf"stages\.{stage}\.tasks_per_node \(4\) is more than site\.gpus_per_node \(2\): .*backend gloo"
+        with pytest.raises(UserError, match=said):
+            tiny_config(1, site={"gpus_per_node": 2}, **sections)
+        for good in ({"site": {"gpus_per_node": 4}}, {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}}):
+            tiny_config(1, **sections | good)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 1, "global_batch": 8, "compile": True}},
+        {"parallel": {"zero": 3}},
+        {"parallel": {"activation_checkpointing": "selective"}},
+    ],
+)
+def test_schedules_that_split_the_backward_pass_refuse_what_that_breaks(schedule: str, sections: Any) -> None:
+    both = {"parallel": {"pipeline": 2, "schedule": schedule, "virtual_stages": 2}}
+    tiny_config(2, **both)
+    merged = sections | {"parallel": sections.get("parallel", {}) | both["parallel"]}
+    with pytest.raises(UserError, match=f"schedule {schedule} computes gradients of weights apart"):
+        tiny_config(2, **merged)
+
+
+def test_tensor_parallel_ranks_share_a_node() -> None:
+    config = tiny_config(4, parallel={"tensor": 4})
+    assert layout_of(config, 4, 4).tensor == 4
+    with pytest.raises(LayoutError, match="does not divide the 2 ranks of a node"):
+        layout_of(config, 4, 2)
+
+
+def test_without_a_pipeline_its_schedule_means_nothing() -> None:
+    """So that a run may `resume` with fewer ranks by one key."""
+    layout = layout_of(tiny_config(2, parallel={"schedule": "zbv", "virtual_stages": 2}))
+    assert (layout.stages, layout.stages_of(0), layout.last_stage_on) == (1, [0], 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
+    draw = data.draw
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32]))
+    parallel: dict[str, Any] = {
+        "pipeline": draw(st.sampled_from([1, 2, 3, 4, 8])),
+        "tensor": draw(st.sampled_from([1, 2, 4, 8])),
+        "zero": draw(st.integers(0, 3)),
+        "schedule": draw(st.sampled_from(SCHEDULES)),
+        "virtual_stages": draw(st.integers(1, 3)),
+        "sequence": draw(st.booleans()),
+    }
+    plain = tiny_config(
+        1,
+        model={"layers": draw(st.integers(1, 12)), "heads": draw(st.sampled_from([2, 4])), "kv_heads": 2},
+        train={"global_batch": draw(st.integers(1, 48)), "micro_batch": 1},
+    )
+
+    def wanted(**sizes: int) -> Any:
+        values = plain.parallel.model_copy(update=parallel | sizes)
+        return layout_of(plain.model_copy(update={"parallel": values}), ranks, ranks)
+
+    try:
+        layout = wanted()
+    except LayoutError as error:
+        for pipeline, data_size, tensor in re.findall(r"pipeline (\d+) × data (\d+) × tensor (\d+)", str(error)):
+            offered = wanted(pipeline=int(pipeline), tensor=int(tensor))
+            assert offered.data == int(data_size)
+        return
+    assert layout.world == ranks
+    assert layout.micro_batches * layout.data == plain.train.global_batch
+    blocks = [number for part in layout.stage_layers for number in part]
+    assert blocks == list(range(plain.model.layers)) and all(layout.stage_layers)
+    stages = [stage for rank in range(layout.pipeline) for stage in layout.stages_of(rank)]
+    assert sorted(stages) == list(range(layout.stages))
+    assert layout.stages - 1 in layout.stages_of(layout.last_stage_on)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(SCHEDULES), st.integers(2, 5), st.integers(1, 4), st.integers(1, 24))
+def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    from pipeline.parallel.pipeline_parallel import NAMES
+
+    config = tiny_config(1, model={"layers": 20}, train={"global_batch": batches, "micro_batch": 1})
+    parallel = {"pipeline": pipeline, "virtual_stages": virtual, "schedule": schedule}
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    try:
+        layout = layout_of(config, pipeline, pipeline)
+    except LayoutError:
+        assume(False)
+    orders = get_schedule_ops(NAMES[schedule], pipeline, batches, virtual)
+    for rank, actions in enumerate(orders):
+        found = {a.stage_index for action in actions if action for a in (action.sub_actions or [action])}
+        assert found == set(layout.stages_of(rank))
+
+
+@settings(deadline=None, max_examples=120, derandomize=True)
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.data())
+def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObject) -> None:
+    """On the fake process group, a mesh of up to 64 ranks in one process: each group's ranks, each rank's part."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from pipeline.comm.groups import World, make_mesh
+    from pipeline.model.decoder import own_part
+
+    pipeline, replicate, shard, tensor = sizes
+    world = pipeline * replicate * shard * tensor
+    assume(world <= 64)
+    rank = data.draw(st.integers(0, world - 1))
+    config = tiny_config(
+        1, data={"sequence_length": 12}, model={"dim": 24, "heads": 12, "intermediate_size": 12, "layers": 4}
+    )
+    parallel = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "zero": 0 if shard == 1 else data.draw(st.integers(1, 3)),
+        "data": "auto" if replicate == 1 or shard == 1 else {"replicate": replicate, "shard": shard},
+        "schedule": "gpipe",
+    }
+    values = type(config.parallel).model_validate(parallel)
+    train = config.train.model_copy(update={"micro_batch": 1, "global_batch": replicate * shard})
+    layout = layout_of(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
+    assert (layout.replicate, layout.shard) == (replicate, shard)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        mesh = make_mesh(layout, World(rank, world, torch.device("cpu"), "fake"))
+        at = layout.coordinates(rank)
+        where = {other: layout.coordinates(other) for other in range(world)}
+        expected = {
+            "pp": [r for r, there in where.items() if there[1:] == at[1:]],
+            "tp": [r for r, there in where.items() if there[:2] == at[:2]],
+        }
+        copies = [r for r, there in where.items() if (there.pipeline, there.tensor) == (at.pipeline, at.tensor)]
+        expected["dp_shard"] = [r for r in copies if where[r].data // shard == at.data // shard]
+        expected["dp_replicate"] = [r for r in copies if where[r].data % shard == at.data % shard]
+        assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
+        rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
+        cut, whole = data.draw(st.sampled_from([0, 1, None])), torch.arange(rows * columns).view(rows, columns)
+        inner = Replicate() if cut is None else Shard(cut)
+        both = mesh["dp_shard", "tp"]
+        like = DTensor.from_local(whole, both, [Shard(0), inner], run_check=False)
+        once = distribute_tensor(whole, mesh["tp"], [inner], src_data_rank=None).to_local()
+        twice = distribute_tensor(once, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
+        part = own_part(whole, like)
+        assert torch.equal(part, twice) or part.numel() == twice.numel() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_absurd_sizes_take_no_time() -> None:
+    huge = tiny_config(1, model={"layers": 2**62})
+    assert layout_of(huge).stage_layers == (range(2**62),)
+    first, second = split_layers(huge, 2, 64)
+    assert (first.start, first.stop, second.stop) == (0, second.start, 2**62)
+    with pytest.raises(LayoutError, match="no layout of"):
+        layout_of(tiny_config(1, train={"global_batch": 3 * 2**40, "micro_batch": 2}), 2**61, 2**61)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 5), st.integers(0, 7), st.integers(0, 3000))
+def test_layers_are_balanced_as_well_as_can_be(stages: int, more: int, vocab: int) -> None:
+    layers = stages + more
+    config = tiny_config(1, model={"layers": layers})
+    dim, heads, ffn = 16, 4 * 4, 32
+    block = dim * (4 * heads + 3 * ffn) + heads * 16
+
+    def worst(sizes: list[int]) -> int:
+        costs = [size * block for size in sizes]
+        costs[0] += dim
+        costs[-1] += dim * vocab
+        return max(costs)
+
+    cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+    best = min(worst([b - a for a, b in pairwise(cut)]) for cut in cuts)
+    assert worst([len(part) for part in split_layers(config, stages, vocab)]) == best

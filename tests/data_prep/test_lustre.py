@@ -1,0 +1,71 @@
+"""Lustre striping: the command that would run, recorded by a fake `lfs`; nothing elsewhere; failures are warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_prep.text.lustre import stripe
+from data_prep.text.prepare_text import prepare
+from data_prep.text.write import shard
+from pipeline.base.files import file_system_type
+from pipeline.config.site import StripeConfig
+from tests.data_prep.test_shards import config, quiet, texts, write_jsonl
+
+
+@pytest.fixture
+def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake `lfs` on PATH that appends its arguments to a file and ends with the code in another."""
+    folder = tmp_path / "fake-lfs"
+    folder.mkdir()
+    (folder / "lfs").write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\necho no such pool >&2\nexit $(cat {folder}/code)\n'
+    )
+    (folder / "lfs").chmod(0o755)
+    (folder / "code").write_text("0")
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return folder
+
+
+def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4")
+    assert not (fake_lfs / "calls").exists()
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
+    stripe(tmp_path, StripeConfig(count=-1, size_mb=16, pool="flash"), lines.append, file_system=lambda _: "lustre")
+    calls = (fake_lfs / "calls").read_text().splitlines()
+    assert calls == [f"setstripe -c 1 {tmp_path}", f"setstripe -c -1 -S 16M -p flash {tmp_path}"]
+    assert lines == []
+
+
+def test_failing_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
+    (fake_lfs / "code").write_text("2")
+    lines: list[str] = []
+    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
+    assert len(lines) == 1 and lines[0].startswith("warning: ") and "no such pool" in lines[0]
+
+
+def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stripe(tmp_path, StripeConfig(), lambda line: pytest.fail(line), file_system=lambda _: "lustre")
+
+
+def test_shard_sets_the_stripe_before_it_writes(
+    fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
+    monkeypatch.setattr(
+        "data_prep.text.write.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
+    )
+    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
+    prepare(data, tmp_path / "data", quiet)
+    shard(data, tmp_path / "data", 0, 1, quiet)
+    assert (fake_lfs / "calls").read_text() == "done\n"
+
+
+def test_file_system_type_is_that_of_the_mount(tmp_path: Path) -> None:
+    kinds = {fields[1]: fields[2] for line in Path("/proc/mounts").read_text().splitlines() if (fields := line.split())}
+    for folder in ("/proc", "/dev/shm", "/"):
+        assert file_system_type(Path(folder)) == kinds[folder]
+    assert file_system_type(tmp_path / "no such file") == ""

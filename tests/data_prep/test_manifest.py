@@ -1,0 +1,241 @@
+"""Manifests: damage and change are found and named; the login node's side imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.inputs.seen import PACKAGE, code_sha256
+from data_prep.text.prepare_text import prepare
+from data_prep.text.state import prepare_key, prepare_missing, shard_missing, shard_progress
+from data_prep.text.write import finalize, shard
+from pipeline.base.errors import InputError
+from pipeline.base.files import seal
+from pipeline.base.place import Place, identify
+from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.data.manifest import check_shard, load_manifest
+from pipeline.run.code import CODE_ROOT as ROOT
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.data_prep.test_shards import config, quiet, run_tasks, texts, write_jsonl
+from tests.support.ranks import run_ranks
+from tests.support.tiny import HarmlessFlag, make_run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    """A config with a source of its own."""
+    return config([str(write_jsonl(tmp_path / "a.jsonl", texts(80)))])
+
+
+@pytest.fixture
+def done(tmp_path: Path, data: DataConfig) -> Path:
+    """A data folder with all shards."""
+    run_tasks(data, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig) -> None:
+    folder = tmp_path / "data"
+    assert "prepare.json is missing" in str(prepare_missing(data, folder))
+    assert "prepare.json is missing" in str(shard_missing(data, folder))
+    assert shard_progress(folder) == (0, 0)
+    prepare(data, folder, quiet)
+    assert prepare_missing(data, folder) is None
+    assert "manifest.json is missing" in str(shard_missing(data, folder))
+    total = shard_progress(folder)[1]
+    shard(data, folder, 0, 2, quiet)
+    assert shard_progress(folder) == ((total + 1) // 2, total)
+    shard(data, folder, 1, 2, quiet)
+    assert shard_progress(folder) == (total, total)
+    written = finalize(data, folder, quiet)
+    assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
+    assert load_manifest(folder) == written
+    assert written.train_tokens == sum(entry.tokens for entry in written.train)
+
+
+def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -> None:
+    entry = load_manifest(done).train[1]
+    path = done / entry.file
+    whole = path.read_bytes()
+    check_shard(done, entry, hashes=True)
+    for place in (0, entry.offset, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        check_shard(done, entry, hashes=False)
+        with pytest.raises(InputError, match=rf"{path} is damaged: its sha256 .*: .*python submit\.py resume RUN"):
+            check_shard(done, entry, hashes=True)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(InputError, match=rf"{path} has {len(whole) - 1} bytes, its manifest says {len(whole)}: run"):
+        check_shard(done, entry, hashes=False)
+    assert f"{path} has" in str(shard_missing(data, done))
+    assert shard_progress(done)[0] == shard_progress(done)[1] - 1
+    path.unlink()
+    with pytest.raises(InputError, match=rf"{path} is missing: run the shard stage again"):
+        check_shard(done, entry, hashes=False)
+    run_tasks(data, done)
+    assert path.read_bytes() == whole and shard_missing(data, done) is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "prepare.json"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", '{"key": 1}', '{"train": [{"file": 1}]}', '{"tokenizer": 3}', "\xff"]
+)
+def test_torn_manifest_is_an_input_error(done: Path, data: DataConfig, name: str, content: str) -> None:
+    (done / name).write_bytes(content.encode("latin-1"))
+    assert f"{name} is torn" in str(shard_missing(data, done))
+    if name == "manifest.json":
+        with pytest.raises(InputError, match=r"manifest\.json is torn"):
+            load_manifest(done)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "units.json"])
+def test_damaged_output_of_prepare_is_found_and_made_again(done: Path, data: DataConfig, name: str) -> None:
+    whole = (done / name).read_bytes()
+    for damaged, message in ((whole[:-2], "its manifest says"), (whole.replace(b"1", b"2", 1), "is damaged")):
+        (done / name).write_bytes(damaged)
+        assert message in str(prepare_missing(data, done))
+        with pytest.raises(InputError, match=rf"{name} is missing or damaged: run the prepare stage again"):
+            shard(data, done, 0, 1, quiet)
+        prepare(data, done, quiet)
+        assert (done / name).read_bytes() == whole and shard_missing(data, done) is None
+
+
+def test_changed_input_counts_until_the_shards_are_written(tmp_path: Path, data: DataConfig) -> None:
+    source, folder = tmp_path / "a.jsonl", tmp_path / "data"
+    prepare(data, folder, quiet)
+    source.write_bytes(source.read_bytes() + b"\n")
+    assert prepare_missing(data, folder) == f"input {source} has changed since it was prepared"
+    run_tasks(data, folder)
+    assert prepare_missing(data, folder) is None
+    source.unlink()
+    assert prepare_missing(data, folder) is None
+    (folder / "manifest.json").unlink()
+    assert prepare_missing(data, folder) == f"input {source} is gone since it was prepared"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"sequence_length": 7}, True),
+        ({"verify": "sizes"}, True),
+        ({"max_rejected": 0.5}, True),
+        ({"source": "python-stdlib"}, True),  # the list ["python-stdlib"] in one word
+        ({"source": "a.txt"}, False),
+        ({"held_out": 0.5}, False),
+        ({"shard_tokens": 4096}, False),
+        ({"text_field": "body"}, False),
+        ({"text_documents": "line"}, False),
+        ({"tokenizer": TokenizerConfig(vocab_size=300)}, False),
+    ],
+)
+def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -> None:
+    data = DataConfig(source=["python-stdlib"])
+    assert (prepare_key(data.model_copy(update=change)) == prepare_key(data)) is same
+
+
+def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.text.state.code_sha256", lambda package: "0" * 64)
+    assert "other code" in str(prepare_missing(data, done)) and "other code" in str(shard_missing(data, done))
+
+
+def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
+    original, copy = code_sha256(PACKAGE), tmp_path / "data_prep"
+    shutil.copytree(PACKAGE, copy)
+    assert code_sha256(copy) == original
+    with open(copy / "text/units.py", "a") as file:
+        file.write("# another rule\n")
+    assert code_sha256(copy) != original
+    shutil.copy(PACKAGE / "text/units.py", copy / "text/units.py")
+    (copy / "text/lustre.py").rename(copy / "text/other.py")
+    assert code_sha256(copy) != original
+
+
+def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:
+    prepared = json.loads((done / "prepare.json").read_text())
+    prepared["tokenizer"]["sha256"] = "0" * 64
+    (done / "prepare.json").write_text(json.dumps(seal(prepared)))
+    assert "belongs to another tokenizer" in str(shard_missing(data, done))
+    assert shard_progress(done)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "prepare.json", "shards/unit-00000.json"])
+def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfig, name: str) -> None:
+    whole, shards = (done / name).read_bytes(), {p: p.stat().st_mtime_ns for p in (done / "shards").glob("*.h5")}
+    key = {"manifest.json": "offset", "prepare.json": "eos_id"}.get(name, "offset")
+    number = re.search(rb'"%s": (\d+)' % key.encode(), whole)
+    assert number is not None
+    (done / name).write_bytes(whole[: number.start(1)] + b"%d" % (int(number[1]) + 2) + whole[number.end(1) :])
+    if name.startswith("shards"):  # the manifest of all does not need it any more
+        assert shard_progress(done)[0] == shard_progress(done)[1] - 1
+    else:
+        reason = str(shard_missing(data, done))
+        assert f"{done / name} is damaged: its content does not fit its own hash: run the" in reason
+    run_tasks(data, done)
+    assert (
+        (done / name).read_bytes() == whole
+        and shard_missing(data, done) is None
+        and prepare_missing(data, done) is None
+    )
+    if not name.startswith("shards"):
+        assert {path: path.stat().st_mtime_ns for path in shards} == shards, "no shard was written again"
+
+
+def test_manifests_from_before_there_were_seals_are_read(done: Path, data: DataConfig) -> None:
+    whole = load_manifest(done)
+    for path in (done / "manifest.json", done / "prepare.json", *(done / "shards").glob("*.json")):
+        values = json.loads(path.read_text())
+        assert values == seal(values)
+        del values["sha256"]
+        path.write_text(json.dumps(values))
+    assert load_manifest(done) == whole and shard_missing(data, done) is None and prepare_missing(data, done) is None
+    assert shard_progress(done)[0] == shard_progress(done)[1]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, split: str, sealed: bool) -> None:
+    """Two digits, and every token that is trained on is another one; the shard and its hash are as they were."""
+    run = make_run(tmp_path)
+    values = json.loads((run.data / "manifest.json").read_text())
+    entry = values[split][0]
+    entry["offset"] += 2
+    entry["tokens"] -= 1
+    values = seal(values)
+    if not sealed:
+        del values["sha256"]
+    (run.data / "manifest.json").write_text(json.dumps(values))
+    shard_file = run.data / entry["file"]
+    words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
+    with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):
+        run_ranks(1, checked_rank, run.path, split)
+    assert shard_file.exists() and run.read_events(None, "damaged") == []
+    (run.data / "manifest.json").unlink()
+    load("shard").main(run, identify({}), {}, HarmlessFlag())
+    run_ranks(1, checked_rank, run.path, split)
+
+
+def checked_rank(where: Place, path: Path, split: str) -> None:
+    import torch.distributed as dist
+
+    from pipeline.data.check import manifest_of, verify_shards
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run = Run.open(path)
+    assert dist.group.WORLD is not None
+    verify_shards(run, getattr(manifest_of(run), split), dist.group.WORLD, hashes=True)
+
+
+def test_manifest_module_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, data_prep.text.state\n"
+        "print([n for n in ('numpy', 'h5py', 'tokenizers', 'torch', 'pyarrow', 'slurm') if n in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert child.stdout == "[]\n", child.stderr

@@ -1,0 +1,114 @@
+"""Evaluation: the same number on any number of ranks, and the right one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import saved_steps, step_name
+from pipeline.evaluate.evaluate_stage import wanted
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_run, stage_rank
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = make_run(tmp_path_factory.mktemp("trained"), overrides=("train.steps=21",))
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    return run
+
+
+def evaluate(run: Run, size: int, step: str | None = None) -> dict[str, Any]:
+    for old in run.evaluation.iterdir():
+        old.unlink()
+    options = {"step": step} if step else {}
+    assert set(run_ranks(size, stage_rank, run.path, "evaluate", options)) == {Exit.DONE}
+    newest = sorted(run.evaluation.iterdir())[-1]
+    return dict(json.loads(newest.read_text()))
+
+
+def reference_rank(place: Place, path: Path) -> tuple[float, int, float]:
+    """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
+    import torch
+
+    from pipeline.checkpoint.save import load as load_checkpoint
+    from pipeline.data.manifest import load_manifest
+    from pipeline.model.decoder import Decoder
+
+    run = Run.open(path)
+    config, manifest = run.config, load_manifest(run.data)
+    model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
+    weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    load_checkpoint(weights, run.checkpoints / step_name(saved_steps(run.checkpoints)[0]), None)
+    total, count, everything = 0.0, 0, []
+    for shard in manifest.held_out:
+        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
+        stream = torch.from_numpy(np.concatenate([[manifest.eos_id], tokens]))
+        everything.append(tokens)
+        length = config.data.sequence_length
+        for start in range(0, len(tokens), length):
+            window = stream[start : start + length + 1]
+            with torch.no_grad():
+                logits = model(window[None, :-1])[0]
+            total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+            count += len(window) - 1
+    counts = np.unique(np.concatenate(everything), return_counts=True)[1] / count
+    return total, count, float(-(counts * np.log2(counts)).sum() * count)
+
+
+def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -> None:
+    results = [evaluate(trained, size) for size in (1, 2, 3, 4)]
+    assert all(result == results[0] for result in results[1:]), "equal to the last bit"
+    total, count, unigram_bits = run_ranks(1, reference_rank, trained.path)[0]
+    result = results[0]
+    assert result["tokens"] == count and result["step"] == 21
+    assert result["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
+    assert result["unigram_bits_per_byte"] == pytest.approx(unigram_bits / result["bytes"], rel=1e-9)
+    from pipeline.data.manifest import load_manifest
+
+    assert result["bytes"] == load_manifest(trained.data).held_out_bytes
+
+
+def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
+    """Three ranks, so that some have no batch left while others still need their part of the weights."""
+    whole = evaluate(trained, 1)
+    before = trained.changes.read_bytes() if trained.changes.exists() else None
+    trained.change(["parallel.zero=3"])
+    try:
+        assert evaluate(trained, 3) == whole, "equal to the last bit"
+    finally:
+        trained.changes.unlink() if before is None else trained.changes.write_bytes(before)
+
+
+def test_which_checkpoints_are_evaluated(trained: Run) -> None:
+    steps = sorted(saved_steps(trained.checkpoints))
+    evaluate(trained, 2, "every")
+    assert [p.name for p in sorted(trained.evaluation.iterdir())] == [f"{step_name(s)}.json" for s in steps]
+    assert evaluate(trained, 1, str(steps[0]))["step"] == steps[0]
+    assert load("evaluate").missing(trained) is not None, "the newest one is not evaluated"
+    assert evaluate(trained, 1)["step"] == steps[-1]
+    assert load("evaluate").missing(trained) is None
+    for wrong in ("²", "-1", "22", ""):
+        with pytest.raises(UserError, match="--step"):
+            wanted(trained, wrong)
+
+
+def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:
+    evaluate(trained, 1)
+    path = trained.evaluation / f"{step_name(21)}.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
+    assert load("evaluate").missing(trained) is not None
+    path.write_text("{torn")
+    assert load("evaluate").missing(trained) is not None

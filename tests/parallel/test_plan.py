@@ -1,0 +1,151 @@
+"""`plan`: its counts against what engines really hold, its timeline against the theory of pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+
+from benchmarks.gpu import ALONE, ROOT
+from examples import vit
+from pipeline.base.place import Place
+from pipeline.config.layout import layout_of
+from pipeline.config.read import load_config
+from pipeline.config.sections import Config
+from pipeline.model.decoder import Decoder
+from pipeline.model.task import Task, recompute
+from pipeline.parallel.plan import Action, actions, memory, plan, timeline
+from submit import main
+from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
+from tests.support.layouts import VOCAB, tiny_config, train
+from tests.support.ranks import run_ranks
+
+
+def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
+    """How many values of weights, and of the optimizer's moments, this rank holds under each config."""
+    import torch.distributed as dist
+
+    from pipeline.comm import groups
+
+    world = groups.join(place, configs[0])
+    results = []
+    for config in configs:
+        state = train(place, config, world, 0)[0].state()
+        local = {name: getattr(t, "_local_tensor", t).numel() for name, t in state.items()}
+        weights = sum(n for name, n in local.items() if name.startswith("model."))
+        moments = sum(n for name, n in local.items() if "exp_avg" in name)
+        results.append((weights, moments))
+    dist.barrier()  # rank 0 holds the store in which the others may still make groups
+    return results
+
+
+@pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
+def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
+    # (a tied weight on both ends of a pipeline stands once in a state, but is held twice)
+    layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
+    configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
+    held = run_ranks(4, held_rank, configs, timeout=200)
+    for number, config in enumerate(configs):
+        layout = layout_of(config, 4, 4, VOCAB)
+        for rank in range(4):
+            expected = memory(config, layout, layout.coordinates(rank).pipeline, VOCAB, [])
+            weights, moments = held[rank][number]
+            assert (4 * weights, 4 * moments) == (expected.weights, expected.optimizer), (layouts[number], rank)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_the_peak_of_a_step_is_estimated(kind: str) -> None:
+    """Against torch's account of a step on tensors without memory, of two blocks with the sizes of lm-8b in bf16."""
+    more = ("model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ALONE)
+    config = load_config(ROOT / "configs/lm-8b.yaml", [*more, "train.global_batch=4"])
+    vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
+    task = Task(config, vocab)
+    with FakeTensorMode():
+        model = Decoder(config.model, vocab, length)
+        model.compute_dtype = torch.bfloat16
+        for block in task.blocks(model):
+            recompute(block, kind)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        batch = torch.zeros((1, length + 1), dtype=torch.int64)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            task.loss(model(*task.inputs(batch)), batch).backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    found = memory(config, layout_of(config), 0, vocab, [Action(kind, 0, 0) for kind in "FB"])
+    assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
+    moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
+    assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(0, 16))
+def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> None:
+    """(p - 1) / (m + p - 1) of the time for p ranks and m micro-batches (arXiv 2104.04473, section 2.2)."""
+    batches = ranks + more
+    parallel = {"pipeline": ranks, "schedule": schedule}
+    layout = layout_of(tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches}))
+    rows = timeline(actions(layout), layout.stages)
+    idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+    assert idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_timelines_of_torchs_schedules_end(schedule: str, ranks: int) -> None:
+    """Every micro-batch passes every stage forward and backward, once; the picture holds all of that work."""
+    parallel = {"pipeline": ranks, "schedule": schedule, "virtual_stages": 2}
+    config = tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 16, "micro_batch": 1})
+    layout = layout_of(config)
+    orders = actions(layout)
+    every = [action for order in orders for action in order]
+    for stage in range(layout.stages):
+        for micro in range(layout.micro_batches):
+            kinds = sorted(a.kind for a in every if (a.stage, a.micro) == (stage, micro))
+            assert kinds in (["B", "F"], ["F", "I", "W"])
+    rows = timeline(orders, layout.stages)
+    assert sum(len(row) - row.count("·") for row in rows) == 3 * layout.stages * layout.micro_batches
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_a_schedule_that_waits_for_itself_is_found() -> None:
+    with pytest.raises(RuntimeError, match="waits for itself"):
+        timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
+
+
+def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
+    text = "\n".join(plan(config))
+    assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
+    assert "    5     0    1    0    1   3–3" in text
+    for group in ("shard", "tensor", "pipeline"):
+        assert f"{group:>10} " in text.rsplit("sends", 1)[1]
+    monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(ROOT / "configs/quickstart.yaml"), "parallel.tensor=3"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "parallel.tensor (3) = 3 does not divide the number of training ranks, 2" in capfd.readouterr().err
+
+
+def test_the_plan_of_a_model_of_ones_own() -> None:
+    """Timeline and parameters of each pipeline rank, which add up to those of the model built for real."""
+    cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
+    config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
+    text = list(plan(config))
+    assert any(line.startswith("zbv: a digit is") for line in text) and any("▓" in line for line in text)
+    whole = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
+    counts = [int(line.split()[1].replace(",", "")) for line in text[-2:]]
+    assert sum(counts) == sum(parameter.numel() for parameter in whole.parameters()) and min(counts) > 0
+
+
+@pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
+def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
+    config = load_config(ROOT / f"configs/{name}.yaml")
+    found = memory(config, layout_of(config), 0, config.data.tokenizer.vocab_size, [])
+    assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

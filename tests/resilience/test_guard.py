@@ -1,0 +1,293 @@
+"""Bad numbers, the job's own clock, requests by file, blame for a hang, the check at the start; without Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.config.read import load_config
+from pipeline.resilience.guard import Guard, merged, position_of
+from pipeline.run.code import CODE_ROOT as ROOT
+from pipeline.run.directory import Run
+from slurm.query.blame import blame
+from tests.support.ranks import Ranks, run_ranks
+from tests.support.tiny import digest, make_run, stage_rank
+from tests.train.test_exact import lines, new_run
+
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+@settings(deadline=None, max_examples=200)
+@given(ranges, st.integers(0, 100))
+def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tuple[int, int]], consumed: int) -> None:
+    gone = {p for start, count in left_out for p in range(start, start + count)}
+    kept = [p for p in range(1000) if p not in gone]
+    assert position_of(consumed, merged(left_out)) == kept[consumed]
+
+
+@settings(deadline=None, max_examples=50)
+@given(ranges, st.integers(0, 5), st.sampled_from([1, 2, 4]))
+def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int, ranks: int) -> None:
+    from pipeline.data.order import indices_of
+    from pipeline.data.tokens import GlobalOrderSampler
+
+    dataset: Any = range(97)
+    gone = {p for start, count in left_out for p in range(start, start + count)}
+    kept = [p for p in range(1000) if p not in gone]
+    found: list[int] = []
+    for rank in range(ranks):
+        sampler = GlobalOrderSampler(
+            dataset, global_batch=8, seed=3, samples_consumed=8 * step, left_out=merged(left_out), num_replicas=ranks,
+            rank=rank,
+        )  # fmt: skip
+        found += next(iter(sampler)).tolist()
+    import numpy as np
+
+    expected = indices_of(3, np.array(kept[8 * step : 8 * step + 8]), 97)
+    assert found == expected.tolist()
+
+
+def poisoned_rank(place: Place, path: Path, steps: list[int], sticky: bool) -> int:
+    """A rank of a training in which rank 1's loss is no number in some steps (`sticky`: for samples that it knows)."""
+    import pipeline.train.trainer as module
+
+    real = module.Trainer.step
+
+    def step(self: Any, number: int, tokens: Any) -> Any:
+        if place.rank == 1 and number in steps and (not sticky or not self.guard.left_out):
+            hook = next(iter(self.engine.model.parameters())).register_hook(lambda grad: grad * float("nan"))
+            try:
+                return real(self, number, tokens)
+            finally:
+                hook.remove()
+        return real(self, number, tokens)
+
+    setattr(module.Trainer, "step", step)  # noqa: B010
+    from pipeline.run.failure import explain
+
+    try:
+        return stage_rank(place, path, "train")
+    except BaseException as error:
+        return int(explain(error)[0])
+
+
+def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "bad", data)
+    assert set(run_ranks(2, poisoned_rank, run.path, [9, 10], False)) == {Exit.DONE}
+    known = list(read_jsonl(run.metrics))
+    assert [line["step"] for line in known if "skipped" in line] == [9, 10]
+    assert [line["step"] for line in known] == list(range(1, len(known) + 1))
+    assert [d["position"] for d in read_jsonl(run.decisions)] == [64, 72]
+    again = new_run(tmp_path, "again", data)
+    shutil.copy(run.decisions, again.decisions)
+    assert set(run_ranks(2, stage_rank, again.path, "train")) == {Exit.DONE}
+    assert digest(again) == digest(run)
+    calm = new_run(tmp_path, "calm", data)
+    run_ranks(2, stage_rank, calm.path, "train")
+    assert digest(calm) != digest(run), "the steps were really left out"
+
+
+def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
+    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {Exit.NON_FINITE}
+    left_out = [d for d in read_jsonl(run.decisions) if d["decision"] == "leave_out"]
+    assert [(d["position"], d["samples"]) for d in left_out] == [(96, 24)]
+    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {Exit.DONE}
+    assert [step for step, *_ in lines(run)] == list(range(1, len(lines(run)) + 1))
+    again = new_run(tmp_path, "again", data)
+    shutil.copy(run.decisions, again.decisions)
+    assert set(run_ranks(2, stage_rank, again.path, "train")) == {Exit.DONE}
+    assert digest(again) == digest(run) and lines(again) == lines(run)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=130), st.floats(-3.0, 12.0))
+def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], deviations: float) -> None:
+    import statistics
+
+    config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
+    run = SimpleNamespace(config=config, decisions=Path(os.devnull), event=lambda *_, **__: None)
+    guard = Guard(run, decisions=[], metrics=[{"step": i, "loss": x} for i, x in enumerate(losses, 1)], writes=False)  # type: ignore[arg-type]
+    mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
+    if abs(deviations - 5) < 1e-6 or deviation < 1e-6:
+        return
+    reason = guard.judge(len(losses) + 1, mean + deviations * deviation, 1.0)
+    assert (reason is not None) == (deviations > 5)
+    assert reason is None or f"{deviations:.1f} deviations above" in reason
+    assert guard.in_a_row == (deviations > 5)
+
+
+def test_few_losses_know_no_spike() -> None:
+    config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
+    run = SimpleNamespace(config=config)
+    metrics = [{"step": i, "loss": 1.0 + i / 100} for i in range(1, 20)]
+    guard = Guard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
+    assert guard.judge(20, 1000.0, 1.0) is None
+
+
+def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
+    assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {Exit.NON_FINITE}
+    judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions)]
+    assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
+
+
+def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) -> int:
+    """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
+    import pipeline.train.trainer as module
+
+    if left_s is not None:
+        os.environ["SLUICE_TIME_LEFT"] = str(left_s)
+    real = module.Trainer.step
+
+    def step(self: Any, number: int, tokens: Any) -> Any:
+        time.sleep(0.1 if left_s is None else 1.2)
+        if place.rank == 0:  # who measures saves; the signal comes to the other
+            self.clock.save_s = max(self.clock.save_s, save_s)
+        if left_s is None and number == 20 and place.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, number, tokens)
+
+    setattr(module.Trainer, "step", step)  # noqa: B010
+    return stage_rank(place, path, "train")
+
+
+def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
+    assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {Exit.STOPPED}
+    skipped = [e for e in run.read_events("train") if e["event"] == "save_skipped"]
+    assert len(skipped) == 1 and "too late" in skipped[0]["reason"]
+    assert [e["step"] for e in run.read_events("train") if e["event"] == "saved"] == [7, 14]
+    assert set(run_ranks(2, clocked_rank, run.path, 25.0, 0.0)) == {Exit.STOPPED}
+    stop = [e for e in run.read_events("train") if e["event"] == "stop_requested"][-1]
+    assert stop["signal"] == "time limit"
+    saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
+    assert saved[-1] == stop["step"] == lines(run)[-1][0] > 14
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    calm = new_run(tmp_path, "calm", data)
+    run_ranks(2, stage_rank, calm.path, "train")
+    assert digest(run) == digest(calm)
+
+
+def test_the_save_file_makes_one_checkpoint(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "asked", data, "checkpoint.every_steps=1000")
+    run.save_file.touch()
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
+    assert len(saved) == 2 and saved[0] < saved[1] and not run.save_file.exists()
+
+
+def hang(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
+    operation = {"operation": "gloo:all_reduce", "number": 7}
+    return {
+        "rank": rank, "host": f"n{rank}", "step": step, "number": number, "phase": phase, "stacks": "its stack",
+        "collectives": [operation],
+    }  # fmt: skip
+
+
+def test_who_did_not_arrive() -> None:
+    hosts = ["n0", "n1", "n2"]
+    behind = [hang(0, 5, 3, "reduce"), hang(1, 5, 1, "forward"), hang(2, 5, 3, "reduce")]
+    rank, host, words = blame(behind, hosts, ())
+    assert (rank, host) == (1, "n1") and "'forward' of step 5" in words and "its stack" in words and "number 7" in words
+    rank, host, words = blame(behind[:1] + behind[2:], hosts, ())
+    assert (rank, host) == (1, "n1") and "no sign of life" in words
+    rank, _, words = blame([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ())
+    assert "all ranks were stuck" in words
+
+
+def sleepy_rank(place: Place, path: Path) -> int:
+    """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
+    from pipeline.evaluate import evaluator
+    from pipeline.resilience import watchdog
+
+    real, calls = evaluator.TextHeldOut.sums, []
+    setattr(watchdog.Watchdog, "limit_s", lambda self, phase: 4.0 if phase == "batch" else 600.0)  # noqa: B010
+
+    def sums(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if place.rank == 1 and len(calls) == 2:
+            time.sleep(600)
+        return real(self, *arguments)
+
+    setattr(evaluator.TextHeldOut, "sums", sums)  # noqa: B010
+    return stage_rank(place, path, "evaluate")
+
+
+def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "sleepy", data, "train.steps=7")
+    run_ranks(2, stage_rank, run.path, "train")
+    Ranks(2, sleepy_rank, run.path).results(failures_expected=True)
+    folder = run.stage_folder("evaluate")
+    hang = json.loads((folder / "hang-rank-1.json").read_text())
+    assert hang["phase"] == "batch" and "sums" in hang["stacks"]
+    assert json.loads((folder / "error-rank-1.json").read_text())["code"] == Exit.HANG
+
+
+def broken_node_rank(place: Place, path: Path, what: str) -> str:
+    """The check at the start on a node where something is broken; the error's words."""
+    import torch
+
+    from pipeline.base.errors import UserError
+    from pipeline.comm import groups
+    from pipeline.resilience import health
+
+    run = Run.open(path)
+    try:
+        if what == "file system":
+            real = Path.read_bytes
+            Path.read_bytes = lambda self: real(self)[::-1]  # type: ignore[method-assign]
+            health.check_alone(run, place, torch.device("cpu"))
+        elif what == "device":
+            torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]
+            health.check_alone(run, place, torch.device("cpu"))
+        elif what == "port":
+            with socket.socket() as other:
+                other.bind(("0.0.0.0", 0))
+                other.listen()
+                groups.join(replace(place, world_size=2, master_port=other.getsockname()[1]), run.config)
+        else:
+            world = groups.join(place, run.config)
+            from datetime import timedelta
+
+            health.TOGETHER = timedelta(seconds=2)
+            group = groups.side_group(timedelta(seconds=30))
+            if place.rank == 2:
+                time.sleep(6)
+                return "slept"
+            health.check_together(place, world, group)
+    except UserError as error:
+        return f"{error.code.name}: {error}"
+    return "passed"
+
+
+def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "node", data)
+    host = os.uname().nodename
+    assert f"BAD_NODE: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
+    assert "multiplies wrongly" in run_ranks(1, broken_node_rank, run.path, "device")[0]
+    assert "is taken by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
+    words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
+    assert words[0].startswith("BAD_NODE") and "rank 2 did not come" in words[0], words
+    assert words[2] == "slept"

@@ -1,0 +1,212 @@
+"""The agreement between ranks: a hand that is raised, and what all know after it (real ranks over Gloo)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import saved_steps
+from pipeline.config.sections import Config
+from pipeline.resilience.stop import SaveRequest
+from pipeline.run.directory import Run
+from tests.support.layouts import tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.tiny import digest, make_run, stage_rank
+
+SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
+    # signals by rank, seconds left by rank, ranks that want a save; what all must know: reason, save, too late
+    ({}, {}, set(), (None, False, False)),
+    ({1: "SIGUSR1"}, {}, set(), ("SIGUSR1", False, False)),
+    ({2: "SIGTERM", 0: "SIGUSR2"}, {}, {1}, ("SIGUSR2", True, False)),
+    ({}, {2: 5.0}, set(), ("time limit", False, False)),
+    ({0: "SIGTERM"}, {1: 5.0}, set(), ("SIGTERM", False, False)),
+    ({}, {0: -1.0}, set(), ("time limit", False, True)),
+    ({}, {0: 1000.0}, {0}, (None, True, False)),
+]
+HANDS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
+
+
+def agree_rank(place: Place) -> list[Any]:
+    """What each of SAID leads to on this rank, and whether it raised its hand."""
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.resilience.stop import Agreement, Clock
+
+    groups.join(place, tiny_config(3, train={"global_batch": 12}))
+    group, found = groups.side_group(), []
+    for signals, left, saves, _ in SAID:
+        flag = StopFlag()
+        flag.since = time.monotonic()
+        flag.reason = signals.get(place.rank)
+        agreement = Agreement(flag, group, Clock(flag, left.get(place.rank), None))
+        agreement.wants_save = lambda asked=place.rank in saves: asked  # type: ignore[misc]
+        hand = agreement.hand()
+        agreement.start()
+        stopping = agreement.stop()
+        assert stopping == (agreement.reason is not None)
+        found.append(((agreement.reason, agreement.save, agreement.too_late), hand))
+    return found
+
+
+def test_all_ranks_know_what_any_of_them_knew() -> None:
+    for rank, found in enumerate(run_ranks(3, agree_rank)):
+        for (signals, left, saves, expected), (known, hand) in zip(SAID, found, strict=True):
+            assert known == expected
+            assert hand == (rank in signals or rank in saves or left.get(rank, 1000.0) < 10)
+
+
+def hand_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
+    """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
+    from tests.support.layouts import VOCAB, batches
+
+    world = groups.join(place, configs[0])
+    found: list[list[tuple[float, float, float]]] = []
+    for config in configs:
+        layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        engine = Engine(config, layout, world, Task(config, VOCAB))
+        mine = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]
+        found.append([])
+        for up in HANDS:
+            loss = engine.backward(mine, 1, hand=lambda up=up: place.rank in up)  # type: ignore[misc]
+            norm = engine.clip(None).item()
+            engine.optimizer.zero_grad(set_to_none=True)
+            found[-1].append((loss.item(), engine.loss_again().item(), norm))
+    return found
+
+
+def test_a_raised_hand_is_seen_by_all_and_changes_no_bit() -> None:
+    layouts: list[dict[str, Any]] = [{}, {"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
+    configs = [tiny_config(4, parallel=parallel) for parallel in layouts]
+    ranks = run_ranks(4, hand_rank, configs)
+    for number in range(len(configs)):
+        plain, _, norm = ranks[0][number][0]
+        for rank in range(4):
+            for up, (loss, again, norm_then) in zip(HANDS, ranks[rank][number], strict=True):
+                assert (loss != loss) == bool(up), "not a number exactly where a hand is up"
+                assert (again, norm_then) == (plain, norm)
+
+
+def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    request = SaveRequest(run)
+    assert not request()
+    run.save_file.touch()
+    assert not request(), "the file system is asked once a second"
+    monkeypatch.setattr(SaveRequest, "EVERY_S", 0.0)
+    request = SaveRequest(run)
+    assert request() and request()
+    request.begun()
+    assert run.save_file.exists() and not request(), "its save is under way; killed now, the next start would find it"
+    request.done()
+    assert not run.save_file.exists() and not request()
+    run.save_file.touch()
+    request.done()
+    assert run.save_file.exists() and request(), "one that no save has answered"
+    request.begun()
+    run.save_file.unlink()
+    time.sleep(0.01)
+    run.save_file.touch()
+    request.done()
+    assert run.save_file.exists() and request(), "one that came while the save was under way"
+
+
+def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pipeline.base.signals import StopFlag
+    from pipeline.resilience import stop
+
+    now = 0.0
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now)
+    flag = StopFlag()
+    clock = stop.Clock(flag, 100.0, 20.0)
+    for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
+        clock.stepped(seconds)
+        assert clock.step_s == pytest.approx(longest)
+    clock.save_s = 8.0
+    assert (clock.left_s(), clock.needed_s(), clock.due()) == (100.0, 8.0, False)
+    now = 70.0
+    assert clock.due(), "10 spare, two steps, and two saves with room: one may be in flight"
+    flag.reason, flag.at = "SIGTERM", 75.0
+    now = 80.0
+    assert clock.left_s() == 15.0
+    clock.saving = True
+    assert clock.needed_s() == 16.0
+
+
+def told_rank(place: Place, path: Path, moment: str) -> int:
+    """A rank of a stage in which rank 1 gets a signal at some moment."""
+    from pipeline.evaluate import evaluator
+    from pipeline.train import trainer
+
+    def then_told(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if place.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return real(*arguments, **options)
+
+        return call
+
+    owner: Any = {"build": trainer.Trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
+    name = {"build": "_dataset", "first step": "step", "evaluation": "sums"}[moment]
+    setattr(owner, name, then_told(getattr(owner, name)))
+    return stage_rank(place, path, "evaluate" if moment == "evaluation" else "train")
+
+
+def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for moment, saved in [("build", []), ("first step", [1])]:
+        assert set(run_ranks(2, told_rank, run.path, moment)) == {Exit.STOPPED}
+        assert saved_steps(run.checkpoints) == saved
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {Exit.STOPPED}
+    assert not list(run.evaluation.iterdir())
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    calm = make_run(tmp_path, "calm", data=run.data)
+    run_ranks(2, stage_rank, calm.path, "train")
+    assert digest(run) == digest(calm)
+
+
+def blocked_rank(place: Place) -> tuple[bool, bool]:
+    """Rank 1 waits in a collective for rank 0 and gets a signal: what its flag says to another thread, before and
+    after that looks."""
+    import threading
+
+    import torch.distributed as dist
+
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+
+    flag, seen = StopFlag().install(), []
+    groups.join(place, tiny_config(2))
+
+    def watch() -> None:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        seen.append(bool(flag))
+        flag.look()
+        seen.append(bool(flag))
+
+    if place.rank == 0:
+        time.sleep(3)
+        seen = [False, True]
+    else:
+        threading.Thread(target=watch).start()
+    dist.barrier()
+    return seen[0], seen[1]
+
+
+def test_a_rank_that_is_blocked_in_a_collective_notices_a_signal() -> None:
+    assert run_ranks(2, blocked_rank) == [(False, True)] * 2

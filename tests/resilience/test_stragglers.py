@@ -1,0 +1,116 @@
+"""A rank that is slow by itself is told from those that wait for it; excluded nodes expire and are capped."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.base.place import Place
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.metrics import own_times_file
+from slurm.query import exclusion
+from slurm.query.exclusion import bad_nodes, remember_bad_node
+from slurm.query.job import JobFacts
+from slurm.show.report import print_report
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_run, stage_rank, write_config
+
+
+def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> int:
+    """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
+    from pipeline.model import task
+
+    loss_sum = task.loss_sum
+    calls = 0
+
+    def delayed(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if place.rank == slow and calls <= until * 2:  # two micro-batches a step
+            time.sleep(0.06)
+        return loss_sum(*arguments)  # type: ignore[arg-type]
+
+    task.loss_sum = delayed  # type: ignore[assignment]
+    return stage_rank(place, path, "train")
+
+
+def test_the_slow_rank_is_named_with_its_host_and_its_recovery(tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=("train.steps=24", "train.log_every=3", "stages.train.tasks_per_node=4"))
+    run_ranks(4, train_with_a_slow_rank, run.path, 2, 14)
+    told = [e for e in run.read_events("train") if e["event"] in ("straggler", "recovered") and e["rank"] == 2]
+    assert [e["event"] for e in told] == ["straggler", "recovered"], "others may be slow for a while on a busy machine"
+    assert told[0]["step"] == 9 and told[0]["ratio"] > 1.3 and told[0]["host"]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert len(lines) == 24
+
+
+def config_run(folder: Path, *overrides: str) -> Run:
+    folder.mkdir(exist_ok=True)
+    return Run.create(load_config(write_config(folder), overrides))
+
+
+UP = {f"n{number}": True for number in range(9)}
+
+
+def test_nodes_to_avoid_expire_and_never_starve_the_job(tmp_path: Path) -> None:
+    run = config_run(tmp_path, "recovery.exclude_hours=2", "recovery.exclude_at_most=3")
+    start = time.time()
+    for number in range(5):
+        remember_bad_node(run, f"n{number}", "device memory")
+    remember_bad_node(run, "n1.cluster.example", "again")
+    remember_bad_node(run, "gone", "no node of this partition")
+    assert bad_nodes([run], start + 60, UP, [], 2) == ["n1", "n4", "n3"], "the newest ones, each once"
+    assert bad_nodes([run], start + 2 * 3600 + 60, UP, [], 2) == []
+    assert bad_nodes([run], start + 60, UP, [], 8) == ["n1"], "eight of nine are needed"
+    assert bad_nodes([run], start + 60, UP, ["n7"], 8) == [], "a person excludes one already"
+    assert bad_nodes([run], start + 60, {**UP, "n4": False, "n7": False}, [], 7) == ["n4"], "two are down"
+
+
+def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config_run(tmp_path, "site.sbatch.exclude=n[0-1]", "recovery.exclude_hours=2")
+    monkeypatch.setattr(exclusion, "call", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
+    facts = JobFacts("RUNNING", 0, False, None, True, partition="low", excluded="n[0-1]")
+    assert exclusion.at_submission([run], "train") == "n[0-1]"
+    assert exclusion.at_requeue(run, "train", facts) is None
+    remember_bad_node(run, "n1", "device memory")
+    remember_bad_node(run, "n5", "device memory")
+    assert set(str(exclusion.at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}
+    assert exclusion.at_requeue(run, "train", facts) == "n0,n1,n5"
+    later = time.time() + 2 * 3600 + 60
+    monkeypatch.setattr(exclusion.time, "time", lambda: later)
+    there = replace(facts, excluded="n[0-1,5,8]")  # n8: by a script's own option
+    assert exclusion.at_requeue(run, "train", there) == "n0,n1,n8"
+    plain = config_run(tmp_path / "plain")
+    remember_bad_node(plain, "n5", "device memory")
+    monkeypatch.setattr(exclusion.time, "time", lambda: later + 86400)
+    assert exclusion.at_requeue(plain, "train", replace(facts, excluded="n5")) == "", "the list is emptied"
+    assert exclusion.at_submission([plain], "train") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "named"), [([1, 1, 1, 2], [3]), ([1, 1, 2, 2], []), ([5, 1, 2, 2], [0]), ([4, 1, 2, 9], [0, 3])]
+)
+def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own: list[float], named: list[int]) -> None:
+    """Ranks 0 and 1 hold one pipeline stage, 2 and 3 another; of two peers the faster one counts."""
+    from pipeline.resilience.stragglers import Stragglers
+
+    run = config_run(tmp_path)
+    judge = Stragglers.__new__(Stragglers)
+    judge.run, judge.peers, judge.hosts, judge._slow = run, [0, 0, 1, 1], ["a", "b", "c", "d"], {}
+    judge._sums, judge._next = {}, 0.0
+    for step in (1, 2, 3, 4):
+        judge.judge(step, own)
+    assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
+    medians = [min(own[:2])] * 2 + [min(own[2:])] * 2
+    ratios = {host: time / median for host, time, median in zip("abcd", own, medians, strict=True)}
+    assert json.loads(own_times_file(run).read_bytes()) == ratios
+    console = Console(width=200, record=True)
+    print_report(run, console)
+    worst = max(ratios, key=lambda host: ratios[host])
+    assert f"slowest first: {worst} {ratios[worst]:.2f}, " in console.export_text()

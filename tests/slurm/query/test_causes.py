@@ -1,0 +1,476 @@
+"""Causes and budgets: what Slurm says of a job, what it is charged to, and when a stage may not go on by itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import append_line
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.saved import step_name
+from pipeline.config.read import load_config
+from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.site import SiteConfig
+from pipeline.run.directory import Run
+from pipeline.run.failure import report_error
+from slurm.query import attempts, job
+from slurm.query import causes as recovery
+from slurm.query.attempts import budget_of, refusal
+from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
+from slurm.query.job import JobFacts, dead_nodes, parse_facts
+from slurm.query.states import FORGOTTEN, JobState
+from slurm.supervise.launch import Left, SrunRanks
+from slurm.supervise.supervisor import find_failure
+from tests.support.ranks import place
+from tests.support.tiny import write_config
+
+# what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
+SHOWN = """JobId=1 JobName=j.sh
+   JobState={state} Reason=None Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime={ran} TimeLimit={limit} TimeMin=N/A
+   StartTime=2026-11-21T05:42:23 EndTime=2026-11-21T05:42:30 Deadline=N/A
+   PreemptEligibleTime=2026-11-21T05:42:23 PreemptTime={preempt}
+   NodeList=n[1-4]
+   Comment=sluice PreemptTime=2026-01-01T00:00:00 JobState=CANCELLED Restarts=7
+"""
+
+
+def shown(
+    state: str = "RUNNING", restarts: int = 0, ran: str = "00:00:03", limit: str = "00:10:00", preempt: str = "None"
+) -> JobFacts:
+    return parse_facts(SHOWN.format(state=state, restarts=restarts, ran=ran, limit=limit, preempt=preempt))
+
+
+def test_facts_are_read_from_the_first_of_each_key() -> None:
+    facts = shown()
+    assert (facts.state, facts.restarts, facts.preempted, facts.batch) == ("RUNNING", 0, False, True)
+    assert facts.left_s == 597
+    assert shown(limit="UNLIMITED").left_s is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (shown(preempt="2026-11-21T05:42:25"), Exit.PREEMPTED),
+        (shown(state="PREEMPTED"), Exit.PREEMPTED),
+        (shown(state="COMPLETING", restarts=1), Exit.PREEMPTED),
+        (shown(), Exit.STOPPED),
+        (shown(ran="00:07:30"), Exit.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
+        (shown(ran="00:07:10"), Exit.STOPPED),
+        (shown(state="COMPLETING", ran="00:10:01"), Exit.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:10:01"), Exit.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:03:00"), Exit.TIME_LIMIT),  # a reservation's end, or another limit
+        (shown(state="NODE_FAIL"), Exit.NODE_FAILURE),
+        (shown(state="COMPLETING"), Exit.CANCELLED),
+        (shown(state="CANCELLED"), Exit.CANCELLED),
+        (shown(state="COMPLETING", ran="00:09:50"), Exit.CANCELLED),  # near its time limit, too
+        (shown(state="CANCELLED", ran="00:09:50"), Exit.CANCELLED),
+        (shown(state="CANCELLED", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),  # in its grace period
+        (shown(state="COMPLETING", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),
+        (None, Exit.STOPPED),
+    ],
+)
+def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: Exit) -> None:
+    assert stop_cause(facts, 0, SiteConfig()) == cause
+
+
+def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
+    facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
+    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == Exit.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("accounting", "state"),
+    [
+        ("CANCELLED by 0\n", "CANCELLED"),
+        ("PREEMPTED\n", "PREEMPTED"),
+        ("NODE_FAIL\n", "NODE_FAIL"),
+        ("RUNNING\n", "COMPLETING"),
+        (None, "COMPLETING"),
+    ],
+)
+def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
+    monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
+) -> None:
+    text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
+    monkeypatch.setattr(job, "call", lambda *words: text if words[0] == "scontrol" else accounting)
+    facts = job.job_facts("12")
+    assert facts is not None and facts.state == state
+
+
+def leave(
+    run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
+) -> tuple[Exit, list[str]]:
+    """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
+    from slurm.supervise import supervisor
+
+    asked: list[str] = []
+
+    def requeue(*arguments: object) -> bool:
+        asked.append("requeue")
+        return True
+
+    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count()
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    one = supervisor.Supervisor(run, "train", StopFlag())
+    one.place, one.flag.reason = place(0, 1, 1), "SIGTERM" if signalled else None
+    code = one._leave(supervisor.Ended(Exit.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    return code, asked
+
+
+def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (Exit.CANCELLED, [])
+    assert run.read_events("train")[-1]["event"] == "cancelled"
+    found = leave(run, [None], monkeypatch, signalled=True)
+    assert found == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
+    assert "did not say" in run.read_events("train")[-1]["message"]
+    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
+    assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
+    assert run.read_events("train")[-1]["event"] == "requeued"
+
+
+def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm.submit import sbatch
+    from slurm.supervise import supervisor
+
+    run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
+    submitted: list[object] = []
+    ended: list[bool] = []
+
+    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str) -> None:
+        submitted.append(stage)
+        if len(submitted) == 1:
+            raise UserError("sbatch refused the job")
+        run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
+
+    monkeypatch.setattr(sbatch, "submit", submit)
+    monkeypatch.setattr(supervisor.Supervisor, "leave_nothing_waiting", lambda self, done: ended.append(done))
+    assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+    told = run.read_events("train")[-1]
+    assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
+    for _ in range(2):
+        assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+        assert run.read_events("train")[-1]["event"] == "handed_over"
+    assert len(submitted) == 2 and ended == [False], "one is enough"
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "goes_on"),
+    [
+        ("CANCELLED", "time_limit", False), ("TIMEOUT", "cancelled", True), ("NODE_FAIL", None, True),
+        (FORGOTTEN, "cancelled", False), (FORGOTTEN, "preempted", True), (FORGOTTEN, None, True),
+    ],
+)  # fmt: skip
+def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str | None, goes_on: bool
+) -> None:
+    from slurm.submit import sbatch
+    from slurm.supervise import succession
+
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
+    if told:
+        run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
+    monkeypatch.setattr(succession, "call", lambda *words: "")
+    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
+    reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
+    assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
+
+
+CAUSES = [Exit.PREEMPTED, Exit.NODE_FAILURE, Exit.TIME_LIMIT, Exit.OUT_OF_MEMORY, Exit.CRASHED, Exit.HANG]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(CAUSES), st.booleans()), max_size=60),
+    st.integers(1, 4), st.integers(0, 4), st.integers(0, 9),
+)  # fmt: skip
+def test_a_stage_goes_on_within_its_budgets_and_never_loops(
+    stops: list[tuple[Exit, bool]], fruitless: int, small: int, large: int
+) -> None:
+    """Against a plain count: what went on so far, by budget, and how many fruitless attempts stand in a row."""
+    limits = RecoveryConfig(
+        preempted=large, node_failure=large, time_limit=large, out_of_memory=small, crash=small, hang=small,
+        fruitless=fruitless,
+    )  # fmt: skip
+    events: list[dict[str, Any]] = []
+    used: dict[str, int] = {}
+    row = 0
+    for cause, progress in stops:
+        key = budget_of(cause)
+        row = 0 if progress else row + 1
+        blameless = cause in (Exit.PREEMPTED, Exit.NODE_FAILURE)
+        may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
+        assert (refusal(attempts.read(events), cause, progress, limits) is None) == may
+        events.append({"event": "failed", "cause": cause.name.lower()})
+        if not may:
+            break
+        used[key] = used.get(key, 0) + 1
+        events.append({"event": "requeued", "budget": key, "progress": progress})
+
+
+def test_every_failure_has_a_budget() -> None:
+    for code in Exit:
+        assert isinstance(getattr(RecoveryConfig(), budget_of(code)), int)
+    assert refusal(attempts.read([]), Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
+    assert refusal(attempts.read([]), Exit.PREEMPTED, False, RecoveryConfig()) is None
+    assert "loop" in (refusal(attempts.read([]), Exit.TIME_LIMIT, False, RecoveryConfig()) or "")
+
+
+def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
+    seen = [standing(run, "train")]
+
+    def tell(event: str, step: int) -> bool:
+        """Whether the event is an advance."""
+        run.event(event, "train", step=step)
+        seen.append(standing(run, "train"))
+        return seen[-1] != seen[-2]
+
+    assert tell("saved", 4) and tell("saved", 8)
+    assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
+    assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
+    assert not tell("saved", 8)
+    (run.checkpoints / step_name(12)).mkdir()
+    seen.append(standing(run, "train"))
+    assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
+    append_line(run.decisions, "{}")
+    assert standing(run, "train") != seen[-1]
+
+
+def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
+    lost, full, killed = (
+        f"srun: error: n{n}: task {n}: {words}\n"
+        for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
+    )
+    assert SrunRanks.first_bad(lost + full + killed, 76) == Left(0, 21, "n0")
+    assert SrunRanks.first_bad(lost + killed, 76) == Left(2, -9, "n2")
+    assert SrunRanks.first_bad(lost, 76) == Left(1, 76, "n1")
+    assert SrunRanks.first_bad("nothing", 1) is None
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: error: n1: task 1: Out Of Memory\n",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: n1: task 1: Killed\n",
+        "srun: error: n1: task 1: Killed\nslurmstepd: error: Detected 1 oom-kill event(s) in step 5.0 cgroup. Some of "
+        "your processes may have been killed by the cgroup out-of-memory handler.\n",
+    ],
+)
+def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
+    left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    assert left == Left(1, Exit.OUT_OF_MEMORY, "n1")
+    run = Run.create(load_config(write_config(tmp_path)))
+    for rank, code in ((0, Exit.CRASHED), (2, Exit.PEER_LOST)):  # what the peers made of it
+        report_error(run, "train", place(rank, 3, 1), code, "lost it")
+    failure = find_failure(run, "train", [left])
+    assert (failure.code, failure.rank, failure.host) == (Exit.OUT_OF_MEMORY, 1, "n1")
+    report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
+    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).rank == 0, "the earliest report"
+
+
+def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
+    run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
+    assert run.unwritable() is None
+    with open(small_disk / "filler", "wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    assert "no space is left" in (run.unwritable() or "")
+    assert not list(run.path.glob(".probe*"))
+
+
+def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=None SlurmdStartTime={up}"
+        for name, state, up in [
+            ("n1", "MIXED", "2026-11-20T09:00:00"),
+            ("n2", "DOWN*", "2026-11-20T09:00:00"),
+            ("n3", "IDLE", "2026-11-21T10:00:05"),
+            ("n4", "ALLOCATED*", "None"),
+            ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
+        ]
+    ]
+    monkeypatch.setattr(job, "call", lambda *words: "\n".join(lines))
+    assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
+    assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
+    assert dead_nodes("") == []
+
+
+@pytest.mark.parametrize(("shown_restarts", "believed"), [(3, True), (2, False), (None, False)])
+def test_a_requeue_that_kills_its_own_scontrol_has_worked(
+    monkeypatch: pytest.MonkeyPatch, shown_restarts: int | None, believed: bool
+) -> None:
+    def call(*words: str) -> str | None:
+        if words[:2] == ("scontrol", "requeue") or shown_restarts is None:
+            return None
+        return SHOWN.format(state="COMPLETING", restarts=shown_restarts, ran="1", limit="1:00:00", preempt="None")
+
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(job, "call", call)
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(job.time, "monotonic", lambda: now)
+    assert job.requeue("12", 2) == believed
+
+
+# -- supervisors that died -----------------------------------------------------------------------------------
+
+
+def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
+    """A run whose attempt in job 6 began and saved nothing, with the successor 7 behind it, and these events since."""
+    folder.mkdir(exist_ok=True)
+    run = Run.create(load_config(write_config(folder), overrides))
+    run.event("submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
+    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing=standing(run, "train"))
+    for event, more in told:
+        run.event(event, "train", job_id="6", **more)
+    return run
+
+
+def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | None, list[dict[str, Any]]]:
+    """What a supervisor in that job finds, and writes."""
+    before = len(run.read_events("train"))
+    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts), None)
+    return *(refused or (None, None)), run.read_events("train")[before:]
+
+
+@pytest.fixture
+def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def say(state: str) -> None:
+        monkeypatch.setattr(recovery, "job_facts", lambda job, of: None)
+        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "cause", "ends", "goes_on"),
+    [
+        ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
+        ("TIMEOUT", None, "time_limit", "failed", False), (FORGOTTEN, None, "crashed", "failed", False),
+        ("CANCELLED", None, "cancelled", "cancelled", False),
+        ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
+        ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
+        ("NODE_FAIL", {"by": "SIGTERM", "cause": "cancelled"}, "node_failure", "failed", True),
+        ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
+    ],
+)  # fmt: skip
+def test_a_successor_keeps_to_the_budgets_of_a_supervisor_that_died(
+    tmp_path: Path, slurm_says: Callable[[str], None], state: str, told: dict[str, str] | None, cause: str,
+    ends: str, goes_on: bool,
+) -> None:  # fmt: skip
+    """No new checkpoint: what is nobody's fault may go on some times, anything else may not."""
+    slurm_says(state)
+    run = silent(tmp_path, *([("stopping", told)] if told else []))
+    code, _, events = close(run, "7")
+    assert (code is None) == goes_on and [e["event"] for e in events] == [ends, *["handed_over"] * goes_on]
+    assert {e["cause"] for e in events} == {cause} and code in (None, Exit.__members__.get(cause.upper(), Exit.STOPPED))
+    again = close(run, "7")
+    assert again[2] == [] and again[0] == code, "it says the same when it is asked again"
+
+
+def test_caps_hold_for_supervisors_that_die_again_and_again(tmp_path: Path, slurm_says: Callable[[str], None]) -> None:
+    slurm_says("NODE_FAIL")
+    run, job = silent(tmp_path, overrides=["recovery.fruitless=2"]), 7
+    while (found := close(run, str(job)))[0] is None:
+        run.event("submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
+        here = {"job_id": str(job), "slurm_job": str(job), "standing": standing(run, "train")}
+        run.event("started", "train", attempt=job - 5, restarts=0, **here)
+        job += 1
+        assert job < 20, "it loops"
+    assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
+    run.event("resumed")
+    assert close(run, str(job))[0] is None, "a person said go on"
+
+
+def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
+    run = silent(tmp_path, overrides=["recovery.node_failure=1"])
+    assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
+    code, reason, events = close(run, "6", 2)
+    assert code == Exit.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
+    assert "not tried again" in events[-1]["message"] and len(events) == 1
+
+
+def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path: Path) -> None:
+    run = silent(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
+    assert [(e["event"], e.get("budget")) for e in close(run, "6", 1)[2]] == [("requeued", "preempted")]
+    assert close(run, "6", 1)[2] == []
+    final = silent(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
+    assert close(final, "6", 1)[:2] == (None, None), "a person put a job back that had failed for good"
+    assert close(final, "7")[0] == Exit.CRASHED, "but no successor goes on with it"
+    assert close(silent(tmp_path / "hand"), "99")[0] is None, "a person started another job"
+
+
+def test_a_point_of_a_sweep_has_its_attempts_closed_though_it_is_a_task_of_an_array(tmp_path: Path) -> None:
+    run = silent(tmp_path)
+    close_open_attempt(run, "train", replace(place(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
+    assert [e["event"] for e in run.read_events("train")[-2:]] == ["failed", "requeued"]
+
+
+def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
+    tmp_path: Path, slurm_says: Callable[[str], None]
+) -> None:
+    slurm_says("CANCELLED")
+    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "message": "job 5 was cancelled"}))
+    assert close(run, "9") == (None, None, [])
+
+
+def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobFacts:
+    return JobFacts(state, restarts, more.pop("preempted", False), more.pop("left_s", 600.0), True, **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "requeue", "signalled", "way"),
+    [
+        (facts(), True, False, Way.REQUEUE),  # a crash, a hang: it asks
+        (facts(), True, True, Way.REQUEUE),
+        (facts(restarts=1), True, True, Way.BACK),
+        (facts(restarts=1), False, True, Way.BACK),
+        (facts(), False, True, Way.SUCCESSOR),
+        (facts("COMPLETING"), False, True, Way.SUCCESSOR),  # it sees how its predecessor ended
+        (None, False, True, Way.SUCCESSOR),
+        (facts("CANCELLED"), False, True, Way.CANCELLED),
+        (facts("CANCELLED"), True, True, Way.CANCELLED),
+        (facts("COMPLETING"), True, True, Way.CANCELLED),
+        (facts("COMPLETING", left_s=0.0), True, True, Way.REQUEUE),
+        (None, True, True, Way.UNKNOWN),  # a job that is cancelled gets a signal
+        (None, True, False, Way.REQUEUE),
+        (facts(preempted=True, requeue=True), True, True, Way.LEAVE),
+        (facts(preempted=True, requeue=True, restarts=1), True, True, Way.BACK),
+        (facts(preempted=True, requeue=True), False, True, Way.SUCCESSOR),
+    ],
+)
+def test_how_a_job_leaves_that_is_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, seen: JobFacts | None, requeue: bool, signalled: bool, way: Way
+) -> None:
+    monkeypatch.setattr("slurm.query.preemption.just_leave", lambda facts, exclude: facts.preempted)
+    assert way_on(seen, 0, SiteConfig(requeue=requeue), signalled, None) == way

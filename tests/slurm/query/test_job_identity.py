@@ -1,0 +1,356 @@
+"""Whose a job is: an id alone proves nothing. On real clusters, and with what they printed recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.place import Place, identify
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from slurm.query import causes as recovery
+from slurm.query import job as slurm_job
+from slurm.query import states
+from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.show import report
+from slurm.supervise import evaluations, succession
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import submit, wait_for
+from tests.support.tiny import make_run, write_config
+
+cluster = cluster_fixture()
+other = cluster_fixture()
+accounted = cluster_fixture(accounting=True, min_job_age=2)
+
+pytestmark = pytest.mark.timeout(900)
+
+HELD = ("site.requeue=false", "site.sbatch={hold: true}")
+
+
+def place(job_id: str, restarts: int = 0) -> Place:
+    return dataclasses.replace(identify({}), job_id=job_id, restart_count=restarts)
+
+
+def speak_to(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm commands of this process, too."""
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def waiting(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
+    """A run whose training, its successor and its evaluation are held in the queue, and their ids."""
+    run = make_run(folder, overrides=HELD)
+    done = submit(cluster, folder, "tiny.yaml", *HELD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run, [one.job_id for _, one in claims(run)]
+
+
+def another_runs_jobs(cluster: Cluster, ids: Sequence[str], comments: Sequence[str]) -> None:
+    """Jobs with these ids: one that runs, and those that wait for its end."""
+    for job, comment, kind in zip(ids, comments, ("", "afternotok", "afterok"), strict=True):
+        after = [f"--dependency={kind}:{ids[0]}"] if kind else []
+        words = [f"--comment={comment}", "-J", "tiny-train", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
+        assert cluster.output(["sbatch", "--parsable", *words]) == job
+    cluster.wait_job(ids[0], "RUNNING")
+
+
+def queue(cluster: Cluster, ids: Sequence[str]) -> list[str]:
+    """State and dependency of jobs."""
+    lines = cluster.output(["squeue", "-h", "-t", "all", "-o", "%i %T %E"]).splitlines()
+    return [line for line in lines if line.split()[0] in ids]
+
+
+@pytest.mark.parametrize("happened", ["the controller lost its state", "another cluster"])
+def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
+    tmp_path: Path, cluster: Cluster, other: Cluster, monkeypatch: pytest.MonkeyPatch, happened: str
+) -> None:
+    lost = happened != "another cluster"
+    cluster.lose_state()
+    run, ids = waiting(tmp_path, cluster)
+    assert ids == ["1", "2", "3"], "training, successor, evaluation"
+    assert re.search(r"^train +pending +1 ", submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
+    here = cluster if lost else other
+    here.lose_state()
+    # on another cluster the name of the cluster alone must do, were the comment the same
+    comments = ["sluice /b/runs/tiny", "sluice /b/runs/tiny", "sluice /b/runs/tiny" if lost else f"sluice {run.path}"]
+    another_runs_jobs(here, ids, comments)
+    before = queue(here, ids)
+    assert [line.split()[1] for line in before].count("PENDING") == 2
+
+    status = submit(here, tmp_path, "status", "runs/tiny").stdout
+    assert not re.search(r"^(train|evaluate) +(running|pending)", status, re.M), status
+    speak_to(here, monkeypatch)
+    assert succession.take_over(run, "train", place("2", 1)) is None
+    assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
+    succession.not_needed(run, "train", place("1"), done=False)
+    succession.not_needed(run, "train", place("1"), done=True)
+    assert submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
+    assert queue(here, ids) == before
+    done = submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
+    assert done.returncode == 0, done.stdout + done.stderr
+    new = [one.job_id for _, one in claims(run)][3:]
+    assert new == ["4", "5", "6"] and "after 4" in done.stdout, done.stdout
+    assert queue(here, ids) == before
+    done = submit(here, tmp_path, "cancel", "runs/tiny")
+    assert {line.split()[1] for line in queue(here, new)} == {"CANCELLED"} and queue(here, ids) == before
+    if not lost:
+        names = [c.output(["scontrol", "show", "config"]).split("ClusterName")[1].split()[1] for c in (cluster, other)]
+        assert f"jobs of cluster {names[0]} are not seen from {names[1]}" in done.stdout
+        assert {line.split()[1] for line in queue(cluster, ids)} == {"PENDING"}
+        assert submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
+        assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}, "there they are ours"
+    here.clear()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_job_that_lost_its_comment_is_left_alone_and_named(tmp_path: Path, cluster: Cluster, cut: bool) -> None:
+    run, (train, heir, evaluate) = waiting(tmp_path, cluster)
+    comment = f"sluice {run.path}"[:12] if cut else "a plugin was here"
+    cluster.output(["scontrol", "update", f"JobId={train}", f"Comment={comment}"])
+    done = submit(cluster, tmp_path, "cancel", "runs/tiny")
+    assert f"to end it: scancel {train}" in done.stdout and f"(sluice {run.path})" in done.stdout, done.stdout
+    assert [cluster.job_state(job) for job in (train, heir, evaluate)] == ["PENDING", "CANCELLED", "CANCELLED"]
+    assert f"scancel {train}" in submit(cluster, tmp_path, "status", "runs/tiny").stdout
+    assert f"scancel {train}" in submit(cluster, tmp_path, "resume", "runs/tiny").stdout
+    assert cluster.job_state(train) == "PENDING"
+    cluster.clear()
+
+
+def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time of submission is that of the requeue; accounting, which has no comment here, shows each run."""
+    speak_to(accounted, monkeypatch)
+    monkeypatch.setattr(states, "TOLERANCE_S", 3.0)
+    run = Run.create(load_config(write_config(tmp_path, "a")))
+    script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
+    words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
+    job = accounted.output(["sbatch", "--parsable", *words])
+    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **states.identity("a-train"))
+    [(_, one)] = claims(run)
+    accounted.wait_job(job, "RUNNING")
+    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submitted) > 4)
+    accounted.output(["scontrol", "requeue", job])
+    assert query([one])[one].active, "by id and comment"
+    wait_for("squeue to forget it", lambda: job not in accounted.output(["squeue", "-h", "-t", "all", "-o", "%A"]), 90)
+    assert len(accounted.output(["sacct", "-nXDP", "-j", job, "-o", "Submit"]).splitlines()) == 2
+    wait_for("accounting", lambda: query([one])[one].state == "COMPLETED", 30)
+    accounted.lose_state()
+    for number in range(int(job)):
+        words = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
+        last = accounted.output(["sbatch", "--parsable", *words])
+    assert last == job
+    wait_for("its end", lambda: "FAILED" in accounted.output(["sacct", "-nXP", "-j", job, "-o", "State"]), 60)
+    assert query([one])[one].state == "COMPLETED", "the newest row is of another job of that id, name and user"
+
+
+# -- with recorded answers ------------------------------------------------------------------------------------
+
+AT = "2026-11-22T11:51:43"
+OURS = Claim("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(AT).timestamp())
+SHOWN = """JobId=1 JobName=r-train
+   UserId=somebody(1000) GroupId=users(100) MCS_label=N/A
+   JobState={state} Reason=None Dependency=(null)
+   SubmitTime={at} EligibleTime=2026-11-22T11:51:43
+   NodeList=n1
+   Comment={comment}\x20
+   StdErr=/dev/null
+
+"""
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, **said: str) -> None:
+    monkeypatch.setattr(states, "call", lambda *command: said.get(command[0]))
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+
+
+@pytest.mark.parametrize(
+    ("rows", "state"),
+    [
+        (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|r-train"], "COMPLETED"),
+        (["1|CANCELLED by 0|None|n1|here|1000|2026-11-22T11:51:44|r-train"], "CANCELLED"),
+        (["1|COMPLETED|None|n1|there|1000|2026-11-22T11:51:44|r-train"], FORGOTTEN),
+        (["1|COMPLETED|None|n1|here|1001|2026-11-22T11:51:44|r-train"], FORGOTTEN),
+        (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|s-train"], FORGOTTEN),
+        (["1|COMPLETED|None|n1|here|1000|2026-11-22T12:51:44|r-train"], FORGOTTEN),
+        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], FORGOTTEN),  # lost with the controller's state
+        (
+            [
+                "1|REQUEUED|None|n1|here|1000|2026-11-22T11:51:44|r-train",
+                "1|NODE_FAIL|None|n1|here|1000|2026-11-22T13:00:00|r-train",
+                "1|TIMEOUT|BeginTime|n1|here|1000|2026-11-22T14:00:00|r-train",
+                "1|FAILED|None|n1|here|1000|2026-11-23T09:00:00|r-train",  # an id again
+            ],
+            "TIMEOUT",
+        ),
+    ],
+)
+def test_an_end_is_read_from_accounting_where_all_but_the_comment_agrees(
+    monkeypatch: pytest.MonkeyPatch, rows: list[str], state: str
+) -> None:
+    answers(monkeypatch, squeue="", sacct="\n".join(rows))
+    found = query([OURS])[OURS]
+    assert found.state == state and not found.active
+
+
+@pytest.mark.parametrize(
+    ("claim", "comment", "state"),
+    [
+        (OURS, "sluice /r", "RUNNING"),
+        (OURS, "sluice /r/s", FORGOTTEN),
+        (dataclasses.replace(OURS, cluster="there"), "sluice /r", FORGOTTEN),
+        (Claim("1", ("sluice /r",)), "sluice /r", "RUNNING"),  # of before: an event that names no cluster
+        (Claim("1", ("sluice /r",)), "sluice /s", FORGOTTEN),
+        (Claim("1", ("sluice /a|b c",)), "sluice /a|b c", "RUNNING"),
+    ],
+)
+def test_what_runs_is_ours_by_cluster_id_and_comment(
+    monkeypatch: pytest.MonkeyPatch, claim: Claim, comment: str, state: str
+) -> None:
+    late = SHOWN.format(state="RUNNING", at="2026-11-23T09:00:00", comment=comment)
+    for said in ({"squeue": f"1|RUNNING|None|n1|{comment}\n"}, {"squeue": "", "scontrol": late}):
+        answers(monkeypatch, **said)
+        assert query([claim])[claim].state == state, said
+
+
+def test_of_two_jobs_of_one_run_with_one_id_the_newer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = dataclasses.replace(OURS, name="r-prepare", submitted=OURS.submitted - 1e6)
+    shown = SHOWN.format(state="RUNNING", at=AT, comment="sluice /r")
+    answers(monkeypatch, squeue="1|RUNNING|None|n1|sluice /r\n", scontrol=shown)
+    found = query([older, OURS])
+    assert (found[older].state, found[OURS].state) == (FORGOTTEN, "RUNNING")
+
+
+def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, ...]] = []
+    for state, expected in (("PENDING", FORGOTTEN), ("FAILED", "FAILED")):
+        answers(monkeypatch, squeue="1|PENDING|None||(null)\n", scontrol=SHOWN.format(state=state, at=AT, comment=""))
+        found = query([OURS])[OURS]
+        assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
+    monkeypatch.setattr(states, "call", lambda *command: said.append(command))
+    states.cancel([found, JobState("2", FORGOTTEN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
+    assert said == [("scancel", "4")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    for module in (states, succession):
+        monkeypatch.setattr(module, "cluster_name", lambda: "here")
+    return make_run(tmp_path)
+
+
+def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: Any) -> None:
+    told = {"cluster": "here", "uid": 1000, "job_name": f"tiny-{stage}"} | more
+    run.event("submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **told)
+
+
+def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Run) -> None:
+    submitted(run, "train", "7")
+    point = Run(run.path / "points/000")
+    [(event, one)] = claims(run)
+    assert one.comments == (f"sluice {run.path}",)
+    assert states.claim(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
+    assert states.claim(Run(run.path.parent / "copy"), event).comments == (f"sluice {run.path.parent}/copy",)
+
+
+@pytest.mark.parametrize("now", ["requeued", "an earlier life", "another cluster"])
+def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> None:
+    submitted(run, "train", "6")
+    before = {"cluster": "there"} if now == "another cluster" else {"cluster": "here"}
+    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing="step 0", **before)
+    if now == "an earlier life":
+        submitted(run, "train", "6")
+    recovery.close_open_attempt(run, "train", place("6", 1), None)
+    told = [e["event"] for e in run.read_events("train")]
+    assert ("requeued" in told) == (now == "requeued"), told
+
+
+def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of one that was submitted by us nor of one that a person submitted."""
+    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    for comment, name, cluster, cause in (
+        (f"sluice {run.path}", "any", "here", Exit.TIME_LIMIT), ("", "r-train", "here", Exit.TIME_LIMIT),
+        ("sluice /b", "r-train", "here", Exit.CRASHED), ("", "other", "here", Exit.CRASHED),
+        (f"sluice {run.path}", "any", "there", Exit.CRASHED), ("", "r-train", "there", Exit.CRASHED),
+    ):  # fmt: skip
+        shown = SHOWN.format(state="TIMEOUT", at=AT, comment=comment).replace("JobName=r-train", f"JobName={name}")
+        for module in (states, slurm_job):
+            monkeypatch.setattr(module, "call", lambda *command, shown=shown: shown if command[0] == "scontrol" else "")
+        monkeypatch.setattr(slurm_job, "cluster_name", lambda: "here")
+        facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
+        run.event("started", "train", job_id="1", slurm_job="1", **facts)
+        recovery.close_open_attempt(run, "train", place("9"), None)
+        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
+
+
+def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
+    submitted(run, "train", "4")
+    submitted(run, "train", "5", "afternotok", "4")
+    assert recovery.predecessor_of(run, "train", "5") == "4"
+    submitted(run, "evaluate", "5", cluster="there")
+    assert recovery.predecessor_of(run, "train", "5") == "4"
+    submitted(run, "train", "5")
+    assert recovery.predecessor_of(run, "train", "5") is None
+
+
+def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own run's: an evaluation that was submitted anew for another training."""
+    submitted(run, "train", "4")
+    submitted(run, "evaluate", "6", "afterok", "4")
+    submitted(run, "train", "4")
+    submitted(run, "train", "5", "afternotok", "4")
+    monkeypatch.setattr(succession, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
+    assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
+    run.event("failed", "train", job_id="4", cause="crashed")
+    assert recovery.leaving(run, "train", JobState("4", "RUNNING"))
+    submitted(run, "train", "4")
+    assert not recovery.leaving(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+
+
+def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "train", "4")
+    submitted(run, "train", "5", "afternotok", "4")
+    run.event("cancelled", "train", job_id="4", cause="cancelled")
+    heirs: list[str] = []
+    monkeypatch.setattr("slurm.submit.sbatch.submit", lambda run, stage, after, **more: heirs.extend(after))
+    answers(monkeypatch)
+    assert succession.hand_over(run, "train", "4") is None and heirs == []
+    assert succession._cancelled(run, "train", "4")
+    submitted(run, "train", "4")
+    assert succession.hand_over(run, "train", "4") is None and heirs == ["4"]
+    assert not succession._cancelled(run, "train", "4")
+
+
+def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
+    monkeypatch.setattr(report, "call", lambda *command: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "cluster_name", lambda: "here")
+    assert [ran.job_id for ran in report.job_runs([OURS])] == ["1_0"]
+    assert report.job_runs([dataclasses.replace(OURS, cluster="there")]) == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    submitted(run, "evaluate", "7", step=1)
+    comment = f"sluice {run.path}" if ours else "sluice /b"
+    answers(monkeypatch, squeue=f"7|RUNNING|None|n1|{comment}\n")
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr("slurm.submit.sbatch.submit", lambda run, stage, after, **more: asked.append(after))
+    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
+    one = evaluations.Evaluations(run)
+    one.wanted = True
+    one.look()
+    assert asked == [["7"] if ours else []]
+    assert one.one_of_many("7")
+    submitted(run, "evaluate", "7")
+    assert not one.one_of_many("7"), "the chain's own, of an id that came again"

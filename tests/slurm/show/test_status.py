@@ -1,0 +1,161 @@
+"""The verdict on a stage, and how often Slurm is asked; without a cluster."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.run.directory import Run
+from slurm.query import states
+from slurm.query.jobs import Submitted
+from slurm.query.states import Claim, JobState
+from slurm.show import status
+from slurm.show.report import print_report
+from tests.support.tiny import make_run
+
+STARTED = {"event": "started"}
+DONE = {"event": "done"}
+FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "held", "events", "job", "state", "why", "going"),
+    [
+        (None, False, [STARTED, DONE], "COMPLETED", "done", "", False),
+        (None, False, [], None, "done", "", False),
+        (None, True, [STARTED], None, "running", "", True),
+        ("x is missing", False, [STARTED, DONE], "COMPLETED", "incomplete", "COMPLETED, but x", False),
+        ("x is missing", False, [STARTED, DONE], None, "incomplete", "said done, but x", False),
+        ("x", False, [STARTED, FAILED], "FAILED", "failed", "(hang): rank 3", False),
+        ("x", False, [STARTED, FAILED], "PENDING", "pending", "", True),
+        ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor left no word", False),
+        ("x", False, [], "FAILED", "failed", "before its supervisor began", False),
+        ("x", False, [], "CANCELLED", "cancelled", "", False),
+        ("x", False, [], states.FORGOTTEN, "unknown", "does not know job 9", False),
+        ("x", False, [STARTED], states.FORGOTTEN, "died", "without a word", False),
+        ("x", True, [STARTED], states.FORGOTTEN, "running", "", True),
+        ("x", False, [], None, "waiting", "", False),
+    ],
+)
+def test_the_verdict(
+    missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
+) -> None:
+    found = status.judge(missing, held, events, JobState("9", job) if job else None)
+    assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
+
+
+def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    jobs = [
+        Submitted("train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
+        Submitted("evaluate", "4", JobState("4", "PENDING", "Dependency")),
+    ]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    rows = {row.stage: row for row in status.Lookout(run).look()}
+    assert rows["train"].state == rows["evaluate"].state == "never"
+    assert rows["evaluate"].why == "job 4 waits for train"
+    console = Console(width=150, record=True)
+    status.print_status(run, console)
+    assert "to go on: python submit.py resume" in console.export_text()
+
+
+def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = make_run(tmp_path), 1000.0
+    asked: list[float] = []
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+
+    def jobs_of(run: Run, forgotten: dict[Claim, JobState]) -> list[Submitted]:
+        asked.append(now)
+        return []
+
+    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    lookout = status.Lookout(run)
+    for _ in range(100):
+        lookout.look()
+        now += status.LOOK_S
+    pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
+    assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
+    run.event("requeued", "train")
+    lookout.look()
+    assert asked[-1] == now, "the run directory shows something new"
+    now += status.LOOK_S
+    lookout.look()
+    assert asked[-1] == now
+
+
+def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def call(*command: str) -> str | None:
+        calls.append(command)
+        return {
+            "squeue": "2_0|RUNNING|None|n1|sluice /a\n2_1|PENDING|Resources||sluice /a\n",
+            "sacct": "1|COMPLETED|None|n1|here|0|1970-01-01T00:00:00|a-train\n",
+        }.get(command[0])
+
+    monkeypatch.setattr(states, "call", call)
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    submitted = datetime(1970, 1, 1).timestamp()
+    one, two = (Claim(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
+    kept: dict[Claim, JobState] = {}
+    for _ in range(2):
+        found = states.query([one, two], kept)
+        assert (found[one].state, found[two].state) == ("COMPLETED", "RUNNING")
+    assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
+    assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
+
+
+@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "scontrol"]), (False, ["squeue"] * 2)])
+def test_what_nobody_knows_is_asked_once_where_slurm_answers(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, asked: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def call(*command: str) -> str | None:
+        calls.append(command[0])
+        return "" if answers and command[0] == "squeue" else None
+
+    monkeypatch.setattr(states, "call", call)
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    kept: dict[Claim, JobState] = {}
+    for _ in range(2):
+        assert states.query([Claim("1")], kept)[Claim("1")].state == states.FORGOTTEN
+    assert [name for name in calls if answers or name == "squeue"] == asked
+
+
+def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
+    slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
+    worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}
+    assert status.slow_ranks([STARTED, slow]) == "rank 2 on n3 takes 1.6 × the time of its peers"
+    assert status.slow_ranks([STARTED, slow, worse]).startswith("rank 0 on n1 takes 2.5")
+    assert status.slow_ranks([STARTED, slow, {"event": "recovered", "rank": 2}]) == ""
+    assert status.slow_ranks([STARTED, slow, STARTED]) == ""
+
+
+def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.events.unlink()  # killed between config.yaml and the first event
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "waiting", "waiting"]
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert "0/30" in console.export_text()
+    run.request(run.cancelled_file, "by a test")
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
+
+
+def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
+        run.event("started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)
+        run.event(event, "train", job_id="1", attempt=attempt + 1, task=None, cause=cause, exit_code=1)
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert re.search(r"^cause +attempts .*\n(.*\n)*node_failure +2 .*\npreempted +2 ", console.export_text(), re.M)

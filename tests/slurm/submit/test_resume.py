@@ -1,0 +1,275 @@
+"""What `resume` submits, ties together and replaces, with a Slurm that only pretends; and on a real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import ConfigError, load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query import jobs, states
+from slurm.query.states import Claim, JobState
+from slurm.show.status import Lookout
+from slurm.submit import chain, sbatch, sweeps
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
+from tests.support.tiny import make_run, write_config
+
+cluster = cluster_fixture()
+
+SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
+
+
+class Queue:
+    """A Slurm that takes every job; `states` says how they stand, `after` what each waits for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: dict[str, JobState] = {}
+        self.after: dict[str, str] = {}
+        for module in (jobs, sweeps):
+            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job.job_id] for job in jobs})
+        monkeypatch.setattr(states, "call", self.call)
+        monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
+        monkeypatch.setattr(sbatch, "_submit", self.submit)
+
+    def submit(self, run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
+        array = str(100 + len(self.after))
+        self.after[array] = f"{kind}:{':'.join(after)}" if after else ""
+        ids = [f"{array}_{n}" for n in range(len(targets))] if len(targets) > 1 and targets[0] is not run else [array]
+        for job in ids:
+            self.set(job, "PENDING", "Dependency" if after else "Priority")
+        return ids[0]
+
+    def set(self, job: str, state: str, reason: str = "None") -> None:
+        self.states[job] = JobState(job, state, reason)
+
+    def call(self, *words: str) -> str:
+        assert words[0] == "scancel"
+        for job in words[1:]:
+            self.set(job, "CANCELLED")
+        return ""
+
+    def resume(self, run: Run) -> str:
+        """What it prints, without a real one's names of runs."""
+        console = Console(width=200, record=True)
+        run.event("resumed")
+        assert chain.submit_chain(run, console, again=True) == Exit.DONE
+        return console.export_text()
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Its shards are done."""
+    return make_run(tmp_path)
+
+
+def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: object) -> None:
+    run.event("submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **more)
+
+
+def test_an_evaluation_of_one_checkpoint_is_not_the_last_one(run: Run, queue: Queue) -> None:
+    submitted(run, "train", "1")
+    submitted(run, "evaluate", "7", step=7)
+    queue.set("1", "FAILED")
+    queue.set("7", "RUNNING")
+    queue.resume(run)
+    assert queue.after == {"100": "", "101": "afterok:100"}, "a training, and the evaluation behind it"
+    assert queue.states["7"].state == "RUNNING"
+
+
+def test_an_evaluation_waits_for_the_training_and_not_for_its_successor(run: Run, queue: Queue) -> None:
+    submitted(run, "train", "1")
+    submitted(run, "train", "2", "afternotok", "1")
+    queue.set("1", "RUNNING")
+    queue.set("2", "PENDING", "Dependency")
+    assert "train     job 1 running" in queue.resume(run)
+    assert queue.after == {"100": "afterok:1"}
+
+
+@pytest.mark.parametrize(
+    ("state", "last", "facts", "ends"),
+    [
+        ("RUNNING", "stopping", {"by": "cancelled"}, True),
+        ("RUNNING", "stopping", {"by": "stop file"}, True),
+        ("RUNNING", "failed", {"cause": "user_error"}, True),
+        ("COMPLETING", "started", {}, True),
+        ("RUNNING", "stopping", {"by": "SIGUSR2", "cause": "preempted"}, False),
+        ("COMPLETING", "requeued", {"by": "slurm"}, False),
+        ("PENDING", "preempted", {"cause": "preempted"}, False),
+        ("RUNNING", "started", {}, False),
+    ],
+)
+def test_a_job_that_still_saves_has_another_one_behind_it(
+    run: Run, queue: Queue, state: str, last: str, facts: dict[str, str], ends: bool
+) -> None:
+    submitted(run, "train", "1")
+    submitted(run, "evaluate", "2", "afterok", "1")
+    run.event("started", "train", job_id="1")
+    run.event(last, "train", job_id="1", **facts)
+    queue.set("1", state)
+    queue.set("2", "PENDING", "Dependency")
+    shown = queue.resume(run)
+    assert queue.states["1"].state == state, "it saves"
+    if ends:
+        assert "train     job 100, after 1" in shown and queue.after == {"100": "afterany:1", "101": "afterok:100"}
+        assert queue.states["2"].state == "CANCELLED", "it waits for the job that ends"
+    else:
+        assert not queue.after and queue.states["2"].state == "PENDING"
+
+
+def test_points_wait_for_new_shards_and_behind_those_that_still_save(tmp_path: Path, queue: Queue) -> None:
+    run = Run.create(load_config(write_config(tmp_path), [SWEEP]))
+    queue.resume(run)
+    assert list(queue.after.values()) == ["", "afterok:100", "afterany:101", "afterok:102", "aftercorr:103"]
+    queue.set("100", "FAILED")
+    queue.set("101", "PENDING", "DependencyNeverSatisfied")
+    assert "0 done, 0 under way" in queue.resume(run), "for Slurm the rest only waits, as before"
+    assert list(queue.after.values())[5:] == ["", "afterok:105", "afterany:106", "afterok:107", "aftercorr:108"]
+    old = [state.state for job, state in queue.states.items() if job.split("_")[0] in ("101", "102", "103", "104")]
+    assert old == ["CANCELLED"] * 6
+    assert "0 done, 2 under way" in queue.resume(run), "once is enough"
+
+
+def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path, run: Run, queue: Queue) -> None:
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    queue.resume(swept)
+    first, second = points(swept)
+    for job, point in (("100_0", first), ("100_1", second)):
+        point.event("started", "train", job_id=job)
+        queue.set(job, "RUNNING")
+    first.event("stopping", "train", job_id="100_0", by="cancelled")
+    assert "0 done, 1 under way" in queue.resume(swept)
+    assert list(queue.after.values())[2:] == ["afterany:100_0", "afterok:102"]
+    assert queue.states["101_0"].state == "CANCELLED" and queue.states["101_1"].state == "PENDING"
+
+
+def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
+    """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    assert jobs.running(swept) == []
+    queue.resume(swept)
+    assert jobs.running(swept) == [], "what waits does not run"
+    queue.set("100_1", "RUNNING")
+    assert jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
+    lock = points(swept)[1].lock("train")
+    assert lock is not None and jobs.running(swept) == [f"train of {points(swept)[1].name}"]
+    os.close(lock)
+    lock = run.lock("shard", 1)
+    assert lock is not None and jobs.running(run) == [f"shard of {run.name}"]
+    done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
+    assert done.returncode == Exit.USER_ERROR and "shard of runs/tiny is running" in done.stderr
+    os.close(lock)
+    assert jobs.running(run) == []
+
+
+def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
+    with run.alone():
+        second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with suppress(subprocess.TimeoutExpired):
+            second.wait(4)  # long enough to have read the config of 30 steps
+        run.change(["train.steps=50"])
+    try:
+        errors = second.communicate(timeout=60)[1].decode()
+    finally:
+        second.kill()
+    assert second.returncode == Exit.USER_ERROR and "larger than the 50 steps" in errors
+    assert Run.open(run.path).config.train.steps == 50
+
+
+def test_a_sweep_and_its_points_are_one_question(
+    tmp_path: Path, run: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    queue.resume(swept)
+    asked: list[set[str]] = []
+
+    def query(jobs: Iterable[Claim], kept: dict[Claim, JobState]) -> dict[Claim, JobState]:
+        found = {job: queue.states[job.job_id] for job in jobs}
+        asked.append({job.job_id for job in found})
+        return found
+
+    for module in (jobs, sweeps):
+        monkeypatch.setattr(module, "query", query)
+    lookout = Lookout(swept)
+    lookout.look()
+    assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and lookout.points_going
+
+
+def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    for more in ([], ["--dry-run"]):
+        done = submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *more)
+        assert done.returncode == Exit.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()
+    overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
+    run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
+    with pytest.raises(ConfigError, match=r"point 001 .*kv_heads"):
+        run.change(["parallel.tensor=4"])
+    assert not run.changes.exists() and len(points(run)) == 2
+
+
+@pytest.mark.timeout(900)
+def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, run: Run, cluster: Cluster) -> None:
+    config = write_config(tmp_path, "held", steps=30)
+    held = ("stages.train.nodes=4", "site.sbatch={hold: true}")
+    path = prepared(tmp_path, config, held)
+    (path / "data").rmdir()
+    (path / "data").symlink_to(run.data)
+    trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
+    save = "        if why_not is None:\n            self.save(step)\n"
+    assert trainer.read_text().count(save) == 1
+    slow = save.replace("self.save", "time.sleep(4)\n            self.save")
+    trainer.write_text(trainer.read_text().replace(save, slow))
+    assert submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
+    old = [job_of(path, stage) for stage in ("train", "evaluate")]
+    done = submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_of(path, "train")
+    assert [cluster.job_state(one) for one in old] == ["CANCELLED"] * 2 and job not in old
+    wait_for("step 3", lambda: len(list(read_jsonl(path / "metrics.jsonl"))) >= 3)
+    done = submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
+    assert done.returncode == Exit.USER_ERROR and "cancel runs/held" in done.stderr
+    assert Run.open(path).config.stages.train.nodes == 2
+    assert submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
+    wait_for("the save", lambda: "stopping" in events(path, "train"))
+    trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # fast from here on
+    done = submit(cluster, tmp_path, "resume", "runs/held")
+    assert f"after {job}\n" in done.stdout, done.stdout + done.stderr
+    wait_for("the evaluation", lambda: evaluated(path))
+    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    assert events(path, "train").count("started") == 2 and "stopped" in events(path, "train")
+    assert [line["step"] for line in read_jsonl(path / "metrics.jsonl")] == list(range(1, 31))
+
+
+@pytest.mark.timeout(900)
+def test_a_sweep_whose_first_job_died_is_mended(tmp_path: Path, cluster: Cluster) -> None:
+    write_config(tmp_path)
+    small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "train.steps=6")
+    setup = f"site.setup=[test -e {tmp_path}/mended || exit 9]"
+    assert submit(cluster, tmp_path, "tiny.yaml", SWEEP, *small, setup).returncode == 0
+    path = tmp_path / "runs/tiny"
+    wait_for("the death", lambda: cluster.job_state(job_of(path, "prepare")) == "FAILED")
+    (tmp_path / "mended").touch()
+    done = submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert "0 done, 0 under way" in done.stdout, done.stdout + done.stderr
+    wait_for("both evaluations", lambda: all(map(evaluated, (path / "points/000", path / "points/001"))))
+    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))

@@ -1,0 +1,169 @@
+"""Sweeps: which points there are, points as runs, and on a real Slurm four of them as an array, one preempted. And
+evaluations that a training submits as its checkpoints appear."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import ConfigError, load_config
+from pipeline.config.sweep import Range, SweepConfig
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.show.ledger import seconds
+from slurm.show.report import attempts_of
+from slurm.show.status import Lookout
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.tiny import digest, make_run, slowed, write_config
+
+cluster = cluster_fixture(grace=1)
+
+pytestmark = pytest.mark.timeout(900)
+
+SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}, random: {run.seed: [1, 2, 3, 4]}, samples: 2}"
+SMALL = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "train.steps=24")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def swept(folder: Path, data: Path, *overrides: str) -> Run:
+    """A sweep of four points on shared data."""
+    run = Run.create(load_config(write_config(folder), [SWEEP, *SMALL, *overrides]))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    return run
+
+
+def under_way(run: Run) -> bool:
+    lookout = Lookout(run)
+    lookout.look()
+    return lookout.points_going
+
+
+keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
+value_lists = st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(keys, value_lists, min_size=1), st.integers(1, 4), st.integers(0, 99))
+def test_the_points_are_the_grid_times_the_draws(grid: dict[str, list[int]], samples: int, seed: int) -> None:
+    sweep = SweepConfig(grid=grid, random={"train.steps": [5, 6, 7]}, samples=samples, seed=seed)
+    found = sweep.points()
+    assert found == sweep.points(), "the same every time"
+    size = samples
+    for values in grid.values():
+        size *= len(values)
+    assert len(found) == size
+    for point in found:
+        assert point.keys() == {*grid, "train.steps"} and point["train.steps"] in (5, 6, 7)
+        assert all(point[key] in values for key, values in grid.items())
+    draws = [point["train.steps"] for point in found]
+    assert draws == draws[:samples] * (size // samples), "each combination meets the same draws"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1e-6, 1.0), st.floats(1.01, 1e4), st.sampled_from(["linear", "log"]), st.integers(0, 10**6))
+def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["linear", "log"], seed: int) -> None:
+    drawn = Range(low=low, high=low * times, scale=scale).draw(random.Random(seed))
+    assert low * 0.999 <= drawn <= low * times * 1.001
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("sweep={grid: {stages.train.nodes: [1, 2]}}", "share their shards"),
+        ("sweep={grid: {data.sequence_length: [16, 32]}}", "share their shards"),
+        ("sweep={grid: {}}", "nothing to vary"),
+        ("sweep={grid: {optimizer.lr: [1]}, random: {optimizer.lr: [2]}}", "in grid and in random"),
+        ("sweep={grid: {optimizer.lrr: [1]}}", "point 000 (optimizer.lrr=1)"),
+        ("sweep={grid: {train.micro_batch: [3]}}", "multiple of micro_batch (3)"),
+    ],
+)
+def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        points(Run.create(load_config(write_config(tmp_path), [value])))
+    assert said in str(caught.value)
+
+
+def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
+    run = swept(tmp_path, data)
+    run.event("done", "shard", job_id="1")
+    for number, point in enumerate(points(run)):
+        point.event("submitted", "train", job_id=f"2_{number}", executor="local")
+        point.event("started", "train", job_id=f"2_{number}", ranks=1)
+        point.event("done", "train", job_id=f"2_{number}")
+    attempts = attempts_of(run)
+    assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
+    for point, attempt in zip(points(run), attempts, strict=True):
+        assert attempt.end == seconds(point.read_events("train", "done")[0])
+
+
+def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    run = slowed(swept(tmp_path, data))
+    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run").stdout
+    done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
+    for stage in ("train", "evaluate"):
+        (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
+        planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- on")[0].rstrip()
+        assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
+    assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
+    found = points(run)
+    wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics))) >= 8 for p in found))
+    node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
+    wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
+    cluster.output(["sbatch", "--parsable", *wanted])
+    assert under_way(run), "its own stages are done, and its points go on"
+    wait_for("all evaluations", lambda: all(any(p.evaluation.glob("step-*.json")) for p in found), 150)
+    requeued = [p for p in found if "requeued" in events(p.path, "train")]
+    assert len(requeued) == 1, "one point was preempted; the others went on"
+    assert events(requeued[0].path, "train").count("started") == 2
+    assert all(events(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
+    for point in found:
+        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
+    table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
+    rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
+    assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
+    assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
+    assert sum(a.parts["compute"] for a in attempts_of(run) if a.stage == "train") > 40, "96 steps of half a second"
+    wait_for("the end of the watching", lambda: not under_way(run))
+    watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
+    assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
+    again = submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert "4 points: 4 done" in again.stdout, again.stdout + again.stderr
+    (tmp_path / "alone").mkdir()
+    alone = swept(tmp_path / "alone", data)
+    assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
+    for here, there in zip(points(alone), found, strict=True):
+        assert digest(here) == digest(there)
+
+
+def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path)
+    overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
+    run = Run.create(load_config(config, overrides))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    early = run.evaluation / "step-00000008.json"
+    trainer = run.code / "pipeline/train/trainer.py"
+    anchor, waiting = "        lr = learning_rate(", f"        while step == 20 and not os.path.exists({str(early)!r}):"
+    text = trainer.read_text().replace(anchor, f"{waiting}\n            time.sleep(0.1)\n{anchor}", 1)
+    trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on
+    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    wait_for("the first evaluation", early.exists)
+    wait_for("the last evaluation", (run.evaluation / "step-00000024.json").exists)
+    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation.glob("*.json"))] == [8, 16, 24]
+    assert "failed" not in events(run.path, "evaluate")

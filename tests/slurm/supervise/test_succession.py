@@ -1,0 +1,110 @@
+"""Where Slurm puts nothing back into the queue: successors take over, and nothing is left pending for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.base.files import read_jsonl
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query.exclusion import remember_bad_node
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for
+from tests.support.tiny import digest, write_config
+
+cluster = cluster_fixture(grace=5, preempt="CANCEL")
+
+pytestmark = pytest.mark.timeout(900)
+
+WITHOUT_REQUEUE = ("site.requeue=false", "stages.train.nodes=2", "stages.train.tasks_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run, of the same layout, on this machine; its data serve the others."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_config(folder, steps=40)
+    done = submit(None, folder, "tiny.yaml", "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def shared(folder: Path, calm: Path, overrides: Sequence[str] = WITHOUT_REQUEUE) -> Path:
+    config = write_config(folder, steps=40)
+    config.write_text(config.read_text().replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    (folder / "runs/tiny").mkdir(parents=True)
+    (folder / "runs/tiny/data").symlink_to(calm / "runs/tiny/data")
+    return prepared(folder, config, overrides)
+
+
+def queue(cluster: Cluster) -> str:
+    return cluster.run(["squeue", "-h"], timeout=10).stdout.strip()
+
+
+def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    run = shared(tmp_path, calm)
+    done = submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE)
+    assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
+    first = Run.open(run).read_events("train")[0]["job_id"]
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    preempt(cluster)
+    wait_for("the successor", lambda: "took_over" in events(run, "train"), 90)
+    assert "preempted" in events(run, "train") and "handed_over" in events(run, "train")
+    wait_for("the evaluation", lambda: evaluated(run), 120)
+    wait_for("an empty queue: neither the evaluation nor the last successor waits in vain", lambda: not queue(cluster))
+    heirs = [e for e in Run.open(run).read_events("train") if e["event"] == "submitted"]
+    assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    assert digest(Run(tmp_path / "runs/tiny")) == digest(Run(calm / "runs/tiny"))
+
+
+def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    sweep = ("sweep={grid: {optimizer.lr: [0.001, 0.01]}}", "site.requeue=false", "train.steps=24")
+    overrides = (*sweep, "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1")
+    run = shared(tmp_path, calm, overrides)
+    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    both = points(Run.open(run))
+    wait_for("step 8 of both", lambda: all(len(list(read_jsonl(point.metrics))) >= 8 for point in both))
+    preempt(cluster)
+    wait_for("their evaluations", lambda: all(evaluated(point.path) for point in both), 150)
+    wait_for("an empty queue", lambda: not queue(cluster))
+    for point in both:
+        told = events(point.path, "train")
+        assert told.count("handed_over") == told.count("took_over") == 1 and told.count("started") == 2
+        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
+
+
+def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    run = shared(tmp_path, calm)
+    remember_bad_node(Run.open(run), "n1", "device memory")
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    first, heir = (e["job_id"] for e in Run.open(run).read_events("train")[:2])
+    for job in (first, heir, job_of(run, "evaluate")):
+        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=10)
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    cluster.output(["scancel", first], timeout=10)
+    wait_for("an empty queue", lambda: not queue(cluster), 90)
+    assert "took_over" not in events(run, "train") and not evaluated(run)
+    assert events(run, "train").count("started") == 1
+    assert job_of(run, "evaluate")
+
+
+def test_a_supervisor_that_dies_without_progress_has_no_endless_line_of_successors(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    run = shared(tmp_path, calm)
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    wait_for("the start", lambda: "started" in events(run, "train"))
+    words = ["-m", "slurm", "train", str(run)]
+    supervisors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == words]
+    assert len(supervisors) == 1
+    supervisors[0].kill()  # not by the pid in the event: that is its node's
+    wait_for("an empty queue", lambda: not queue(cluster), 90)
+    told = [(e["event"], e.get("cause")) for e in Run.open(run).read_events("train")]
+    assert told[-1] == ("failed", "crashed") and events(run, "train").count("started") == 1, told
+    assert "no new checkpoint" in Run.open(run).read_events("train")[-1]["message"] and not evaluated(run)

@@ -1,0 +1,163 @@
+"""The supervisor's own decisions, with ranks that only pretend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.place import TIME_LEFT
+from pipeline.base.signals import StopFlag
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from slurm.query.job import JobFacts
+from slurm.query.states import JobState, Seen
+from slurm.supervise import supervisor
+from slurm.supervise.launch import Left
+from slurm.supervise.supervisor import Supervisor
+from tests.support.ranks import place
+from tests.support.tiny import write_config
+
+
+class Pretended:
+    """Ranks that leave with `code` after some looks; `act` is called with each look's number before."""
+
+    code: int = Exit.STOPPED
+    looks = 3
+    act: Callable[[int], None] = staticmethod(lambda look: None)
+
+    def __init__(self, run: Run, stage: str, size: int, keep_open: Any) -> None:
+        self.size, self.running, self._looks = size, True, 0
+
+    def start(self) -> None: ...
+
+    def send(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def poll(self) -> list[Left]:
+        self._looks += 1
+        self.act(self._looks)
+        self.running = self._looks < self.looks
+        return [] if self.running else [Left(0, self.code)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(load_config(write_config(tmp_path)))
+
+
+def supervised(run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **pretend: Any) -> Supervisor:
+    """A supervisor of `train` with such ranks."""
+    ranks = type("Ranks", (Pretended,), {k: staticmethod(v) if callable(v) else v for k, v in pretend.items()})
+    monkeypatch.setattr(supervisor, "LocalRanks", ranks)
+    monkeypatch.setattr(supervisor, "REQUEST_POLL_S", 0.0)
+    return Supervisor(run, "train", flag or StopFlag())
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+@pytest.mark.parametrize(("code", "cause"), [(Exit.STOPPED, "stop file"), (Exit.CRASHED, "crashed")])
+def test_a_stop_file_is_not_lost_behind_another_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch, look: int, code: Exit, cause: str
+) -> None:
+    """A signal was noticed first; the file comes while the ranks save, or as they leave."""
+    flag = StopFlag()
+    flag._set(15)
+    one = supervised(run, monkeypatch, flag, code=code, act=lambda n: run.stop_file.touch() if n == look else None)
+    one.batch = True  # it would be requeued
+    monkeypatch.setattr(Supervisor, "_leave", lambda *words: pytest.fail("a person said stop"))
+    assert one.supervise() == code
+    assert run.read_events("train")[-1]["cause"] == cause and not run.stop_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "done", "cancelled"),
+    [
+        ("11", False, "16 20 15 14 13 12"),  # prepare: the whole chain, the newest first
+        ("13", False, "16 20 15 14"),  # shard's last word: training, its successor, evaluations
+        ("14", False, "20 15"), ("15", False, "16 20"), ("14", True, "15"), ("15", True, "16"), ("13", True, ""),
+        ("30", False, ""), ("30", True, ""),  # an evaluation of one checkpoint: the next one runs after it all the same
+    ],
+)  # fmt: skip
+def test_what_waits_in_vain_is_cancelled(
+    run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
+) -> None:
+    from slurm.query import states
+    from slurm.supervise import succession
+
+    def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
+        run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
+
+    submitted("prepare", "11", "afterok")
+    submitted("shard", "12", "afterok", "11")
+    submitted("shard", "13", "afterany", "12")
+    submitted("train", "14", "afterok", "13")
+    submitted("train", "15", "afternotok", "14")
+    submitted("evaluate", "20", "afterok", "14")
+    submitted("evaluate", "30", "afterok", step=7)
+    submitted("evaluate", "31", "afterany", "30", step=14)
+    submitted("train", "16", "afternotok", "15")
+    run.event("took_over", "train", job_id="15", predecessor="14", children=["20"])
+    if job == "14":
+        run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-2]))
+    calls: list[str] = []
+    pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
+    state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
+    monkeypatch.setattr(states, "call", lambda *words: calls.append(" ".join(words)))
+    for module in (states, succession):
+        monkeypatch.setattr(module, "cluster_name", lambda: None)
+    stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
+    succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
+    assert calls == ([f"scancel {cancelled}"] if cancelled else [])
+
+
+def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm.submit import sbatch
+    from slurm.supervise import succession
+
+    for stage, job, kind, after in (
+        ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
+        ("train", "14", "afterok", ["13"]), ("prepare", "15", "afternotok", ["11"]),
+    ):  # fmt: skip
+        run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
+    calls: list[str] = []
+    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
+    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
+    assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
+    assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
+
+
+def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1)
+    run.event("stop_requested", "train", signal="SIGUSR2")
+    one = supervised(run, monkeypatch)
+    assert one.supervise() == Exit.STOPPED
+    assert run.read_events("train")[-1]["cause"] == "signal", "these ranks did not say why"
+    one = supervised(run, monkeypatch, act=lambda n: run.event("stop_requested", "train", signal="SIGINT"))
+    one.supervise()
+    assert run.read_events("train")[-1]["cause"] == "SIGINT"
+
+
+def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = JobFacts("RUNNING", 0, False, 100.0, False, seen=Seen("", 0, "by-hand", 7.0))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv(TIME_LEFT, "")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: facts)
+    one = supervised(run, monkeypatch, code=Exit.DONE)
+    one.on_slurm, left = False, []
+    for waited in (0.0, 30.0, 100.0):  # for the lock, or the attempts before
+        if one.ends is not None:
+            one.ends -= waited
+        one._attempt(0, "")
+        left.append(float(os.environ[TIME_LEFT]))
+    assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
+    started = run.read_events("train", "started")[-1]
+    assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]

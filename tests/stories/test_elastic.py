@@ -1,0 +1,71 @@
+"""A training whose number of nodes changes from one start of its job to the next: same batches, same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.files import read_jsonl
+from pipeline.config.layout import usable_nodes
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.tiny import slowed, write_config
+
+cluster = cluster_fixture(grace=5)
+
+ELASTIC = (
+    "stages.train.nodes={min: 2, max: 4}", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
+    "model.dropout=0.0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("granted", "used"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
+def test_the_most_nodes_that_fit_are_used(tmp_path: Path, granted: int, used: int) -> None:
+    """Eight sequences a step cannot be dealt out to three ranks."""
+    assert usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted) == used
+
+
+def preempt(cluster: Cluster, nodes: int) -> None:
+    command = ["sbatch", "--parsable", "-phigh", f"-N{nodes}", "-c4", "-o", "/dev/null", "--wrap", "sleep 2"]
+    cluster.output(command, timeout=10)
+
+
+@pytest.mark.timeout(900)
+def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
+    (tmp_path / "calm").mkdir()
+    write_config(tmp_path / "calm", steps=40)
+    calm = Run(tmp_path / "calm/runs/tiny")
+    done = submit(None, tmp_path / "calm", "tiny.yaml", *ELASTIC, "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    config = write_config(tmp_path, steps=40)
+    config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
+    run = Run.create(load_config(config, ELASTIC))
+    run.data.rmdir()
+    run.data.symlink_to(calm.data)
+    slowed(run)
+    done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def reached(step: int) -> bool:
+        return len(list(read_jsonl(run.metrics))) >= step
+
+    wait_for("step 5", lambda: reached(5))
+    cluster.drain("n3")
+    preempt(cluster, 3)
+    wait_for("the second start", lambda: events(run.path, "train").count("started") == 2)
+    wait_for("step 14", lambda: reached(14))
+    cluster.undrain("n3")
+    preempt(cluster, 4)
+    wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
+    started = [e["ranks"] for e in Run.open(run.path).read_events("train") if e["event"] == "started"]
+    assert started == [4, 2, 4]
+    lines, undisturbed = list(read_jsonl(run.metrics)), list(read_jsonl(calm.metrics))
+    assert [(line["step"], line["samples_consumed"]) for line in lines] == [
+        (line["step"], line["samples_consumed"]) for line in undisturbed
+    ]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in undisturbed], rel=1e-4)

@@ -1,0 +1,259 @@
+"""Preempted in the grace time: started once more, whatever Slurm makes of a job that ends in it
+(slurm/query/preemption.py).
+
+The cluster tests are the same for every version of Slurm; `make test-debian13` runs them under 24.11.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from slurm.query import exclusion, preemption
+from slurm.query.causes import standing
+from slurm.query.job import JobFacts, parse_facts
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.slurm.query.test_causes import close, leave, shown, silent
+from tests.stories.test_slurm import evaluated, events, job_of, preempt, submit, wait_for
+from tests.support.tiny import make_run, slowed, write_config
+
+cluster = cluster_fixture(accounting=True, grace=20)  # a job that ends with 0 later than that is a TIMEOUT for 22.05
+
+pytestmark = pytest.mark.timeout(900)
+
+NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1")
+IN_GRACE = replace(shown(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
+
+
+# -- the decision --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "more", "leaves"),
+    [
+        ("22.05.8", "REQUEUE", {}, False),
+        ("23.11.10", "REQUEUE", {}, False),
+        ("24.05.0", "REQUEUE", {}, True),
+        ("24.11.5", "REQUEUE", {}, True),
+        ("24.11.5", "GANG,REQUEUE", {}, True),
+        ("25.05.0-0rc1", "REQUEUE", {}, True),
+        ("26.05.4", "REQUEUE", {}, True),
+        ("24.11.5", "CANCEL", {}, False),
+        ("24.11.5", "", {}, False),  # nobody said
+        ("", "REQUEUE", {}, False),
+        ("24.11.5", "REQUEUE", {"preempted": False}, False),
+        ("24.11.5", "REQUEUE", {"requeue": False}, False),
+        ("24.11.5", "REQUEUE", {"restarts": 2}, True),
+        ("24.11.5", "REQUEUE", {"restarts": 3}, False),  # the fourth such end is kept, the fifth holds the job
+    ],
+)
+def test_who_puts_a_preempted_job_back(version: str, mode: str, more: dict[str, int], leaves: bool) -> None:
+    config = {"SLURM_VERSION": version, "MaxBatchRequeue": "5"}
+    facts = replace(IN_GRACE, **more)  # type: ignore[arg-type]
+    assert preemption.leaves_by_itself(config, mode, facts) == leaves
+    if not more:
+        assert not preemption.leaves_by_itself({**config, "MaxBatchRequeue": "2"}, mode, facts)
+
+
+def slurm_is(monkeypatch: pytest.MonkeyPatch, version: str, by: str = "preempt/partition_prio") -> None:
+    """Let a controller of this version answer."""
+
+    def call(*command: str) -> str | None:
+        if command[:2] == ("scontrol", "--oneliner"):
+            return f"PartitionName={command[-1]} PreemptMode={'REQUEUE' if command[-1] == 'low' else 'CANCEL'}"
+        assert command[0] == "sacctmgr"
+        return {"normal": "cluster\n", "scavenger": "requeue\n"}.get(command[5])
+
+    config = {"SLURM_VERSION": version, "PreemptType": by, "PreemptMode": "REQUEUE"}
+    monkeypatch.setattr(preemption, "settings", lambda: config)
+    monkeypatch.setattr(preemption, "call", call)
+
+
+@pytest.mark.parametrize(
+    ("by", "partition", "qos", "leaves"),
+    [
+        ("preempt/partition_prio", "low", "", True), ("preempt/partition_prio", "gone", "", False),
+        ("preempt/qos", "gone", "normal", True), ("preempt/qos", "gone", "scavenger", True),
+        ("preempt/qos", "low", "unknown", False), ("preempt/none", "low", "normal", False),
+    ],
+)  # fmt: skip
+def test_the_mode_is_that_of_the_partition_or_the_qos(
+    monkeypatch: pytest.MonkeyPatch, by: str, partition: str, qos: str, leaves: bool
+) -> None:
+    slurm_is(monkeypatch, "24.11.5", by)
+    facts = replace(IN_GRACE, partition=partition, qos=qos)
+    assert preemption.just_leave(facts, None) == leaves
+    assert not preemption.just_leave(facts, "n3"), "its list of nodes can only be changed after a requeue"
+
+
+@pytest.mark.parametrize(
+    ("version", "facts", "exclude", "asked"),
+    [
+        ("22.05.8", IN_GRACE, None, ["requeue"]),
+        ("24.11.5", IN_GRACE, None, []),
+        ("24.11.5", IN_GRACE, "n1", ["requeue"]),
+        ("24.11.5", shown(), None, ["requeue"]),
+    ],
+)
+def test_a_supervisor_leaves_or_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, facts: JobFacts, exclude: str | None,
+    asked: list[str],
+) -> None:  # fmt: skip
+    run = Run.create(load_config(write_config(tmp_path)))
+    slurm_is(monkeypatch, version)
+    monkeypatch.setattr(exclusion, "at_requeue", lambda *words: exclude)
+    assert leave(run, [facts], monkeypatch) == (Exit.OUT_OF_MEMORY, asked)
+    told = run.read_events("train")[-1]
+    assert told["event"] == "requeued" and told.get("by") == (None if asked else "slurm")
+
+
+@pytest.mark.parametrize(("flag", "batch"), [(0, False), (1, True), (2, True), (5, True)])
+def test_a_batch_job_that_slurm_put_back_is_one_still(flag: int, batch: bool) -> None:
+    """`BatchFlag` counts those requeues, as seen on 24.11."""
+    assert parse_facts(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}").batch == batch
+
+
+ENDED = [
+    ("done", {"exit_code": 0}, Exit.DONE),
+    ("stopped", {"cause": "stop file", "exit_code": int(Exit.STOPPED)}, Exit.STOPPED),
+    ("failed", {"cause": "crashed", "exit_code": int(Exit.CRASHED)}, Exit.CRASHED),
+]
+
+
+@pytest.mark.parametrize(("event", "more", "code"), ENDED)
+def test_what_slurm_alone_puts_back_after_its_end_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, more: dict[str, object], code: Exit
+) -> None:
+    slurm_is(monkeypatch, "24.11.5")
+    run = silent(tmp_path / "grace", (event, {**more, "in_grace": True}))
+    assert close(run, "6", 1)[::2] == (code, []), "nothing new is told"
+    assert close(run, "6", 2)[0] is None, "a person put it back again"
+    slurm_is(monkeypatch, "22.05.8")
+    assert close(run, "6", 1)[0] is None, "a person, for this Slurm does not"
+    slurm_is(monkeypatch, "24.11.5")
+    undisturbed = silent(tmp_path / "calm", (event, more))
+    assert close(undisturbed, "6", 1)[0] is None, "a person, for it was never preempted"
+    earlier = silent(tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"}))
+    earlier.event(
+        "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing=standing(earlier, "train")
+    )
+    earlier.event(event, "train", job_id="6", **more)
+    assert close(earlier, "6", 2)[::2] == (code, []), "the mark of the first preemption is still there"
+    if event != "done":
+        earlier.event("resumed")
+        assert close(earlier, "6", 2)[0] is None, "a person said go on"
+
+
+# -- on a real Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: float, asks: bool = False) -> Path:
+    """A training of slow steps on this data; `asks`: it never leaves the requeue to Slurm."""
+    cluster.clear()  # of what a test before left that failed
+    config = write_config(folder, steps=steps)
+    run = slowed(Run.create(load_config(config, NODES)), seconds)
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    if asks:
+        rule = run.code / "slurm/query/preemption.py"
+        text = rule.read_text()
+        assert text.count("NEEDED = 2\n") == 1
+        rule.write_text(text.replace("NEEDED = 2\n", "NEEDED = 99\n"))
+    done = submit(cluster, folder, str(config), *NODES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run.path
+
+
+def steps_of(run: Path) -> list[int]:
+    return [line["step"] for line in read_jsonl(run / "metrics.jsonl")]
+
+
+def at_rest(cluster: Cluster) -> None:
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 120)
+
+
+def accounted(cluster: Cluster, job: str) -> tuple[str, str]:
+    """The state and exit code of a job's last start, as accounting has them a moment after its end."""
+    command = ["sacct", "-n", "-P", "-X", "-j", job, "-o", "State,ExitCode"]
+    wait_for(
+        "accounting", lambda: cluster.output(command).split("|")[0] not in ("RUNNING", "PENDING", "COMPLETING"), 30
+    )
+    state, code = cluster.output(command).split("|")
+    return state, code
+
+
+@pytest.mark.parametrize(("times", "asks"), [(2, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)])
+def test_a_preempted_training_starts_once_more_each_time(
+    tmp_path: Path, data: Path, cluster: Cluster, times: int, asks: bool
+) -> None:
+    """It must not even where a requeue that it asked for in its grace time lets Slurm start it after its end."""
+    run = submitted(tmp_path, data, cluster, 8 * times + 8, 0.5, asks)
+    for number in range(times):
+        wait_for("some steps", lambda: len(steps_of(run)) >= 8 * number + 4 and events(run, "train")[-1] != "requeued")  # noqa: B023
+        preempt(cluster)
+        wait_for("the requeue", lambda: events(run, "train").count("requeued") > number, 60)  # noqa: B023
+        wait_for("the next start", lambda: events(run, "train").count("started") > number + 1, 120)  # noqa: B023
+    wait_for("the evaluation", lambda: evaluated(run), 150)
+    at_rest(cluster)
+    told = events(run, "train")
+    assert (told.count("started"), told.count("requeued"), told.count("done")) == (times + 1, times, 1), told
+    assert steps_of(run) == list(range(1, 8 * times + 9))
+    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+
+
+@pytest.mark.long
+def test_a_training_that_is_still_at_work_when_its_grace_time_ends(
+    tmp_path: Path, data: Path, cluster: Cluster
+) -> None:
+    """Slurm ends it and puts it back: the mark stays, too."""
+    run = submitted(tmp_path, data, cluster, 2, 40.0)
+    wait_for("its work", lambda: "ready" in events(run, "train"))
+    preempt(cluster)
+    wait_for("the evaluation", lambda: evaluated(run), 300)
+    at_rest(cluster)
+    train = Run.open(run).read_events("train")
+    told = [e["event"] for e in train if e["event"] in ("started", "done", "requeued")]
+    assert told == ["started", "requeued", "started", "done"], told
+    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+
+
+def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
+    tmp_path: Path, data: Path, cluster: Cluster
+) -> None:
+    run = submitted(tmp_path, data, cluster, 4, 4.0)
+    wait_for("its last step", lambda: len(steps_of(run)) == 3)
+    preempt(cluster)
+    wait_for("the evaluation", lambda: evaluated(run), 150)
+    at_rest(cluster)
+    train = Run.open(run).read_events("train")
+    assert [e["event"] for e in train if e["event"] in ("started", "done", "requeued")] == ["started", "done"]
+    assert next(e for e in train if e["event"] == "done")["in_grace"], "the test came too late"
+    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+
+
+def test_a_training_that_a_person_stops_in_its_grace_time_does_not_start_again(
+    tmp_path: Path, data: Path, cluster: Cluster
+) -> None:
+    run = submitted(tmp_path, data, cluster, 40, 4.0)
+    wait_for("a step", lambda: steps_of(run))
+    preempt(cluster)
+    (run / "stop").touch()
+    wait_for("its end", lambda: "stopped" in events(run, "train"), 60)
+    at_rest(cluster)
+    train = Run.open(run).read_events("train")
+    assert [e["event"] for e in train if e["event"] in ("started", "requeued", "stopped")] == ["started", "stopped"]
+    assert next(e for e in train if e["event"] == "stopped")["in_grace"], "it had left before it was preempted"
+    assert accounted(cluster, job_of(run, "train")) == ("FAILED", f"{int(Exit.STOPPED)}:0")
+    assert not evaluated(run)

@@ -1,0 +1,375 @@
+"""Site profiles, awkward values, doctor and placement on a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.config.sections import SiteConfig
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.show.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions, parse_qos
+from slurm.submit.sbatch import script
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.support.tiny import write_config
+
+cluster = cluster_fixture(grace=5, switches=True)
+other = cluster_fixture(accounting=True, user_signal=False, grace=0, preempt="CANCEL")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def submit(cluster: Cluster, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    environment = {**os.environ, **cluster.environment(), "COLUMNS": "250", **more}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def wait_until_empty(cluster: Cluster, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while cluster.output(["squeue", "--noheader"]):
+        assert time.monotonic() < deadline, cluster.output(["squeue"])
+        time.sleep(0.2)
+
+
+# -- awkward values ------------------------------------------------------------------------------------------
+
+PIECES = [
+    "$(touch pwned)",
+    "`touch pwned`",
+    "--wrap=x",
+    "%j",
+    "%%",
+    "&&",
+    ">x",
+    "{a,b}",
+    "$HOME",
+    "${x}",
+    "<<E",
+    "\r\n",
+]
+PIECES += ["日本", "e\u0301", "\u2028", "\x85", "\U0001f600", "\\", "\n", "\t", "\x7f", "  ", *" \"';|#!*~-=:(]xü"]
+TEXT = (
+    st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), max_size=8)
+    .map("".join)
+    .filter(lambda text: text not in ("", ".", "..") and len(text.encode()) < 200)
+)
+PROBE = """#!/bin/sh
+# Stands where the job's python would: writes down what it was given, each item ended by a zero byte.
+printf '%s\\0' "$0" "$@" "$TMPDIR" "$PYTHONPATH" > "$SLUICE_PROBE/$SLURM_JOB_ID"
+"""
+
+
+@pytest.fixture(scope="module")
+def folders() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sluice-awkward-") as folder:
+        yield Path(folder)
+
+
+UNFIT = re.compile(r"[\\\x00-\x1f\x7f]")
+"""What may be refused; a path also for a percent sign."""
+
+
+# a failure is not shrunk: that would be hundreds of jobs
+@settings(deadline=None, max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(TEXT, TEXT, TEXT, TEXT), min_size=16, max_size=16))
+def test_values_reach_a_job_unchanged_or_are_refused(
+    cluster: Cluster, folders: Path, values: list[tuple[str, str, str, str]]
+) -> None:
+    """Four texts a job: in the run's path (log, comment, arguments, PYTHONPATH), TMPDIR, an option, python's path."""
+    config = load_config(write_config(folders))
+    base = Path(tempfile.mkdtemp(dir=folders))
+    probes = base / "probes"
+    probes.mkdir()
+
+    def text_of(path: Path, scratch: str, option: str) -> str:
+        site = SiteConfig.model_validate({"scratch": f"/{scratch}", "sbatch": {"wckey": option}})
+        return script(Run(path), config.model_copy(update={"site": site}), "prepare")
+
+    submitted: dict[str, tuple[Run, str, str, Path]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLUICE_PROBE", str(probes))
+        patch.setenv("PYTHONPATH", "/and more")
+        for number, texts in enumerate(values):
+            fit = [UNFIT.sub("", text) or "x" for text in texts]
+            fit[0] = fit[0].replace("%", "x")
+            for place in range(3):
+                if fit[place] != texts[place]:
+                    path, scratch, option = (texts[n] if n == place else "x" for n in range(3))
+                    with pytest.raises(UserError):
+                        text_of(base / path, scratch, option)
+            python = base / f"{number} {fit[3]}" / "python"
+            python.parent.mkdir()
+            python.write_text(PROBE)
+            python.chmod(0o755)
+            run = Run(base / str(number) / fit[0])
+            run.stage_folder("prepare")
+            patch.setattr(sys, "executable", str(python))
+            (base / "job.sh").write_text(text_of(run.path, fit[1], fit[2]))
+            submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, fit[1], fit[2], python
+    wait_until_empty(cluster)
+    told = cluster.output(["squeue", "--noheader", "--states=all", "--format=%A\x01%w\x01%k\x02"]).split("\x02\n")
+    options = {job: (wckey, comment) for job, wckey, comment in (line.rstrip("\x02").split("\x01") for line in told)}
+    for job, (run, scratch, option, python) in submitted.items():
+        lower = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm's way with this option
+        assert options[job] == (lower, f"sluice {run.path}")
+        log = run.jobs / "prepare" / f"{job}_0_log.out"
+        assert log.read_text() == "" and (probes / job).exists()
+        told_job = (probes / job).read_bytes().decode().split("\0")
+        command = [str(python), "-u", "-m", "submitit.core._submit", str(run.jobs / "prepare")]
+        assert told_job == [*command, f"/{scratch}", f"{run.code}:/and more", ""]
+    assert not list(folders.rglob("pwned")) and not Path("pwned").exists()
+
+
+# -- a whole run with a profile ------------------------------------------------------------------------------
+
+
+def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) -> None:
+    fake = tmp_path / "fake-bin"
+    fake.mkdir()
+    (fake / "nvidia-smi").write_text("#!/bin/sh\necho fake nvidia-smi: $*: GPU0 NV18 GPU1\n")
+    (fake / "nvidia-smi").chmod(0o755)
+    scratch = tmp_path / "sc ratch"
+    scratch.mkdir()
+    profile = tmp_path / "site.yaml"
+    profile.write_text(
+        f"network_interface: lo\nscratch: {scratch}\ndistribution: block:cyclic\nswitches: 1@00:03:00\n"
+        f"gpus_per_node: 1\ngpus_as: gres\ncpus_per_task: 2\nsbatch: {{nice: 7, exclude: n1}}\n"
+        f"setup: ['export PATH={fake}:$PATH', 'export OF_SETUP=$NCCL_SOCKET_IFNAME']\n"
+        "data_jobs: {partition: high, cpus_per_task: 1, mem_gb: 2, sbatch: {nice: 9}}\n"
+    )
+    config = write_config(tmp_path, steps=5)
+    config.write_text(config.read_text() + "site: {extends: site.yaml}\n")
+    overrides = (
+        *("stages.train.nodes=2", "stages.train.tasks_per_node=2", "optimizer.warmup_steps=1"),
+        "parallel.backend=gloo",  # two ranks share a GPU that is none
+    )
+    run = Run.create(load_config(config, overrides))
+    door = run.code / "pipeline/__main__.py"
+    dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
+    door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
+    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    job = next(e["job_id"] for e in run.read_events("train") if e["event"] == "submitted")
+    written = next((run.jobs / "train").glob("*_submission.sh")).read_text()
+    planned = dry.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
+    assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
+    shown = cluster.output(["scontrol", "--oneliner", "show", "job", job])
+    for words in (
+        "Nice=7",
+        "Switches=1@00:03:00",
+        "ExcNodeList=n1",
+        "CPUs/Task=2",
+        "NtasksPerN:B:S:C=2:",
+    ):
+        assert words in shown, shown
+    assert re.search(r"gres[:/]gpu:1", shown), "22.05 has a colon, 24.11 a slash"
+    job_of_shard = next(e["job_id"] for e in run.read_events("shard") if e["event"] == "submitted")
+    shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
+    for words in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
+        assert words in shown, shown
+    wait_until_empty(cluster, 240)
+    events = run.read_events("train")
+    assert [e["event"] for e in events if e["event"] in ("done", "failed")] == ["done"], events
+    ranks = [line for line in read_jsonl(tmp_path / "ranks") if line["SLURM_JOB_ID"] == job]
+    assert len(ranks) == 4
+    for variables in ranks:
+        assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == variables["OF_SETUP"] == "lo"
+        assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
+        assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
+    assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
+    topologies = [e for e in events if e["event"] == "topology"]
+    assert len(topologies) == 1 and topologies[0]["attempt"] == 1 and topologies[0]["host"] in ("n3", "n4")
+    assert topologies[0]["nvidia_smi"] == "fake nvidia-smi: topo -m: GPU0 NV18 GPU1"
+    assert "SwitchName=leaf2" in topologies[0]["switches"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: int) -> None:
+    overrides = (f"stages.train.nodes={nodes}", "stages.train.tasks_per_node=2", "site.distribution=plane=2")
+    write_config(tmp_path)
+    done = submit(cluster, tmp_path, "tiny.yaml", *overrides)
+    assert done.returncode == 0, done.stderr
+    events = Run.open(tmp_path / "runs/tiny").read_events("train")
+    shown = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
+    cluster.clear()
+    assert f"NumTasks={2 * nodes} " in shown and "NtasksPerN:B:S:C=2:" in shown, shown
+
+
+# -- placement -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", ["-N2 -n5", "-N3 -n6 -mcyclic", "-N2 -n6 --ntasks-per-node=3 -mplane=2", "-N2 -n4 -mblock:cyclic"]
+)
+def test_ranks_sit_where_the_check_says(cluster: Cluster, options: str) -> None:
+    program = (
+        "import os; from pipeline.base.place import granted_tasks; from slurm.query.topology import nodes_of_ranks;"
+        "print(nodes_of_ranks(*granted_tasks(os.environ)), flush=True)"
+    )
+    show = f"cd {CODE_ROOT}; {sys.executable} -c '{program}'; srun bash -c 'echo $SLURM_PROCID $SLURM_NODEID' | sort -n"
+    first, *lines = cluster.output(["salloc", "--quiet", *options.split(), "bash", "-c", show]).splitlines()
+    assert first == str([int(line.split()[1]) for line in lines])
+
+
+def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Cluster) -> None:
+    run = Run.create(load_config(write_config(tmp_path), ["stages.train.nodes=2"]))
+    command = ["salloc", "--quiet", "-N2", "-n5", sys.executable, "-m", "slurm", "train", str(run.path)]
+    done = cluster.run(command, timeout=60)
+    assert done.returncode == Exit.USER_ERROR and "Traceback" not in done.stderr
+    assert (
+        "wants 2 nodes × 2 ranks" in done.stderr
+        and "4, 1 tasks" in done.stderr
+        and "--ntasks-per-node=2" in done.stderr
+    )
+    assert run.read_events("train")[-1]["cause"] == "placement"
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"), [("-N2 -n6", True), ("-N2 -n7 -mcyclic", True), ("-N2 -n7 -mplane=3", False)]
+)
+def test_what_the_check_passes_srun_lays_out_evenly(cluster: Cluster, options: str, fits: bool) -> None:
+    """2 × 2 ranks in more room than they need: some distributions fill what is there."""
+    program = (
+        "import os; from pipeline.base.place import granted_tasks; from slurm.query.topology import problem;"
+        "print(problem('train', 2, 2, 1, *granted_tasks(os.environ)) is None, flush=True)"
+    )
+    show = f"cd {CODE_ROOT}; {sys.executable} -c \"{program}\"; srun -N2 -n4 bash -c 'echo $SLURM_STEP_TASKS_PER_NODE'"
+    verdict, *lines = cluster.output(["salloc", "--quiet", *options.split(), "bash", "-c", show]).splitlines()
+    assert verdict == str(fits) and (set(lines) == {"2(x2)"}) == fits
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+
+def findings(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, check: bool, site: SiteConfig = SiteConfig()
+) -> dict[str, Finding]:
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+    return {finding.what: finding for finding in examine(folder, check, site)}
+
+
+def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = findings(cluster, tmp_path / "runs", monkeypatch, check=True)
+    low, high = found["partition low (default)"], found["partition high"]
+    assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.found and "gpu:h100:2" in low.found
+    assert "4 nodes, time UNLIMITED" in low.found and high.meaning == "jobs here are not preempted"
+    assert found["preempt_send_user_signal"].found == "on" and "USR2" in found["preempt_send_user_signal"].meaning
+    assert found["accounting"].verdict == "note" and found["MinJobAge"].found == "600 s"
+    assert found["MaxArraySize"].found == "1001" and found["MaxJobCount"].found == "10000"
+    assert (
+        found["KillWait"].found == "5 s"
+        and found["after a requeue"].found == "6 s"
+        and found["JobRequeue"].found == "1"
+    )
+    assert (
+        found["TopologyPlugin"].verdict == "ok"
+        and "300 s" in found["TopologyPlugin"].meaning
+        and "pmi" in found["srun --mpi"].found
+    )
+    assert found["Slurm"].verdict == "ok" and found["file locks"].verdict == "ok"
+    assert found["run.root"].verdict == "ok" and "compute nodes see it" in found["run.root"].meaning
+
+
+def test_doctor_knows_another(other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
+    other.output(["sacctmgr", "--immediate", "add", "qos", "urgent", "Preempt=normal"])
+    other.output(["sacctmgr", "--immediate", "modify", "qos", "normal", "set", "PreemptMode=requeue", "GraceTime=90"])
+    listing = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime"]
+    normal, urgent = sorted(parse_qos(other.output(listing)), key=lambda qos: qos["Name"])
+    assert normal == {"Name": "normal", "Preempt": "", "PreemptMode": "requeue", "GraceTime": "00:01:30"}
+    assert (urgent["Preempt"], urgent["PreemptMode"]) == ("normal", "cluster")
+    found = findings(other, tmp_path, monkeypatch, check=False)
+    low = found["partition low (default)"]
+    assert low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.found and "is gone" in low.meaning
+    assert found["partition high"].verdict == "problem" and "DOWN" in found["partition high"].meaning
+    assert found["preempt_send_user_signal"].found == "off" and "TERM" in found["preempt_send_user_signal"].meaning
+    assert found["accounting"].verdict == "ok" and "slurmdbd" in found["accounting"].found
+    assert found["TopologyPlugin"].verdict == "note"
+    assert "--check-nodes" in found["run.root"].meaning
+
+
+def test_doctor_sees_what_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount of this process's own: the nodes' namespaces were made before it."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "--make-private", "tmpfs", folder], check=True, timeout=10)
+        try:
+            seen = findings(cluster, Path(folder), monkeypatch, check=True)["run.root"]
+        finally:
+            subprocess.run(["umount", folder], check=True, timeout=10)
+    assert seen.verdict == "problem" and "tmpfs" in seen.found and "No such file" in seen.meaning
+
+
+def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
+    assert refused["--check-nodes"].verdict == "note" and "invalid partition" in refused["--check-nodes"].found
+    assert "invalid" not in refused["run.root"].meaning, "srun's words say nothing about the file system"
+    monkeypatch.setenv("SLURM_PARTITION", "none")  # as where the default one does not take everybody
+    assert "--check-nodes" in findings(cluster, tmp_path, monkeypatch, True)
+    found = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
+    assert "--check-nodes" not in found and "compute nodes see it" in found["run.root"].meaning
+    (tmp_path / "site.yaml").write_text("partition: none\n")
+    done = submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
+    assert "could not be asked" in done.stdout, done.stdout + done.stderr
+    (tmp_path / "site.yaml").write_text("partitoin: none\n")
+    done = submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
+    assert done.returncode == Exit.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
+
+
+def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:
+    done = submit(cluster, tmp_path, "doctor")
+    assert done.returncode == 0 and "partition low (default)" in done.stdout and "1 problem" in done.stdout
+    none = submit(cluster, tmp_path, "doctor", PATH="/nowhere")
+    assert "no scontrol on PATH" in none.stdout and "0 problems" in none.stdout and "--executor local" in none.stdout
+    silent = submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
+    assert "no answer" in silent.stdout and "1 problem" in silent.stdout
+
+
+def test_parsers_take_what_slurm_says(cluster: Cluster) -> None:
+    config = parse_config(cluster.output(["scontrol", "show", "config"]))
+    empty = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"  # of 22.05, of 24.11
+    assert config["SlurmctldHost[0]"].startswith("control(") and config[empty] == ""
+    assert config["AuthInfo"].endswith(",cred_expire=5") and config["KillWait"] == "5 sec"
+    partitions = parse_partitions(cluster.output(["scontrol", "--oneliner", "show", "partition"]))
+    assert [p["PartitionName"] for p in partitions] == ["low", "high"] and partitions[0]["TotalNodes"] == "4"
+    assert parse_gres(cluster.output(["sinfo", "--noheader", "--format=%R|%G"])) == dict.fromkeys(
+        ["low", "high"], "gpu:h100:2"
+    )
+    assert {"none", "pmi2"} <= set(parse_mpi(cluster.output(["srun", "--mpi=list"])))
+
+
+NAME = st.from_regex(r"[A-Za-z]\w{0,20}", fullmatch=True)
+VALUE = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
+
+
+@given(st.dictionaries(NAME, VALUE))
+def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
+    text = "".join(f"{name:23} = {value}\n" for name, value in settings.items())
+    assert (
+        parse_config(f"Configuration data as of 2026-11-21T05:45:17\n{text}\nSlurmctld(primary) at x is UP\n")
+        == settings
+    )
+    line = " ".join(f"{name}={value}" for name, value in {"PartitionName": "p", **settings}.items())
+    assert parse_partitions(f"{line}\n\n") == [{"PartitionName": "p", **settings}]
+
+
+@given(st.text())
+def test_parsers_survive_anything(text: str) -> None:
+    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text), parse_qos(text)

@@ -1,0 +1,304 @@
+"""The chain on a real Slurm of four nodes: submitted at once, trained over nodes, stopped, requeued, cancelled."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.saved import newest_step
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_doors import broken_code
+from tests.support.needs import lacking
+from tests.support.tiny import digest, slowed, write_config
+
+cluster = cluster_fixture(grace=5)
+
+pytestmark = pytest.mark.timeout(900)
+
+NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
+
+
+def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def wait_for(what: str, happened: Callable[[], Any], timeout: float = 300) -> None:
+    """Generous: the machine may be busy with other things."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
+        time.sleep(0.3)
+
+
+def events(run: Path, stage: str | None = None) -> list[str]:
+    return [e["event"] for e in Run.open(run).read_events(stage)]
+
+
+def evaluated(run: Path) -> bool:
+    return any((run / "evaluation").glob("step-*.json"))
+
+
+def job_of(run: Path, stage: str) -> str:
+    return str([e for e in Run.open(run).read_events(stage) if e["event"] == "submitted"][-1]["job_id"])
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that went through undisturbed on four nodes."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_config(folder, steps=40)
+    started = time.monotonic()
+    done = submit(cluster, folder, "tiny.yaml", *NODES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\w+ +job \d+", done.stdout, re.M)) == 5, done.stdout
+    assert time.monotonic() - started < 20 and not evaluated(folder / "runs/tiny"), "submitting does not wait"
+    wait_for("the evaluation", lambda: evaluated(folder / "runs/tiny"))
+    wait_for("the last event", lambda: "done" in events(folder / "runs/tiny", "evaluate"))
+    return folder
+
+
+def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
+    run = calm / "runs/tiny"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 4
+    assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
+    status = submit(cluster, calm, "status", "runs/tiny").stdout
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
+    again = submit(cluster, calm, "tiny.yaml", *NODES)
+    assert len(re.findall(r"^\w+ +done", again.stdout, re.M)) == 4, again.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_quickstart_itself_on_four_nodes(tmp_path: Path, cluster: Cluster) -> None:
+    """Its 200 steps by eight ranks, two samples each: as good as on two."""
+    run = tmp_path / "runs/quickstart"
+    places = ("stages.train.nodes=4", "stages.evaluate.nodes=4", "train.micro_batch=2")
+    done = submit(cluster, tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), f"run.root={run.parent}", *places)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for("the end", lambda: "done" in events(run, "evaluate"), 3000)
+    result = json.loads((run / "evaluation/step-00000200.json").read_text())
+    assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
+    assert f"{result['bits_per_byte']:.3f} bits per byte" in submit(cluster, tmp_path, "report", str(run)).stdout
+
+
+def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    """Four archives, a unit each; the end of the third is lost, and found again."""
+    config = write_config(tmp_path, steps=5)
+    source = random.Random(1)
+    for part in range(4):
+        documents = (json.dumps({"text": source.randbytes(800).hex()}) + "\n" for _ in range(400 - 10 * part))
+        (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode()))
+    broken = tmp_path / "part-2.jsonl.gz"
+    good = broken.read_bytes()
+    broken.write_bytes(good[:-20])
+    tokenizer = f"data.tokenizer={{kind: file, path: {calm}/runs/tiny/data/tokenizer.json}}"
+    words = (str(config), f"data.source={tmp_path}/part-*.jsonl.gz", tokenizer, "data.shard_tokens=2_000_000")
+    done = submit(cluster, tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs/tiny"
+    wait_for("the failure", lambda: "failed" in events(run, "shard"))
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+    status = submit(cluster, tmp_path, "status", "runs/tiny").stdout
+    assert f"cannot read {broken}" in status and "resume runs/tiny" in status and "3/4 units" in status
+    failed = {e.get("task") for e in Run.open(run).read_events("shard", "failed")}
+    assert failed == {0, None}, "the task of unit 2, and the job that does what the array left"
+    assert "started" not in events(run, "train")
+    refused = submit(cluster, tmp_path, *words)
+    assert refused.returncode == Exit.USER_ERROR and f"cannot read {broken}" in refused.stderr
+
+    def written() -> dict[str, tuple[int, bytes]]:
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (run / "data/shards").iterdir()}
+
+    before = written()
+    assert {name[:10] for name in before} == {"unit-00000", "unit-00001", "unit-00003"}
+    broken.write_bytes(good)
+    assert submit(cluster, tmp_path, "resume", "runs/tiny").returncode == 0
+    wait_for("the evaluation", lambda: evaluated(run))
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+    after = written()
+    assert before.items() <= after.items(), "the others were not touched"
+    assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
+
+
+def at_once(cluster: Cluster, folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Three submit.py with the same words; codes and outputs."""
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, **cluster.environment(), "COLUMNS": "200"}
+    three = [subprocess.Popen(command, cwd=folder, env=environment, **pipes) for _ in range(3)]
+    outputs = [one.communicate(timeout=240)[0] for one in three]
+    return [(one.returncode, output) for one, output in zip(three, outputs, strict=True)]
+
+
+def test_three_at_once_submit_one_chain(tmp_path: Path, cluster: Cluster) -> None:
+    """What waits for tomorrow stays in the queue, to be counted."""
+    config, chain = write_config(tmp_path), ["tiny-evaluate", "tiny-prepare", "tiny-shard", "tiny-shard", "tiny-train"]
+    queue = ["squeue", "-h", "--format=%j"]
+    try:
+        for words in (
+            (str(config), "site.sbatch={begin: now+1day}"),
+            ("resume", "runs/tiny"),
+            ("resume", "runs/tiny", "stages.train.time='00:30:00'"),  # each asks anew, in the last one's place
+        ):
+            ends = at_once(cluster, tmp_path, *words)
+            assert [code for code, _ in ends] == [0, 0, 0], ends
+            assert sorted(cluster.output(queue).split()) == chain, ends
+            if len(words) == 2:
+                assert events(tmp_path / "runs/tiny").count("submitted") == len(chain), ends
+                assert sum(len(re.findall(r"^\w+ +job \d+ pending$", text, re.M)) for _, text in ends) >= 8, ends
+    finally:
+        submit(cluster, tmp_path, "cancel", "runs/tiny")
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+
+
+def slow(folder: Path, calm: Path, name: str) -> Path:
+    """A config for a training of half a minute, on the calm run's data."""
+    text = write_config(folder, name, steps=40).read_text()
+    path = folder / f"{name}.yaml"
+    path.write_text(text.replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    (folder / "runs" / name).mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(folder / "runs" / name / "data")], check=True)
+    return path
+
+
+def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
+    """The run of a config, made and slowed down before anything is submitted."""
+    from pipeline.config.read import load_config
+
+    return slowed(Run.create(load_config(config, overrides))).path
+
+
+def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    config = slow(tmp_path, calm, "low")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    preempt(cluster)
+    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    wait_for("the evaluation", lambda: evaluated(run), 150)
+    assert events(run, "train").count("started") >= 2
+    restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
+    assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
+    assert digest(Run(tmp_path / "runs/low")) == digest(Run(calm / "runs/tiny"))
+
+
+def test_a_plain_scancel_stays_cancelled(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    config = slow(tmp_path, calm, "gone")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    job = job_of(run, "train")
+    assert cluster.run(["scancel", job], timeout=10).returncode == 0
+    wait_for("its end", lambda: "CANCELLED" in cluster.run(["scontrol", "show", "job", job], timeout=10).stdout, 60)
+    time.sleep(8)  # a requeue would show by now
+    state = cluster.run(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"], timeout=10).stdout
+    assert state.strip() == "CANCELLED" and "requeued" not in events(run, "train")
+    assert not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), "the evaluation waits in vain"
+    before = job_of(run, "evaluate")
+    assert submit(cluster, tmp_path, "resume", "runs/gone").returncode == 0
+    assert job_of(run, "evaluate") != before and cluster.job_state(job_of(run, "evaluate")) == "PENDING"
+    submit(cluster, tmp_path, "cancel", "runs/gone")
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+
+
+def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    config = slow(tmp_path, calm, "ended")
+    run = prepared(tmp_path, config)
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
+    assert submit(cluster, tmp_path, "cancel", "runs/ended").returncode == 0
+    wait_for("its end", lambda: "cancelled" in events(run, "train"), 60)
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 60)
+    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == Exit.USER_ERROR
+
+
+@pytest.mark.parametrize("name", ["a 'b\"; $(touch pwned) & `tick` ünï"])
+def test_awkward_paths_are_data_not_shell(tmp_path: Path, cluster: Cluster, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    broken_code(folder)  # nor is the working directory a place to take code from
+    config = write_config(folder, steps=1)
+    assert submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1", "optimizer.warmup_steps=1").returncode == 0
+    run = folder / "runs/tiny"
+    wait_for("prepare", lambda: "done" in events(run, "prepare"), 40)
+    job = cluster.run(["scontrol", "show", "job", job_of(run, "prepare")], timeout=10).stdout
+    assert f"sluice {run}" in job
+    submit(cluster, folder, "cancel", "runs/tiny")
+    assert not list(tmp_path.rglob("pwned")) and config.exists()
+    assert json.loads((run / "data/prepare.json").read_text())
+
+
+def sbatch(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    """Submit one of the templates as a person would; the job's id."""
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
+    command = ["sbatch", "--parsable", *arguments]
+    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_chain_template(tmp_path: Path, cluster: Cluster) -> None:
+    config = write_config(tmp_path, steps=6)
+    options = ["-N2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch", str(config)]
+    job = sbatch(cluster, tmp_path, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
+    run = tmp_path / "runs/tiny"
+    wait_for("the evaluation", lambda: (run / "events.jsonl").exists() and "done" in events(run, "evaluate"))
+    wait_for("its end", lambda: cluster.job_state(job) == "COMPLETED", 30)
+    assert "× the unigram" in (tmp_path / "log").read_text()
+
+
+def preempt(cluster: Cluster) -> None:
+    """A short job of a higher partition wants all nodes."""
+    command = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"]
+    high = cluster.run(command, timeout=10)
+    assert high.returncode == 0, high.stderr
+
+
+def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
+    tmp_path: Path, calm: Path, cluster: Cluster
+) -> None:
+    run = prepared(tmp_path, slow(tmp_path, calm, "template"))
+    options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
+    sbatch(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    preempt(cluster)
+    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    wait_for("the end", lambda: "done" in events(run, "train"), 120)
+    told = [(e["by"], e["cause"]) for e in Run.open(run).read_events("train") if e["event"] == "stopping"]
+    assert told == [("SIGUSR1", "preempted")]
+    assert digest(Run(tmp_path / "runs/template")) == digest(Run(calm / "runs/tiny"))
+
+
+def test_templates_are_clean_shell() -> None:
+    if shutil.which("shellcheck") is None:
+        lacking("shellcheck is not installed (.ci/install-packages does that)")
+    for path in sorted((CODE_ROOT / "slurm/templates").glob("*.sbatch")):
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stdout

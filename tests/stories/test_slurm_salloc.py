@@ -1,0 +1,111 @@
+"""Inside salloc on a real Slurm: what was granted is used, whatever it is, and what fails there is shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query.site_variables import SETUP_NOT_RUN
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.stories.test_slurm import events, prepared, submit
+from tests.support.tiny import make_run, write_config
+
+cluster = cluster_fixture()
+
+pytestmark = pytest.mark.timeout(300)
+
+TENSOR = ("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0", "train.micro_batch=4")
+SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
+
+
+def inside(
+    cluster: Cluster, folder: Path, options: str, *command: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """A command inside `salloc` with these options."""
+    return subprocess.run(
+        ["salloc", "--quiet", *options.split(), *command],
+        cwd=folder,
+        env={**os.environ, **cluster.environment(), "COLUMNS": "200", **more},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def supervise(stage: str, run: Run) -> str:
+    return f"{sys.executable} -m slurm {stage} {run.path}"
+
+
+def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
+    config, overrides = write_config(tmp_path, steps=12), ("stages.train.nodes=2", "stages.evaluate.nodes=2")
+    run = prepared(tmp_path, config, overrides)
+    trainer = run / "code/pipeline/train/trainer.py"
+    good, anchor = trainer.read_text(), "        lr = learning_rate("
+    bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('a bug of rank three')\n"
+    trainer.write_text(good.replace(anchor, f"{bug}{anchor}", 1))
+    two = "-N2 --ntasks-per-node=2"
+    failed = inside(cluster, tmp_path, two, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
+    assert failed.returncode == Exit.CRASHED, failed.stdout + failed.stderr
+    assert "/12  loss" in failed.stdout, "a live line"
+    assert "rank 3 on n2" in failed.stdout and "a bug of rank three" in failed.stdout
+    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 4
+    trainer.write_text(good)
+    refused = submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert refused.returncode == Exit.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
+    assert "resumed" not in events(run)
+    done = inside(cluster, tmp_path, two, *SUBMIT, "resume", "runs/tiny")
+    assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
+    assert submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
+
+
+@pytest.mark.parametrize(("options", "cpus", "ranks"), [("-N2", "1", 2), ("-N3 -n5 -c2", "2", 5)])
+def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int) -> None:
+    """In the second case nodes have room for two tasks: a step with one gets its two CPUs and not all four."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    site = (f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']")
+    run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
+    door = run.code / "pipeline/__main__.py"
+    dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
+    door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    both = f"{supervise('prepare', run)} && {supervise('shard', run)}"
+    done = inside(cluster, CODE_ROOT, options, "sh", "-c", both)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [e["ranks"] for e in run.read_events("shard", "started")] == [ranks]
+    told = list(read_jsonl(tmp_path / "ranks"))
+    assert len(told) == 1 + ranks and told[0]["SLURM_CPUS_ON_NODE"] == cpus
+    assert len({variables["SLURMD_NODENAME"] for variables in told[1:]}) == int(options[2])
+    for variables in told:
+        assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "NEVER" not in variables
+    assert done.stdout.count(SETUP_NOT_RUN) == 2
+
+
+def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, cluster: Cluster) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    command = f"SLURM_MPI_TYPE=nosuch {supervise('prepare', run)}"
+    done = inside(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
+    assert done.returncode == Exit.CRASHED, done.stderr
+    message = run.read_events("prepare")[-1]["message"]
+    assert "srun: error" in message and "nosuch" in message and str(run.jobs / "prepare/srun.log") in message
+    assert "rank-0.log" not in message
+
+
+def test_ranks_that_are_dealt_out_one_by_one_by_hand_are_refused(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR))
+    command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
+    done = inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
+    assert done.returncode != 0 and "--distribution=block" in done.stderr and "Traceback" not in done.stderr
+    command[1] = "--distribution=block"
+    assert inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command).returncode == 0

@@ -1,0 +1,217 @@
+"""What a person sees of runs on a real Slurm with accounting, and the ways to run without submit.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.show.report import attempts_of
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.cluster.machines import Machine
+from tests.stories.test_doors import Terminal
+from tests.stories.test_slurm import events, job_of, sbatch, submit, wait_for
+from tests.support.tiny import digest, slowed, write_config
+
+cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
+
+pytestmark = pytest.mark.timeout(900)
+NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1")
+
+
+@pytest.fixture(autouse=True)
+def the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm commands of this process, too, speak to the test cluster."""
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an undisturbed run on two nodes, and what was said of its training while it waited."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_config(folder, steps=20)
+    assert submit(cluster, folder, "tiny.yaml", *NODES).returncode == 0
+    (folder / "pending").write_text(submit(cluster, folder, "logs", "runs/tiny", "train").stderr)
+    wait_for("the end", lambda: "done" in events(folder / "runs/tiny", "evaluate"))
+    return folder
+
+
+def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) -> Path:
+    """Another run of the calm one's config, on its data; `slowly`: half a second more per step."""
+    text = (calm / "tiny.yaml").read_text().replace("name: tiny", f"name: {name}")
+    (folder / f"{name}.yaml").write_text(text.replace(f"root: {calm}", f"root: {folder}"))
+    run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *more]))
+    run.data.rmdir()
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data)], check=True, timeout=20)
+    if slowly:
+        slowed(run)
+    return run.path
+
+
+def shim(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Commands that fail, as on a cluster that lacks them."""
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_the_end_of_a_job_is_known_from_sacct_scontrol_or_the_run(
+    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [one for _, one in claims(Run.open(calm / "runs/tiny"))]
+    words = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
+    held, nobody = (Claim(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *words]), "99999"))
+    ids = {job.job_id for job in jobs}
+    shown = ["squeue", "-h", "-t", "all", "-o", "%A"]
+    wait_for("squeue to forget", lambda: ids.isdisjoint(cluster.output(shown).split()), 60)
+    kept: dict[Claim, JobState] = {}
+    states = query([*jobs, held, nobody], kept)
+    assert set(kept) == {*jobs, nobody}, "not asked for again"
+    assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
+    assert states[held].state == "PENDING" and states[nobody].state == FORGOTTEN
+    assert query([nobody])[nobody].state == FORGOTTEN, "squeue fails where its only id is unknown"
+    shim(tmp_path, monkeypatch, "squeue", "sacct")
+    states = query([jobs[0], held])
+    assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "scontrol knows"
+    assert states[jobs[0]].state == FORGOTTEN
+    status = submit(cluster, calm, "status", "runs/tiny").stdout
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
+    cluster.output(["scancel", held.job_id])
+
+
+def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
+    """Slurm has a state for that, which lasts where a node does not answer; before a time limit jobs get it, too."""
+    words = ["-w", "n2", "-o", "/dev/null", "--comment=sluice x", "--wrap", "sleep 60"]
+    job = cluster.output(["sbatch", "--parsable", *words])
+    cluster.wait_job(job, "RUNNING")
+    machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
+    [slurmd] = [process for process in machine.children() if process.name() == "slurmd"]
+    slurmd.suspend()
+    try:
+        cluster.output(["scancel", "--signal=CONT", job])
+        [state] = query([Claim(job, ("sluice x",))]).values()
+    finally:
+        slurmd.resume()
+    assert (state.state, state.active) == ("SIGNALING", True)
+    cluster.output(["scancel", job])
+
+
+def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Cluster) -> None:
+    manifest = calm / "runs/tiny/data/manifest.json"
+    kept = manifest.read_bytes()
+    manifest.unlink()
+    try:
+        status = submit(cluster, calm, "status", "runs/tiny").stdout
+    finally:
+        manifest.write_bytes(kept)
+    job = job_of(calm / "runs/tiny", "shard")
+    assert re.search(r"^shard +incomplete", status, re.M), status
+    assert re.search(rf"shard incomplete job {job} is COMPLETED, but .*manifest\.json", status), status
+
+
+def test_each_task_of_the_array_has_its_own_log(calm: Path, cluster: Cluster) -> None:
+    folder = calm / "runs/tiny/jobs/shard"
+    logs = [submit(cluster, calm, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
+    units = [set(re.findall(r"unit (\d+) written", text)) for text in logs]
+    assert units[0] and units[1] and not units[0] & units[1], logs
+    assert (folder / "srun-0.log").exists() and (folder / "srun-1.log").exists()
+    assert "has not begun: job" in (calm / "pending").read_text() and "Dependency" in (calm / "pending").read_text()
+    assert "there are: rank-0.log, rank-1.log" in submit(cluster, calm, "logs", "runs/tiny", "train", "--rank=7").stderr
+    assert submit(cluster, calm, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
+
+
+def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
+    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {name: copy(tmp_path, calm, name, slowly=True) for name in ("left", "right")}
+    for name in runs:
+        assert submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
+    with ThreadPoolExecutor() as pool:
+        log = pool.submit(subprocess.run, [sys.executable, str(CODE_ROOT / "submit.py"), "logs", "runs/left",
+                          "train", "--follow"], cwd=tmp_path, capture_output=True, text=True, timeout=200)  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("COLUMNS", "160")
+        table = Terminal(tmp_path, "status", "runs/left", "--watch")
+        for run in runs.values():
+            wait_for("step 4", lambda run=run: len(list(read_jsonl(run / "metrics.jsonl"))) >= 4)  # type: ignore[misc]
+        cluster.output(["scancel", "--signal=USR2", job_of(runs["left"], "train")])
+        assert table.wait(200) == 0
+        for run in runs.values():
+            wait_for("the end", lambda run=run: "done" in events(run, "evaluate"))  # type: ignore[misc]
+        shown = log.result()
+    assert "stopped after step" in shown.stdout and "restored step" in shown.stdout and "step 20/20" in shown.stdout
+    assert re.search(r"train +running +\d+ +n\S*\d", table.text) and re.search(r"train +done", table.text)
+    assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
+    for name in runs:
+        assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
+    first, second = (a for a in attempts_of(Run.open(runs["left"])) if a.stage == "train")
+    assert first.cause != "done" == second.cause and second.parts["queue"] > 4, "it waits 6 s after a requeue"
+    assert sum(sum(a.parts.values()) for a in (first, second)) == pytest.approx(second.end - first.begin)
+    assert first.parts["compute"] > 1 and second.parts["compute"] > 3 and second.parts["startup"] > 0.5
+    report = submit(cluster, tmp_path, "report", "runs/left").stdout
+    assert "effective training time ratio" in report and re.search(r"train +all", report), report
+    page = (runs["left"] / "report.html").read_text()
+    assert "<svg" in page and "http" not in page, "it needs nothing from elsewhere"
+
+
+def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
+    run = copy(tmp_path, calm, "broken", "site.setup=[exit 9]")
+    assert submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
+    job = job_of(run, "train")
+    wait_for("sacct", lambda: "FAILED" in cluster.output(["sacct", "-nXj", job, "-o", "State"]), 30)
+    status = submit(cluster, tmp_path, "status", "runs/broken").stdout
+    assert re.search(r"^train +failed", status, re.M) and re.search(r"^evaluate +never", status, re.M), status
+    assert "resume runs/broken" in status
+    assert submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
+    wait_for("the end", lambda: "done" in events(run, "evaluate"))
+    assert digest(Run(tmp_path / "runs/broken")) == digest(Run(calm / "runs/tiny"))
+
+
+def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = copy(tmp_path, calm, "torchrun")
+    monkeypatch.setenv("RANKS_PER_NODE", "1")
+    job = sbatch(cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run))
+    wait_for("its end", lambda: "done" in events(run, "train") or cluster.job_state(job) == "FAILED")
+    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert started["ranks"] == 2 and started["slurm_job"] == job
+    assert digest(Run(tmp_path / "runs/torchrun")) == digest(Run(calm / "runs/tiny")), "the same layout"
+
+
+def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
+    run = copy(tmp_path, calm, "hand")
+    trainer = run / "code/pipeline/train/trainer.py"
+    good = trainer.read_text()
+    bug = (
+        "        if step == 5 and self.world.rank == 2:\n            raise ValueError('a bug of rank two')\n"
+        "        if step == 5 and self.world.rank == 3:\n            time.sleep(600)\n"
+    )
+    place = "        lr = learning_rate("
+    trainer.write_text(good.replace(place, bug + place, 1))
+    command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
+    command += [sys.executable, "-m", "pipeline", "train", str(run)]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=120)
+    failed = [e for e in Run.open(run).read_events("train") if e["event"] == "failed"]
+    words = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert done.returncode != 0 and words[0].startswith("rank 2 on n2: Traceback"), done.stderr
+    assert "ValueError: a bug of rank two" in done.stderr and done.stderr.count("Traceback") == 1
+    assert [(e["rank"], e["host"]) for e in failed] == [(2, "n2")]
+    assert time.monotonic() - started < 60, "rank 3 sleeps for ten minutes, and was ended"
+    trainer.write_text(good)
+    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^train +done .* 2 ", submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)

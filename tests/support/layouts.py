@@ -1,0 +1,121 @@
+"""Train a tiny model on random tokens under one layout after another, inside ranks that are forked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.base.place import Place
+from pipeline.config.read import config_from_mapping
+from pipeline.config.sections import Config
+
+VOCAB, STEPS, BATCHES = 64, 10, 13
+
+
+def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
+    """A config of `ranks` processes; `sections` are merged into it, one level deep."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "tiny", "seed": 5},
+        "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
+        "model": {"dim": 16, "layers": 4, "heads": 4, "intermediate_size": 32},
+        "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 2},
+        "optimizer": {"lr": 2e-3, "clip_norm": 0.1},  # gradients have a norm of about 0.35
+        "stages": {"train": {"tasks_per_node": ranks}},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return config_from_mapping(base, "tiny")
+
+
+def batches(config: Config) -> Any:
+    """Global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1); the same in every call."""
+    import torch
+
+    shape = (BATCHES, config.train.global_batch, config.data.sequence_length + 1)
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple[Any, list[tuple[float, float]]]:
+    """The engine after `steps` steps, and each step's loss and gradient norm."""
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
+
+    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+    engine = Engine(config, layout, world, Task(config, VOCAB))
+    return engine, train_on(engine, place, 0, steps)
+
+
+def train_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of each config in turn."""
+    from pipeline.comm import groups
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(place, configs[0])
+    return [train(place, config, world)[1] for config in configs]
+
+
+def move_rank(
+    place: Place, first: Config, others: list[Config], folder: Any, trained: int, steps: int
+) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
+
+    Each takes what the one before it had saved, before that trained on. Returns for each layout, `first` included, the
+    digest of its checkpoint and the losses and gradient norms of its next `steps` steps.
+    """
+    import torch.distributed as dist
+
+    from pipeline.checkpoint import saved
+    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.comm import groups
+
+    groups.make_deterministic(first)
+    world = groups.join(place, first)
+    results = []
+    for number, config in enumerate([first, *others]):
+        engine, _ = train(place, config, world, trained if number == 0 else 0)
+        saver = Checkpointer(
+            folder, dist.new_group(backend="gloo"), keep=9, background=False, describe={}, on_saved=lambda *_: None
+        )
+        if number:
+            for tensor in engine.state().values():
+                getattr(tensor, "_local_tensor", tensor).fill_(-1)
+            assert saver.restore(engine.state(), lambda *_: None) is not None
+            engine.loaded()
+        saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
+        results.append((digest(folder / saved.step_name(number + 1)), train_on(engine, place, trained, steps)))
+        saver.close()
+    return results
+
+
+def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
+    """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
+    from pipeline.checkpoint import saved
+    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.comm import groups
+    from pipeline.data.check import manifest_of
+    from pipeline.run.directory import Run
+    from pipeline.train.trainer import Trainer
+    from tests.support.tiny import HarmlessFlag
+
+    run = Run.open(path)
+    world = groups.join(place, run.config)
+    trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
+    assert trainer.start_step
+    saver = Checkpointer(folder, groups.side_group(), keep=1, background=False, describe={}, on_saved=lambda *_: None)
+    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
+    return digest(folder / saved.step_name(1))
+
+
+def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:
+    """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
+    limit = engine.config.optimizer.clip_norm
+    part = engine.layout.coordinates(place.rank).data
+    results = []
+    for step, batch in list(enumerate(batches(engine.config), 1))[done : done + steps]:
+        loss = engine.backward(batch.chunk(engine.layout.data)[part], step)
+        norm = engine.clip(limit)
+        clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
+        assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
+        engine.update(norm.item())
+        results.append((loss.item(), norm.item()))
+    return results

@@ -1,0 +1,37 @@
+"""Sluice's own engine over MPI: trains each case of FOLDER/cases.json and writes what came of it (all ranks alike).
+
+python -m tests.support.mpi_parity FOLDER        under mpirun, in every rank
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from pipeline.base.place import identify
+from tests.support.layouts import tiny_config, train
+
+
+def main(folder: Path) -> None:
+    from pipeline.comm import groups
+
+    torch.set_num_threads(1)
+    place = identify(os.environ)
+    cases = json.loads((folder / "cases.json").read_text())
+    configs = [tiny_config(place.world_size, **case) for case in cases]
+    groups.make_deterministic(configs[0])
+    world = groups.join(place, configs[0])
+    from pipeline.mpi.group import MpiGroup
+
+    assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "Open MPI" in str(world.transport)
+    found = [train(place, config, world)[1] for config in configs]
+    (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
+    groups.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

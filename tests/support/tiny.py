@@ -1,0 +1,97 @@
+"""A tiny run for tests: some generated text, a small tokenizer, a decoder of two layers; prepared in a second."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from pipeline.base.place import Place
+from pipeline.base.signals import StopFlag
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.support.ranks import place, run_ranks
+
+WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
+
+CONFIG = """\
+run: {{name: {name}, root: {root}, seed: 3}}
+data:
+  source: {source}
+  tokenizer: {{vocab_size: 300, train_bytes: 50000}}
+  sequence_length: 32
+  shard_tokens: 20000
+  held_out: 0.1
+model: {{dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}}
+train: {{steps: {steps}, global_batch: 8, micro_batch: 1}}
+optimizer: {{lr: 1.0e-2, warmup_steps: 2}}
+checkpoint: {{every_steps: 7, keep: 3}}
+stages: {{shard: {{tasks: 2}}, train: {{tasks_per_node: 2}}, evaluate: {{tasks_per_node: 1}}}}
+"""
+
+
+def write_corpus(folder: Path, documents: int = 300) -> Path:
+    """A .jsonl of random sentences; the same for every call."""
+    source = random.Random(0)
+    path = folder / "corpus.jsonl"
+    with open(path, "w") as file:
+        for _ in range(documents):
+            text = " ".join(source.choice(WORDS) for _ in range(source.randint(20, 200)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def write_config(folder: Path, name: str = "tiny", steps: int = 30) -> Path:
+    """The config of a tiny run, and its corpus."""
+    path = folder / f"{name}.yaml"
+    path.write_text(CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps))
+    return path
+
+
+def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), data: Path | None = None) -> Run:
+    """A run whose prepare and shard stages are done; `data`: another run's, to share."""
+    run = Run.create(load_config(write_config(folder, name), overrides))
+    if data is not None:
+        run.data.rmdir()
+        run.data.symlink_to(data)
+        return run
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    return run
+
+
+class HarmlessFlag(StopFlag):
+    """Leaves the test process's own signal handlers alone."""
+
+    def leave_at_once(self) -> None:
+        pass
+
+
+def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
+    """What `python -m pipeline STAGE RUN` does, inside a forked rank."""
+    return int(load(stage).main(Run.open(path), where, options or {}, StopFlag().install()))
+
+
+def slowed(run: Run, seconds: float = 0.5) -> Run:
+    """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
+    trainer, line = run.code / "pipeline/train/trainer.py", "        lr = learning_rate("
+    text = trainer.read_text()
+    assert text.count(line) == 1, "the trainer has changed"
+    trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
+    return run
+
+
+def digest(run: Run) -> str:
+    """What `verify` prints of the newest checkpoint, its files checked: by a forked rank, in a tenth of a second."""
+    return str(run_ranks(1, _digest, run.path)[0])
+
+
+def _digest(where: Place, path: Path) -> str:
+    from pipeline.checkpoint import save as checkpoint
+    from pipeline.checkpoint import saved as checkpoint_files
+
+    folder = Run.open(path).checkpoints
+    newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])
+    checkpoint_files.check_files(newest, checkpoint_files.read_manifest(newest))
+    return checkpoint.digest(newest)

@@ -1,0 +1,131 @@
+"""Orders and devices on CUDA, seen in the log of a fake GPU (tests/fake_gpu): `make test-gpu-fake` runs these."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeline.run.code import CODE_ROOT
+from tests.fake_gpu.build import build
+from tests.support.ranks import PORTS
+
+pytestmark = pytest.mark.gpu_fake
+
+
+@dataclass(frozen=True)
+class Call:
+    """A line of the log."""
+
+    thread: int
+    device: int
+    word: str
+    rest: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    if not (named := os.environ.get("CUDA_PYTHON")):
+        pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
+    return Path(named)
+
+
+@pytest.fixture(scope="module")
+def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(python, tmp_path_factory.mktemp("fake_gpu"))
+
+
+@pytest.fixture
+def start(python: Path, library: Path, tmp_path: Path) -> Start:
+    return Start(python, library, tmp_path)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Programs of tests/fake_gpu/programs.py, on a machine with two fake GPUs."""
+
+    python: Path
+    library: Path
+    folder: Path
+
+    def __call__(self, *rank_arguments: tuple[str, ...]) -> list[list[Call]]:
+        """Run one process for each tuple of name and arguments; their logs."""
+        logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
+        ranks = [self._start(log, *arguments) for log, arguments in zip(logs, rank_arguments, strict=True)]
+        try:
+            said = [rank.communicate(timeout=200)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(said)
+        return [_read(log) for log in logs]
+
+    def _start(self, log: Path, *arguments: str) -> subprocess.Popen[str]:
+        env = {"LD_PRELOAD": str(self.library), "FAKE_GPUS": "2", "FAKE_GPU_LOG": str(log)}
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # a machine with real GPUs has a real NVML
+        return subprocess.Popen(
+            [self.python, "-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments],
+            env={**os.environ, **env},
+            cwd=CODE_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def _read(log: Path) -> list[Call]:
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [Call(int(thread), int(device), word, tuple(rest)) for thread, device, word, *rest in lines]
+
+
+def place_of(calls: list[Call], word: str, *rest: str) -> list[int]:
+    """Where the log has calls that begin like this."""
+    return [place for place, call in enumerate(calls) if call.word == word and call.rest[: len(rest)] == rest]
+
+
+DEFAULT = "(nil)"
+"""The default stream: training computes on it."""
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_weights_are_copied_after_they_are_made_and_before_they_change(start: Start, mode: str) -> None:
+    (calls,) = start(("checkpoint", mode, str(start.folder)))
+    saves, staged = place_of(calls, "note", "save"), place_of(calls, "note", "staged")
+    assert len(saves) == len(staged) == 2
+    saving = calls[saves[0] : place_of(calls, "note", "closed")[0]]
+    assert not place_of(saving, "sync-stream", DEFAULT), "training's stream is never waited for on the host"
+    for begin, end in zip(saves, staged, strict=True):
+        made = max(place for place in place_of(calls, "launch", DEFAULT) if place < begin)
+        during = calls[made:end]
+        copies = [place for place, call in enumerate(during) if call.word == "copy" and call.rest[2] == "device"]
+        assert copies, "the weights were copied"
+        for copy in copies:
+            stream = during[copy].rest[0]
+            events = [call.rest[0] for call in during[:copy] if call.word == "record" and call.rest[1] == DEFAULT]
+            waits = [call.rest[1] for call in during[:copy] if call.word == "wait" and call.rest[0] == stream]
+            assert set(events) & set(waits), "the copy does not wait for the kernel before it"
+            assert Call(during[copy].thread, 1, "sync-stream", (stream,)) in during[copy:], "nobody waits for the copy"
+
+
+@pytest.mark.parametrize("program", ["checkpoint async", "checkpoint sync", "loader", "mpi"])
+def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, program: str) -> None:
+    name, *arguments = program.split()
+    (calls,) = start((name, *arguments, *([str(start.folder)] if name != "mpi" else [])))
+    assert [call for call in calls if call.device != 1] == []
+    threads = {call.thread for call in calls}
+    assert len(threads) >= {"checkpoint async": 3, "checkpoint sync": 1, "loader": 2, "mpi": 4}[program]
+
+
+def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Start) -> None:
+    port = str(next(PORTS))
+    for calls in start(*(("powersgd", rank, port) for rank in "01")):
+        steps = [0, *place_of(calls, "note", "backward:")]
+        assert len(steps) == 4
+        for begin, end in pairwise(steps):
+            streams = {call.rest[0] for call in calls[begin:end] if call.word == "launch"}
+            assert streams > {DEFAULT}, "the hook's second half runs on a stream of its own"
+            assert calls[end].rest == ("backward:", "2", "read,", "0", "taken")

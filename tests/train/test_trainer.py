@@ -1,0 +1,176 @@
+"""One training step against plain code, accumulation, precisions, per-block compile."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.config.layout import layout_of
+from pipeline.config.sections import Config
+from pipeline.data.manifest import load_manifest
+from pipeline.parallel.plan import traffic
+from pipeline.run.directory import Run
+from tests.support.layouts import tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.tiny import digest, make_run, stage_rank
+from tests.train.test_exact import interrupted, lines, new_run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step by the plainest code: whole batch at once, no DDP, no micro-batches."""
+    import numpy as np
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from pipeline.data.manifest import load_manifest
+    from pipeline.data.order import sample_indices
+    from pipeline.model.decoder import Decoder, init_weights
+    from pipeline.train.optimizer import learning_rate
+
+    run = Run.open(path)
+    config, manifest = run.config, load_manifest(run.data)
+    length = config.data.sequence_length
+    samples = []
+    for shard in manifest.train:
+        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
+        samples += [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
+    model = Decoder(config.model, manifest.vocab_size, length)
+    init_weights(model, config.run.seed, config.model.initializer_range)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+    )
+    results = []
+    for step in range(1, steps + 1):
+        size = config.train.global_batch
+        chosen = sample_indices(config.run.seed, (step - 1) * size, size, len(samples))
+        batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize(("size", "micro"), [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2)])
+def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: int) -> None:
+    """Loss and gradient norm: a wrong reduction or a wrong scale shows in the norm, long before the loss."""
+    more = ("model.dropout=0.0", f"train.micro_batch={micro}", "train.steps=10", "optimizer.clip_norm=0.5")
+    run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    plain = run_ranks(1, plain_rank, run.path, 10)[0]
+    for ours, (loss, norm) in zip(lines(run), plain, strict=True):
+        assert ours[1] == pytest.approx(loss, rel=1e-5) and ours[2] == pytest.approx(norm, rel=1e-5)
+    (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
+    layout, vocab = layout_of(run.config, size, size), load_manifest(run.data).vocab_size
+    told = {group: sent for group, sent, _ in traffic(run.config, layout, vocab)}
+    assert ready.get("sent_bytes", {}) == told and bool(told) == (size > 1)
+    for line in read_jsonl(run.metrics):
+        assert ("exposed_comm_s" in line) == (size > 1), "with one rank there is nothing to wait for"
+        assert size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
+    more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
+    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    interrupted(run, 2, signal.SIGTERM, 5, [1])
+    assert len(lines(run)) < 14
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    losses = [line[1] for line in lines(calm)]
+    assert losses[-1] < losses[0] - 1.0
+
+
+def scale_rank(place: Place, path: Path) -> float:
+    newest = sorted((Run.open(path).checkpoints).glob("step-*"))[-1]
+    return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
+
+
+def test_the_fp16_scale_is_kept_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert scale_rank(None, run.path) > 1.0  # type: ignore[arg-type]
+
+
+def no_sync_rank(place: Place, path: Path) -> int:
+    """How many gradient reductions one step of four micro-batches makes."""
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.base.signals import StopFlag
+    from pipeline.comm import groups
+    from pipeline.data.manifest import load_manifest
+    from pipeline.train.trainer import Trainer
+
+    run = Run.open(path)
+    world = groups.join(place, run.config)
+    trainer = Trainer(run, load_manifest(run.data), place, world, StopFlag())
+    reductions = 0
+
+    def count(state: Any, bucket: Any) -> Any:
+        nonlocal reductions
+        reductions += 1
+        work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    trainer.engine.model.register_comm_hook(None, count)  # type: ignore[operator]
+    trainer.fit()
+    return reductions
+
+
+def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "counted", data, "train.steps=3", "train.micro_batch=1", "checkpoint.every_steps=50")
+    assert run_ranks(2, no_sync_rank, run.path) == [3, 3]
+
+
+@pytest.mark.timeout(400)
+def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> None:
+    more = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
+    plain = new_run(tmp_path, "plain", data, *more)
+    compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
+    for run in (plain, compiled):
+        assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {Exit.DONE}
+    for ours, theirs in zip(lines(compiled), lines(plain), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool, bool]]:
+    """Whether torch, and whether its compiler, may only do what gives the same bits again, under each config."""
+    import torch
+    from torch._inductor import config as compiler
+
+    from pipeline.comm import groups
+
+    found = []
+    for config in configs:
+        groups.make_deterministic(config)
+        found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic)))
+    return found
+
+
+def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
+    ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
+    found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
+    assert found == [(False, False), (True, False), (True, True)]
