@@ -24,7 +24,7 @@ import gzip
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
@@ -33,7 +33,8 @@ from pipeline.config.sections import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_FORMATS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
+ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
+"""What the files of an ending are; a .txt file may also be `lines`."""
 _BLOCK = 1 << 20
 _JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
 
@@ -50,7 +51,12 @@ class Input:
     @property
     def splits(self) -> bool:
         """Whether any byte range of the file is a piece."""
-        return self.format in ("lines", "jsonl")
+        return FORMATS[self.format].splits
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds."""
+        return self.size * FORMATS[self.format].expansion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,10 +89,10 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             if not paths:
                 raise UserError(
                     f"data.source: {source!r} matches no file (looked from {os.getcwd()}); name "
-                    f"{', '.join(formats or _FORMATS)} files" + ("" if formats else f", or {PYTHON_STDLIB}")
+                    f"{', '.join(formats or ENDINGS)} files" + ("" if formats else f", or {PYTHON_STDLIB}")
                 )
         for path in paths:
-            file_format = "text" if source == PYTHON_STDLIB else _format(path, data, formats or _FORMATS)
+            file_format = "text" if source == PYTHON_STDLIB else _format(path, data, formats or ENDINGS)
             with reading(path):
                 stat = os.stat(path)
             found.setdefault(path, Input(path, stat.st_size, stat.st_mtime_ns, file_format))
@@ -117,23 +123,32 @@ def read_documents(source: Input, start: int, end: int, text_field: str) -> Iter
     Raises UserError naming the file when it cannot be read at all.
     """
     with reading(source.path):
-        if source.format == "parquet":
-            yield from _parquet_documents(source.path, start, end, text_field)
-            return
-        with open(source.path, "rb") as file:
-            if source.format == "text":
-                yield _whole_file(file.read())
-                return
-            lines: Iterable[bytes]
-            if source.format == "gzip":
-                lines = gzip.GzipFile(fileobj=file)
-            elif source.format == "zstd":
-                lines = _split_lines(_zstd_blocks(file, source.path))
-            else:
-                lines = _lines_from(file, start, end)
-            parse = _text_line if source.format == "lines" else _json_line
-            for number, line in enumerate(lines, 1):
-                yield parse(number, line, text_field)
+        yield from FORMATS[source.format].read(source.path, start, end, text_field)
+
+
+def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    with open(path, "rb") as file:
+        yield _whole_file(file.read())
+
+
+def _line_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    with open(path, "rb") as file:
+        yield from (_text_line(number, line) for number, line in enumerate(_lines_from(file, start, end), 1))
+
+
+def _jsonl_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    with open(path, "rb") as file:
+        yield from _json_lines(_lines_from(file, start, end), field)
+
+
+def _gzip_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    with gzip.open(path) as file:
+        yield from _json_lines(file, field)
+
+
+def _zstd_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    with open(path, "rb") as file:
+        yield from _json_lines(_split_lines(_zstd_blocks(file, path)), field)
 
 
 def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
@@ -193,9 +208,13 @@ def _whole_file(data: bytes) -> Document:
         return Document(data.count(b"\n", 0, error.start) + 1, "", _decode(data)[1])
 
 
-def _text_line(number: int, line: bytes, _: str) -> Document:
+def _text_line(number: int, line: bytes) -> Document:
     text, reason = _decode(line.removesuffix(b"\n").removesuffix(b"\r"))
     return Document(number, text, reason)
+
+
+def _json_lines(lines: Iterable[bytes], field: str) -> Iterator[Document]:
+    return (_json_line(number, line, field) for number, line in enumerate(lines, 1))
 
 
 def _json_line(number: int, line: bytes, field: str) -> Document:
@@ -265,3 +284,25 @@ def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator
                     yield Document(number, text, reason)
         except pyarrow.ArrowException as error:
             raise UserError(f"cannot read {path}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How the files of a format are read."""
+
+    read: Callable[[str, int, int, str], Iterator[Document]]
+    """The documents of a piece [start, end) of the file at a path, by `text_field`."""
+    splits: bool = False
+    """Whether any byte range of a file is a piece; else the whole file is one."""
+    expansion: int = 1
+    """Bytes of text for each byte of a file: rough, but only the balance between units depends on it."""
+
+
+FORMATS = {
+    "text": Format(_text_documents),
+    "lines": Format(_line_documents, splits=True),
+    "jsonl": Format(_jsonl_documents, splits=True),
+    "gzip": Format(_gzip_documents, expansion=4),
+    "zstd": Format(_zstd_documents, expansion=4),
+    "parquet": Format(_parquet_documents),
+}

@@ -27,7 +27,6 @@ from pipeline.base.files import write_atomic
 MIN_UNITS = 4  # so that a few tasks have something to share on small data
 MIN_UNIT_BYTES = 1 << 16
 _FILL = 0.9  # of a shard; the rest is room for texts that need more tokens than the sample did
-_EXPANSION = {"gzip": 4, "zstd": 4}  # rough, but only the balance between units depends on it
 
 
 class Piece(NamedTuple):
@@ -61,7 +60,7 @@ def total_bytes(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]]) ->
 def _atoms(index: int, source: Input, groups: Mapping[int, Sequence[int]]) -> Sequence[int]:
     if source.format == "parquet":
         return groups[index]
-    return [source.size * _EXPANSION.get(source.format, 1)]
+    return [source.text_bytes]
 
 
 def cut(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]], count: int) -> tuple[tuple[Piece, ...], ...]:

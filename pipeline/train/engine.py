@@ -34,7 +34,7 @@ from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
-from pipeline.train.optimizer import LossScaler, fill_state, make_optimizer
+from pipeline.train.optimizer import LossScaler, make_optimizer
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
     from pipeline.parallel.pipeline_parallel import Pipeline
@@ -72,7 +72,6 @@ class Engine:
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
         self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
-        fill_state(self.optimizer)
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate.
+"""Optimizers, and the learning rate.
 
 The learning rate of a step is a pure function of (config, step, steps): nothing to save, nothing to restore, and a
 run that stops and goes on sees the same rates. The trainer calls :func:`set_learning_rate` before each step.
@@ -7,7 +7,9 @@ run that stops and goes on sees the same rates. The trainer calls :func:`set_lea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,19 +17,48 @@ from torch import nn
 from pipeline.config.sections import OptimizerConfig
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the trained parameters of `model`, each once.
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer of `optimizer.name`."""
+
+    make: Callable[[list[dict[str, Any]], OptimizerConfig, bool | None], torch.optim.Optimizer]
+    """From parameter groups, the config, and whether torch's fused kernel is to be used (None: it has none)."""
+    moments: tuple[str, ...]
+    """What it keeps of each parameter in the parameter's shape; zeros before the first step."""
+    counts: bool = True
+    """Whether it counts each parameter's steps, as `step`."""
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | None) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+KINDS = {
+    "adamw": Kind(_adamw, ("exp_avg", "exp_avg_sq")),
+}
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer over the trained parameters of `model`, each once, with its state as before the first step.
 
     Two groups: parameters of two or more dimensions (matrices, and embeddings with them) decay by
-    `config.weight_decay`, vectors (norms) do not. The fused kernel is used where torch has it for the device type.
+    `config.weight_decay`, vectors (norms) do not. The fused kernel is used where torch has it for the device type. The
+    state is there from the start, so that a checkpoint can be loaded into it.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    kind, parameters = KINDS[config.name], [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     fused = True if device.type in ("cpu", "cuda") else None
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    optimizer = kind.make(groups, config, fused)
+    for parameter in parameters:
+        state = {key: torch.zeros_like(parameter) for key in kind.moments}
+        if kind.counts:
+            state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
+        optimizer.state[parameter] = state
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -62,15 +93,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` in the optimizer's next step, for all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def fill_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the optimizer's state (zeros, as its first step would), so that it can be loaded before that step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            where = parameter.device if group["fused"] else "cpu"
-            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=where), **moments}
 
 
 class LossScaler:

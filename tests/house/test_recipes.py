@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,13 @@ def applied(title: str, folder: Path) -> Path:
     changed = {str(p.relative_to(code)) for p in code.rglob("*.py") if before.get(p) != p.read_bytes()}
     assert changed == ALL[title].files, "its list names what it touches"
     return code
+
+
+def pipeline(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The rank's door, by hand."""
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(code)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +85,61 @@ def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path)
     for command in ("status", "report"):
         shown = submit(counting, tmp_path, command, "runs/swept")
         assert shown.returncode == 0 and "count" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_a_new_format_is_read(tmp_path: Path) -> None:
+    code, config = applied("Add a data format", tmp_path / "code"), write_config(tmp_path)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    with open(tmp_path / "corpus.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["number", "text"], *enumerate(texts)])
+    for stage in ("prepare", "shard"):
+        done = pipeline(code, tmp_path, stage, str(config), f"data.source={tmp_path}/corpus.csv")
+        assert done.returncode == 0, done.stderr
+    documents = json.loads((tmp_path / "runs/tiny/data/manifest.json").read_text())["documents"]
+    assert documents == len(texts)
+
+
+def test_a_new_optimizer_trains_and_goes_on(tmp_path: Path) -> None:
+    code, config = applied("Add an optimizer", tmp_path / "code"), write_config(tmp_path)
+    sgd = ("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=6", "checkpoint.every_steps=3")
+    for stage in ("prepare", "shard", "train"):
+        done = pipeline(code, tmp_path, stage, str(config), *sgd)
+        assert done.returncode == 0, done.stderr
+    run, digests = tmp_path / "runs/tiny", []
+    for _ in range(2):
+        verified = pipeline(code, tmp_path, "verify", str(run))
+        digests.append(verified.stdout.splitlines()[-1])
+        shutil.rmtree(run / "checkpoints/step-00000006")
+        done = pipeline(code, tmp_path, "train", str(run))
+        assert done.returncode == 0, done.stderr
+    assert digests[0] == digests[1], "its momentum was in the checkpoint"
+    losses = [line["loss"] for line in read_jsonl(run / "metrics.jsonl")]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_a_new_metric_is_in_each_line(tmp_path: Path) -> None:
+    code, config = applied("Add a metric", tmp_path / "code"), write_config(tmp_path)
+    for stage in ("prepare", "shard", "train"):
+        done = pipeline(code, tmp_path, stage, str(config), "train.steps=3", "optimizer.clip_norm=0.01")
+        assert done.returncode == 0, done.stderr
+    assert [line["clipped"] for line in read_jsonl(tmp_path / "runs/tiny/metrics.jsonl")] == [True] * 3
+
+
+def test_a_new_signal_stops_a_training(tmp_path: Path) -> None:
+    code, config = applied("Add a signal", tmp_path / "code"), write_config(tmp_path, steps=100_000)
+    for stage in ("prepare", "shard"):
+        assert pipeline(code, tmp_path, stage, str(config)).returncode == 0
+    run = tmp_path / "runs/tiny"
+    command = [sys.executable, "-m", "pipeline", "train", str(run)]
+    rank = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(code)}, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+            assert time.monotonic() < deadline and rank.poll() is None
+            time.sleep(0.1)
+        rank.send_signal(signal.SIGHUP)
+        assert rank.wait(60) == 75
+    finally:
+        rank.kill()
+    told = [event for event in read_jsonl(run / "events.jsonl") if event["event"] == "stop_requested"]
+    assert [event["signal"] for event in told] == ["SIGHUP"]
