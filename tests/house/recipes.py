@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.house.imports import ROOT
 
-_EDIT = re.compile(r"^`([\w/.]+)`(?:, (above|below|instead of) `(.+)`)?:\n\n```python\n(.*?)```$", re.M | re.S)
+_EDIT = re.compile(r"^`([\w/.]+)`(?:, (above|below|instead of) `([^`\n]+)`)?:\n\n```python\n(.*?)```$", re.M | re.S)
 
 
 @dataclass(frozen=True)
