@@ -65,7 +65,7 @@ class Start:
         return [_read(log) for log in logs]
 
     def _start(self, log: Path, *arguments: str) -> subprocess.Popen[str]:
-        env = {"LD_PRELOAD": str(self.library), "FAKE_GPUS": "2", "FAKE_GPU_LOG": str(log)}
+        env = {"LD_PRELOAD": str(self.preload), "FAKE_GPUS": "2", "FAKE_GPU_LOG": str(log)}
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # a machine with real GPUs has a real NVML
         return subprocess.Popen(
             [self.python, "-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments],
