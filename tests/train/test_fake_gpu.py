@@ -49,7 +49,7 @@ class Start:
     """Programs of tests/fake_gpu/programs.py, on a machine with two fake GPUs."""
 
     python: Path
-    library: Path
+    preload: Path
     folder: Path
 
     def __call__(self, *rank_arguments: tuple[str, ...]) -> list[list[Call]]:
