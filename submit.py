@@ -190,7 +190,7 @@ def report(run: RunPath) -> None:
 @app.command()
 def logs(
     run: RunPath,
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="prepare, shard, train or evaluate")],
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="a stage of the run, such as train")],
     rank: Annotated[str, typer.Option(help="whose log: a rank's number (shard: a task's), or supervisor")] = "0",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the stage has ended")] = False,
 ) -> None:

@@ -24,11 +24,12 @@ from typing import Any
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
+from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run, with_absolute_paths
 from pipeline.run.failure import explain, leave_peers, report_error
 
-USAGE = "usage: python -m pipeline prepare|shard|train|evaluate|verify|plan RUN|CONFIG [--step N] [key=value …]"
+USAGE = f"usage: python -m pipeline {'|'.join(STAGES)}|verify|plan RUN|CONFIG [--step N] [key=value …]"
 
 
 def main(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ import traceback
 
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.signals import StopFlag
+from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 
 
@@ -15,7 +16,7 @@ def main(arguments: list[str]) -> int:
     flag = StopFlag().install()
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):
-            raise UserError("usage: python -m slurm prepare|shard|train|evaluate RUN")
+            raise UserError(f"usage: python -m slurm {'|'.join(STAGES)} RUN")
         from slurm.supervise.supervisor import supervise
 
         run = Run.open(arguments[1])

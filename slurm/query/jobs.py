@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.stages import STAGES
-from pipeline.run import points as sweep
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
 
 
@@ -36,7 +36,7 @@ def unproven(jobs: Sequence[Submitted]) -> list[str]:
 
 def running(run: Run) -> list[str]:
     """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun."""
-    everyone = (run, *sweep.points(run))
+    everyone = (run, *points(run))
     held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.holder(stage)]
     jobs = [job for job in jobs_of(everyone) if job.state.active and job.state.state != "PENDING"]
     return held or [f"{job.stage} (job {job.job_id})" for job in jobs]
@@ -44,5 +44,5 @@ def running(run: Run) -> list[str]:
 
 def uses_slurm(run: Run) -> bool:
     """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
-    submitted = [e for one in (run, *sweep.points(run)) for e in one.read_events(None, "submitted")]
+    submitted = [e for one in (run, *points(run)) for e in one.read_events(None, "submitted")]
     return bool(submitted) and max(submitted, key=lambda e: str(e["time"])).get("executor") == "slurm"

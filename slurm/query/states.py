@@ -4,8 +4,7 @@ A job's id alone proves nothing: ids start from 1 again where a controller lost 
 share a file system counts for itself. So callers ask with a :class:`Claim`, and an answer counts as follows:
 
 - squeue or scontrol shows a job of that id on that cluster with the run's comment (slurm/submit/sbatch.py): it is ours.
-Only
-  such a job is ever cancelled, changed or waited for; requeues change its times, but neither id nor comment.
+  Only such a job is ever cancelled, changed or waited for; requeues change its times, but neither id nor comment.
 - Only cluster, id, user, name and the time of submission agree (accounting keeps no comments on many sites): enough
   to read how it ended, and for nothing else.
 

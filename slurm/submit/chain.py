@@ -15,9 +15,9 @@ from rich.console import Console
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.stages import STAGES
-from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 from slurm.query import attempts
 from slurm.query.causes import leaving
 from slurm.query.jobs import Submitted, jobs_of, unproven
@@ -114,7 +114,7 @@ def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:
 
     The ids, and what is to be said of jobs that are left alone.
     """
-    known = jobs_of((run, *sweep.points(run)))
+    known = jobs_of((run, *points(run)))
     jobs = [job for job in known if job.state.active or job.state.dead]
     cancel(job.state for job in jobs if job.state.state == "PENDING")
     return [job.job_id for job in jobs], unproven(known)

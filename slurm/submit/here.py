@@ -17,9 +17,9 @@ from rich.console import Console
 from pipeline.base.errors import Exit
 from pipeline.base.place import in_allocation
 from pipeline.base.signals import StopFlag
-from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 from slurm.query import attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
 
@@ -32,7 +32,7 @@ def run_chain(run: Run, console: Console) -> Exit:
         console.print(SETUP_NOT_RUN, highlight=False, soft_wrap=True)
     flag = StopFlag().install()
     code = _run_stages(run, stages.own_stages(run), flag, console)
-    for point in sweep.points(run) if code == Exit.DONE else ():
+    for point in points(run) if code == Exit.DONE else ():
         console.print(f"point {point.path.name}", highlight=False)
         if (code := _run_stages(point, stages.point_stages(), flag, console)) != Exit.DONE:
             break

@@ -50,7 +50,7 @@ def submit_sweep(
     jobs: dict[tuple[Run, str], str] = {}
     vain: list[JobState] = []
     ending: list[str] = []
-    done = 0
+    done = busy = 0
     for point in all_points:
         for stage in names:
             known = job_of(point, stage)
@@ -70,8 +70,9 @@ def submit_sweep(
                 if not own[stage] and (reason := failed(point, stage)) is not None:
                     raise UserError(reason)
                 wanted[stage].append(point)
-        done += not any(point in group for group in wanted.values()) and not any(p is point for p, _ in jobs)
-    busy = sum(not any(p in g for g in wanted.values()) for p in all_points) - done
+        if not any(point in lacking for lacking in wanted.values()):
+            going = any((point, stage) in jobs for stage in names)
+            done, busy = done + (not going), busy + going
     console.print(f"sweep     {len(all_points)} points: {done} done, {busy} under way")
     cancel(vain)
     arrays: dict[str, tuple[str, list[Run]]] = {}

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
-from pipeline.run import points as sweep
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 from slurm.query import attempts
 from slurm.query.causes import predecessor_of
 from slurm.query.states import (
@@ -46,7 +46,7 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
     needed = kinds.keys() if further else {job}
     told = since_submitted(run.read_events(None, "submitted", "took_over"), job)
     since = str(told[0]["time"]) if told else ""
-    for point in sweep.points(run):
+    for point in points(run):
         told += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= since]
     for event in told:
         if event["event"] == "took_over" and event["job_id"] in needed:
@@ -64,7 +64,7 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
 def _claims(run: Run) -> dict[str, Claim]:
     """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
     started = [claim(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
-    submitted = [one for each in (run, *sweep.points(run)) for _, one in claims(each)]
+    submitted = [one for each in (run, *points(run)) for _, one in claims(each)]
     here = cluster_name()
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
