@@ -1,6 +1,6 @@
 # make run       set up and run the quickstart from documents to an evaluated model
 # make test      what everybody runs before a commit (make check is part of it)
-# make test-cluster  the stories on a real Slurm (root, Debian); a change lands when both have passed
+# make test-cluster  the stories: whole runs, most on a real Slurm (root, Debian); a change lands when both have passed
 # make install   set up .venv only
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
@@ -53,7 +53,7 @@ test: check
 	$(PYTEST)
 
 test-cluster: $(VENV)/.tests
-	$(PYTEST) -m "cluster and not long"
+	$(PYTEST) -m "story and not long"
 
 test-long: check
 	$(PYTEST) -m "not gpu_fake"

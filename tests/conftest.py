@@ -26,12 +26,18 @@ os.environ.setdefault(
 )  # many processes on few cores: their threads would only wait for each other
 
 
+def uses_cluster(item: pytest.Item) -> bool:
+    """Whether a test needs a fixture that tests.cluster.fixture made, itself or through others."""
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return any(fixture[-1].func.__module__ == "tests.cluster.fixture" for fixture in known.values())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files: workers take whole ones, one after another. What runs on a cluster is a `cluster` test."""
+    """Order the files: workers take whole ones, one after another. What runs on a cluster is a story."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("short"):
-            item.add_marker("cluster")
+        if uses_cluster(item) and not item.get_closest_marker("short"):
+            item.add_marker("story")
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -41,7 +41,7 @@ def trap(tmp_path: Path) -> Run:
 
 
 def call(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert not (folder / "executed").exists(), f"{command} executed the run's code"
     assert "Traceback" not in done.stderr, done.stderr
     return done
@@ -75,7 +75,7 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
         [sys.executable, "-m", "pipeline", "prepare", "tiny.yaml", "run.sharing=all"],
     ):
         environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=240)
         assert done.returncode == Exit.USER_ERROR, command
         assert re.search(rb"runs/tiny belongs to \w+ \(uid 65534\).* another run.name", done.stderr), done.stderr
         assert not (tmp_path / "executed").exists(), command

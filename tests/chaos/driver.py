@@ -188,7 +188,7 @@ def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> st
     (like.folder / "chaos/inject.json").unlink(missing_ok=True)
     where = [] if cluster else ["--executor", "local"]
     submit(cluster, like.folder, str(like.config), *OVERRIDES, f"run.root={folder}", *where)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while newest_step(run.checkpoints) < like.steps and time.monotonic() < deadline:
         time.sleep(0.2)
     return digest(run)

@@ -68,7 +68,7 @@ class Cluster:
 
     # Up and down
 
-    def up(self, options: Options | None = None, timeout: float = 60) -> Cluster:
+    def up(self, options: Options | None = None, timeout: float = 120) -> Cluster:
         """Bring the cluster up and wait until its nodes are idle; whatever fails on the way is cleaned up.
 
         Raises UserError where it cannot run or a cluster is there already, RuntimeError or TimeoutError, with
@@ -210,7 +210,7 @@ class Cluster:
         self._site(node)
         self.output(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
-    def lose_state(self, timeout: float = 60) -> None:
+    def lose_state(self, timeout: float = 120) -> None:
         """The controller comes back without what it knew: every job is gone, and ids start from 1 again."""
         site = self._site()
         self._machine("slurmctld").end()
@@ -225,7 +225,7 @@ class Cluster:
         """What to add to `os.environ` so that Slurm's commands speak to this cluster."""
         return {"SLURM_CONF": str(self.directory / "slurm.conf")}
 
-    def run(self, command: Sequence[str | Path], timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str | Path], timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command of the host on the cluster, whatever its exit code; output is captured as text.
 
         The variables of a surrounding Slurm job are kept from it. Raises subprocess.TimeoutExpired.
@@ -235,7 +235,7 @@ class Cluster:
             command, capture_output=True, text=True, timeout=timeout, env=outside | self.environment()
         )
 
-    def output(self, command: Sequence[str | Path], timeout: float = 30) -> str:
+    def output(self, command: Sequence[str | Path], timeout: float = 120) -> str:
         """The stripped standard output of a command that must succeed. Raises RuntimeError with what it said."""
         done = self.run(command, timeout)
         if done.returncode:
@@ -257,7 +257,7 @@ class Cluster:
         """Slurm's word for a job of the last ten minutes: PENDING, RUNNING, COMPLETED, FAILED …"""
         return self.output(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"])
 
-    def wait_nodes(self, *states: str, nodes: Sequence[str] = NODES, timeout: float = 30) -> None:
+    def wait_nodes(self, *states: str, nodes: Sequence[str] = NODES, timeout: float = 120) -> None:
         """Wait until each of `nodes` is in one of `states`. Raises TimeoutError."""
         self._wait(
             lambda: {self.node_states()[node] for node in nodes} <= set(states),
@@ -265,11 +265,11 @@ class Cluster:
             lambda: f"{', '.join(nodes)} should be {' or '.join(states)}; the nodes: {self.node_states()}",
         )
 
-    def wait_idle(self, timeout: float = 30) -> None:
+    def wait_idle(self, timeout: float = 120) -> None:
         """Wait until every node is up and free. Raises TimeoutError."""
         self.wait_nodes("idle", timeout=timeout)
 
-    def wait_job(self, job: str, *states: str, timeout: float = 30) -> None:
+    def wait_job(self, job: str, *states: str, timeout: float = 120) -> None:
         """Wait until the job is in one of `states`. Raises TimeoutError."""
         self._wait(
             lambda: self.job_state(job) in states,
@@ -277,7 +277,7 @@ class Cluster:
             lambda: f"job {job} should be {' or '.join(states)}: {self.output(['scontrol', 'show', 'job', job])}",
         )
 
-    def clear(self, timeout: float = 30) -> None:
+    def clear(self, timeout: float = 120) -> None:
         """Cancel every job and wait until the nodes are free: a clean table for the next test."""
         self.output(["scancel", "--user=root"])
         self.wait_idle(timeout)

@@ -209,7 +209,7 @@ def endless() -> Iterator[np.ndarray]:
 
 
 def wait_until_full(batches: Batches, depth: int = 2) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while batches._ready.qsize() < depth and time.monotonic() < deadline:
         time.sleep(0.001)
     assert batches._ready.qsize() == depth

@@ -237,5 +237,5 @@ def test_manifest_module_imports_nothing_heavy() -> None:
         "import sys, data_prep.text.state\n"
         "print([n for n in ('numpy', 'h5py', 'tokenizers', 'torch', 'pyarrow', 'slurm') if n in sys.modules])"
     )
-    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=240, capture_output=True, text=True)
     assert child.stdout == "[]\n", child.stderr

@@ -227,7 +227,7 @@ def test_killed_task_leaves_no_trace_and_only_missing_units_are_redone(tmp_path:
     killed = tmp_path / "killed"
     prepare(data, killed, quiet)
     child = subprocess.run(
-        [sys.executable, "-c", KILLED, data.model_dump_json(), str(killed), str(fatal)], cwd=ROOT, timeout=60
+        [sys.executable, "-c", KILLED, data.model_dump_json(), str(killed), str(fatal)], cwd=ROOT, timeout=240
     )
     assert child.returncode == -signal.SIGKILL
     assert [path for path in (killed / "shards").iterdir() if path.suffix == ".tmp"]
@@ -428,7 +428,7 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
         "    except OSError as error: print(limit, error.errno)\n"
     )
     command = [sys.executable, "-c", script, data.model_dump_json(), str(tmp_path / "data")]
-    child = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    child = subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
     wanted = "".join(f"{limit} {errno.EFBIG}\n" for limit in (0, 100, 2048, 4096, 20_000))  # stands for a full disk
     assert (child.returncode, child.stdout, child.stderr) == (0, wanted, "")
     assert list((tmp_path / "data" / "shards").iterdir()) == []

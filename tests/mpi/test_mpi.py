@@ -29,6 +29,7 @@ def test_every_combination(ranks: int) -> None:
     assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
 
 
+@pytest.mark.story
 def test_the_mpi_of_the_system() -> None:
     """Debian's Open MPI 4 instead of the wheel's 5."""
     if debian_mpirun() is None:
@@ -43,6 +44,7 @@ def test_faults_are_named_and_one_failed_rank_ends_all(tmp_path: Path) -> None:
     assert done.returncode != 0 and not wait_until_gone(str(tmp_path), 5)
 
 
+@pytest.mark.story
 @pytest.mark.timeout(400)
 def test_ranks_that_end_early_or_without_a_word() -> None:
     done = mpirun(2, "tests.support.mpi_faults", "forgetful")
@@ -66,6 +68,6 @@ def test_a_killed_rank_takes_all_along(tmp_path: Path) -> None:
         pids += [int(line.split()[-1])] if "is process" in line else []
     os.kill(pids[2], signal.SIGKILL)
     started = time.monotonic()
-    world.communicate(timeout=20)
+    world.communicate(timeout=240)
     assert world.returncode != 0 and time.monotonic() - started < 15
     assert not wait_until_gone(str(tmp_path), 5)

@@ -326,7 +326,7 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
     cases: list[dict[str, Any]] = [{"zero": 3} if precision == "bf16" else {"tensor": 2}]
     cases.append({**V, "schedule": "zbv"})
     configs = [tiny_config(2, parallel=case, train={"precision": precision, "micro_batch": 4}) for case in cases]
-    for case, trained in zip(cases, run_ranks(2, train_rank, configs, timeout=200)[0], strict=True):
+    for case, trained in zip(cases, run_ranks(2, train_rank, configs, timeout=240)[0], strict=True):
         for ours, theirs in zip(trained, one_process({"train": FEW}), strict=True):
             for mine, exact, limit in zip(ours, theirs, LOW[precision], strict=True):
                 assert mine == pytest.approx(exact, rel=limit), f"{case}: (loss, norm)"

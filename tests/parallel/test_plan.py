@@ -49,7 +49,7 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     # (a tied weight on both ends of a pipeline stands once in a state, but is held twice)
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
     configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
-    held = run_ranks(4, held_rank, configs, timeout=200)
+    held = run_ranks(4, held_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = layout_of(config, 4, 4, VOCAB)
         for rank in range(4):

@@ -57,6 +57,7 @@ def live_through(
     return told
 
 
+@pytest.mark.story
 @pytest.mark.timeout(1500)
 def test_one_of_each_kind(tmp_path: Path) -> None:
     told = live_through(tmp_path, SHORT, seed=11, netns=True)

@@ -57,7 +57,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert not left, "processes of the run outlived the test"
 
 
-def wait_for_steps(run: Path, steps: int, timeout: float = 120) -> None:
+def wait_for_steps(run: Path, steps: int, timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
     while sum(1 for _ in read_jsonl(run / "metrics.jsonl")) < steps:
         assert time.monotonic() < deadline, f"step {steps} was not reached"
@@ -172,7 +172,7 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
     )
     environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=finished, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", probe], cwd=finished, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
@@ -200,7 +200,7 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self.fd, b"\x03")
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             self.read(0.1)
@@ -240,6 +240,7 @@ def slowed_run(folder: Path, finished: Path, *overrides: str) -> Path:
     return slowed(Run.create(load_config(shared_config(folder, finished), overrides)), 0.1).path
 
 
+@pytest.mark.story
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:
     """A save takes longer than the second after which submitit would kill, and the ranks count their signals."""
     run = slowed_run(tmp_path, finished)
@@ -282,11 +283,12 @@ def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished:
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
     process.terminate()
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
 
 
+@pytest.mark.story
 def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished, "recovery.crash=1")
     command = [*SUBMIT, "tiny.yaml", "recovery.crash=1"]
@@ -299,7 +301,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
         ranks["1"].kill()
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
         assert not alive, "the peer outlived the rank that died"
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == Exit.CRASHED and "went on by itself after: crashed" in output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
     assert "recovery.crash: 1" in output, "its budget was one"
@@ -308,6 +310,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
     """A bug in one rank: the run's own copy of the code is broken for rank 1, as a bad edit would break it."""
     config = shared_config(tmp_path, finished)
@@ -318,18 +321,19 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
         "        lr = learning_rate(",
     )
-    done = submit(tmp_path, "tiny.yaml", timeout=60)
+    done = submit(tmp_path, "tiny.yaml", timeout=240)
     assert done.returncode == Exit.CRASHED
     assert "rank 1 on" in done.stdout and "ValueError: a bug of rank one" in done.stdout
     assert "Connection closed by peer" not in done.stdout
 
 
+@pytest.mark.story
 def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
     assert "saves and leaves" in submit(tmp_path, "cancel", "runs/tiny").stdout
-    assert "cancelled" in process.communicate(timeout=60)[0]
+    assert "cancelled" in process.communicate(timeout=240)[0]
     assert process.returncode == Exit.STOPPED
     again = submit(tmp_path, "tiny.yaml")
     assert again.returncode == Exit.USER_ERROR and "was cancelled" in again.stderr
@@ -337,6 +341,7 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> Non
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
     for wrong in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
@@ -376,6 +381,7 @@ def broken_code(folder: Path) -> None:
             (folder / package / f"{name}.py").write_text("raise ImportError('the working directory, not the run')")
 
 
+@pytest.mark.story
 def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
     broken_code(tmp_path)
@@ -387,6 +393,7 @@ def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, t
     assert submit(tmp_path, "plan", "tiny.yaml").returncode == 0
 
 
+@pytest.mark.story
 def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> None:
     shared_config(tmp_path, finished)
     both = [
@@ -395,7 +402,7 @@ def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> No
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
+    outputs = [process.communicate(timeout=240)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     run = Run.open(tmp_path / "runs/tiny")
     assert [e["event"] for e in run.read_events()].count("created") == 1
@@ -403,6 +410,7 @@ def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> No
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -411,15 +419,17 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     supervisor = next(p for p in working if "slurm" in p.cmdline())
     ranks = [p for p in working if "pipeline" in p.cmdline()]
     supervisor.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=240)
     assert not alive, "ranks go on without their supervisor"
-    output = process.communicate(timeout=60)[0]
+    assert newest_step(run / "checkpoints") < 60, "they trained to the end"
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == Exit.CRASHED and "resume runs/tiny" in output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
@@ -432,26 +442,29 @@ def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Pa
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
     command = [sys.executable, "-m", "pipeline", "train", str(run)]
-    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=60)
+    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
     assert by_hand.returncode == Exit.USER_ERROR and "already running (pid" in by_hand.stderr
-    assert process.wait(120) == 0
+    assert process.wait(240) == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
+@pytest.mark.story
 def test_a_lone_process_does_every_stage_without_submitit(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=5)
     for stage in ("prepare", "shard", "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, str(config), "stages.train.tasks_per_node=1"]
-        done = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs/tiny/evaluation/step-00000005.json").exists()
 
 
+@pytest.mark.story
 def test_nothing_held_out_is_nothing_to_evaluate(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
     done = submit(tmp_path, str(config), "data.held_out=0")
@@ -459,6 +472,7 @@ def test_nothing_held_out_is_nothing_to_evaluate(tmp_path: Path) -> None:
     assert "nothing is held out" in done.stdout
 
 
+@pytest.mark.story
 def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_disk: Path) -> None:
     shared_config(tmp_path, finished)
     (small_disk / "runs/tiny").mkdir(parents=True)
@@ -470,7 +484,7 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
         while True:
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, max(0, filler.stat().st_size - 300_000))
-    done = submit(tmp_path, "tiny.yaml", *overrides, timeout=90)
+    done = submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
     assert done.returncode == Exit.STORAGE, done.stdout + done.stderr
     assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
     filler.unlink()

@@ -31,7 +31,7 @@ def test_the_most_nodes_that_fit_are_used(tmp_path: Path, granted: int, used: in
 
 def preempt(cluster: Cluster, nodes: int) -> None:
     command = ["sbatch", "--parsable", "-phigh", f"-N{nodes}", "-c4", "-o", "/dev/null", "--wrap", "sleep 2"]
-    cluster.output(command, timeout=10)
+    cluster.output(command, timeout=60)
 
 
 @pytest.mark.timeout(900)

@@ -167,7 +167,7 @@ def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) 
 
 def submit(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd)
 
 
 def test_a_disk_too_small_for_a_run_is_named_and_nothing_stays_on_it(tmp_path: Path, small_disk: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     (checkout / "submit.py").write_bytes("# grün\n".encode("latin-1"))
     git = ["git", "-C", str(checkout), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *arguments], check=True, timeout=30)
+        subprocess.run([*git, *arguments], check=True, timeout=240)
     (checkout / "submit.py").write_bytes("# rötlich\n".encode("latin-1"))
     monkeypatch.setattr("pipeline.run.code.CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path)))

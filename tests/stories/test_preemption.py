@@ -181,7 +181,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def at_rest(cluster: Cluster) -> None:
-    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=10).stdout.strip(), 120)
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), 120)
 
 
 def accounted(cluster: Cluster, job: str) -> tuple[str, str]:

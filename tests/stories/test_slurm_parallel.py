@@ -48,7 +48,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     assert submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
     wait_for("step 5", lambda: reached(5))
     high = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"]
-    cluster.output(high, timeout=10)
+    cluster.output(high, timeout=60)
     wait_for("the requeue", lambda: events(run.path, "train").count("started") == 2)
     wait_for("step 12", lambda: reached(12))
     run.stop_file.touch()

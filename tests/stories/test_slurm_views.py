@@ -55,7 +55,7 @@ def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) 
     (folder / f"{name}.yaml").write_text(text.replace(f"root: {calm}", f"root: {folder}"))
     run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *more]))
     run.data.rmdir()
-    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data)], check=True, timeout=20)
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data)], check=True, timeout=240)
     if slowly:
         slowed(run)
     return run.path
@@ -142,14 +142,14 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
         assert submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
     with ThreadPoolExecutor() as pool:
         log = pool.submit(subprocess.run, [sys.executable, str(CODE_ROOT / "submit.py"), "logs", "runs/left",
-                          "train", "--follow"], cwd=tmp_path, capture_output=True, text=True, timeout=200)  # fmt: skip
+                          "train", "--follow"], cwd=tmp_path, capture_output=True, text=True, timeout=240)  # fmt: skip
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("COLUMNS", "160")
         table = Terminal(tmp_path, "status", "runs/left", "--watch")
         for run in runs.values():
             wait_for("step 4", lambda run=run: len(list(read_jsonl(run / "metrics.jsonl"))) >= 4)  # type: ignore[misc]
         cluster.output(["scancel", "--signal=USR2", job_of(runs["left"], "train")])
-        assert table.wait(200) == 0
+        assert table.wait(240) == 0
         for run in runs.values():
             wait_for("the end", lambda run=run: "done" in events(run, "evaluate"))  # type: ignore[misc]
         shown = log.result()
@@ -204,7 +204,7 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     failed = [e for e in Run.open(run).read_events("train") if e["event"] == "failed"]
     words = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert done.returncode != 0 and words[0].startswith("rank 2 on n2: Traceback"), done.stderr
@@ -212,6 +212,6 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster
     assert [(e["rank"], e["host"]) for e in failed] == [(2, "n2")]
     assert time.monotonic() - started < 60, "rank 3 sleeps for ten minutes, and was ended"
     trainer.write_text(good)
-    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^train +done .* 2 ", submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)

@@ -21,7 +21,7 @@ from slurm.supervise.mpi_launch import mpirun_command
 
 
 def mpirun(
-    ranks: int, module: str, *arguments: str, timeout: float = 100, env: Mapping[str, str] | None = None,
+    ranks: int, module: str, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine; `program`: another mpirun."""
@@ -30,7 +30,7 @@ def mpirun(
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends its ranks
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=240)
         raise AssertionError(f"not over within {timeout:g} s:\n{output}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 

@@ -89,7 +89,7 @@ class Ranks:
     def pids(self) -> list[int]:
         return [int(p.pid or 0) for p in self.processes]
 
-    def results(self, timeout: float = 120.0, failures_expected: bool = False) -> list[Any]:
+    def results(self, timeout: float = 240.0, failures_expected: bool = False) -> list[Any]:
         """Each rank's result; None for a rank that was killed. Raises AssertionError with the tracebacks."""
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self._pipes)
@@ -119,6 +119,6 @@ class Ranks:
         return results
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
     """Run `function(place, *arguments)` on `size` ranks and return their results."""
     return Ranks(size, function, *arguments).results(timeout)

@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[in
 
 
 def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if len(lines(run)) >= step or not any(p.is_alive() for p in ranks.processes):
             return

@@ -57,7 +57,7 @@ class Start:
         logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
         ranks = [self._start(log, *arguments) for log, arguments in zip(logs, rank_arguments, strict=True)]
         try:
-            said = [rank.communicate(timeout=200)[0] for rank in ranks]
+            said = [rank.communicate(timeout=240)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

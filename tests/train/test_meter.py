@@ -186,8 +186,9 @@ def test_what_computing_hides_is_not_exposed() -> None:
     assert waited["exposed_comm_s"] > LATE_S - 0.5, "the other one had computed less"
 
 
+@pytest.mark.story
 def test_over_mpi() -> None:
-    done = mpirun(2, "tests.train.test_meter", timeout=200)
+    done = mpirun(2, "tests.train.test_meter", timeout=240)
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
 
 

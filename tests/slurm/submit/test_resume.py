@@ -188,7 +188,7 @@ def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) ->
             second.wait(4)  # long enough to have read the config of 30 steps
         run.change(["train.steps=50"])
     try:
-        errors = second.communicate(timeout=60)[1].decode()
+        errors = second.communicate(timeout=240)[1].decode()
     finally:
         second.kill()
     assert second.returncode == Exit.USER_ERROR and "larger than the 50 steps" in errors

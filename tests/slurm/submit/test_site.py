@@ -341,6 +341,6 @@ def test_submit_without_slurm_still_plans(tmp_path: Path) -> None:
     write_config(tmp_path)
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "site.scratch=/with space"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=30
+        command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0 and "export TMPDIR='/with space'" in done.stdout, done.stderr

@@ -54,16 +54,17 @@ def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
 
 
+@pytest.mark.story
 def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
     supervisor = supervise(run)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     # the event, which the supervisor takes for progress, comes a moment after the checkpoint
     while not any(e["event"] == "saved" for e in run.read_events("train")) or not (ranks := rank_processes(run)):
         assert time.monotonic() < deadline and supervisor.poll() is None, "no checkpoint to kill after"
         time.sleep(0.01)
     os.kill(ranks[1], signal.SIGKILL)
-    assert supervisor.wait(100) == Exit.DONE, supervisor.communicate()
+    assert supervisor.wait(240) == Exit.DONE, supervisor.communicate()
     failed = next(event for event in run.read_events("train") if event["event"] == "failed")
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
@@ -71,7 +72,7 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
 
 
 def wait_for_step(run: Run, step: int, still_runs: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     while len(numbers(run)) < step:
         assert time.monotonic() < deadline and still_runs(), f"step {step} was not reached"
         time.sleep(0.05)
@@ -85,6 +86,7 @@ WAYS = {
 }
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     "way", [way if way == "powersgd" else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
 )
@@ -97,10 +99,10 @@ def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Pat
     first = supervise(slowed(run, 0.1))
     wait_for_step(run, 8, lambda: first.poll() is None)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(100) == Exit.STOPPED, first.communicate()
+    assert first.wait(240) == Exit.STOPPED, first.communicate()
     assert 8 <= len(numbers(run)) < 30
     second = supervise(run)
-    assert second.wait(100) == Exit.DONE, second.communicate()
+    assert second.wait(240) == Exit.DONE, second.communicate()
     restored = [event for event in run.read_events("train") if event["event"] == "restored"]
     assert [(event["lost_steps"], event.get("replicas")) for event in restored] == [(0, None)]
     assert numbers(run) == numbers(undisturbed) and digest(run) == digest(undisturbed)
@@ -127,7 +129,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "pipeline", "train", str(run.path)]
     done = subprocess.run(
-        command, cwd=CODE_ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=60
+        command, cwd=CODE_ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == Exit.USER_ERROR, done.stderr
     assert "MPI says rank 0 of 1, but torchrun says 0 of 2" in done.stderr and "mpirun" in done.stderr

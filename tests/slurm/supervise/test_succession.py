@@ -43,7 +43,7 @@ def shared(folder: Path, calm: Path, overrides: Sequence[str] = WITHOUT_REQUEUE)
 
 
 def queue(cluster: Cluster) -> str:
-    return cluster.run(["squeue", "-h"], timeout=10).stdout.strip()
+    return cluster.run(["squeue", "-h"], timeout=60).stdout.strip()
 
 
 def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
@@ -85,9 +85,9 @@ def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: C
     assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     first, heir = (e["job_id"] for e in Run.open(run).read_events("train")[:2])
     for job in (first, heir, job_of(run, "evaluate")):
-        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=10)
+        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=60)
     wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
-    cluster.output(["scancel", first], timeout=10)
+    cluster.output(["scancel", first], timeout=60)
     wait_for("an empty queue", lambda: not queue(cluster), 90)
     assert "took_over" not in events(run, "train") and not evaluated(run)
     assert events(run, "train").count("started") == 1
