@@ -61,7 +61,7 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
                 for rank in range(2):
                     from pipeline.base.place import local_environment
 
-                    place = local_environment(rank, 2, 2, "127.0.0.1", port, listener.fileno() if rank == 0 else None)
+                    place = local_environment(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(
                         subprocess.Popen(
                             [

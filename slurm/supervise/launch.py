@@ -104,7 +104,7 @@ class LocalRanks:
         with free_listener(size) as listener:
             for rank in range(size):
                 sockets = [listener.fileno()] if rank == 0 else []
-                place = local_environment(rank, size, size, "127.0.0.1", listener.getsockname()[1], *sockets)
+                place = local_environment(rank, size, listener.getsockname()[1], *sockets)
                 with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {now()} rank {rank}\n".encode())
                     log.flush()

@@ -273,10 +273,11 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
 
             health.TOGETHER = timedelta(seconds=2)
             group = groups.side_group(timedelta(seconds=30))
+            hosts = health.hosts_of(group)
             if place.rank == 2:
                 time.sleep(6)
                 return "slept"
-            health.check_together(place, world, group)
+            health.check_together(world, group, hosts)
     except UserError as error:
         return f"{error.code.name}: {error}"
     return "passed"
