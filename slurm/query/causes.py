@@ -30,20 +30,11 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import attempts, preemption
 from slurm.query.attempts import Attempts, budget_of, ending, refusal
-from slurm.query.job import JobFacts, dead_nodes, job_facts
-from slurm.query.states import Claim, JobState, claim, query, since_submitted
+from slurm.query.job import ENDED_BY_SLURM, JobFacts, dead_nodes, job_facts
+from slurm.query.states import FORGOTTEN, Claim, JobState, claim, query, since_submitted
 
 EARLY_S = 70.0
 """How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
-
-_STATES = {
-    "PREEMPTED": Exit.PREEMPTED,
-    "TIMEOUT": Exit.TIME_LIMIT,
-    "DEADLINE": Exit.TIME_LIMIT,
-    "NODE_FAIL": Exit.NODE_FAILURE,
-    "CANCELLED": Exit.CANCELLED,
-    "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
-}
 
 
 def leaving(run: Run, stage: str, job: JobState) -> bool:
@@ -86,13 +77,11 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
         return Exit.STOPPED
     if facts.restarts > restarts:
         return Exit.PREEMPTED
+    if facts.state in ENDED_BY_SLURM:
+        return ENDED_BY_SLURM[facts.state]
     ending = facts.state == "COMPLETING"
-    if facts.state in _STATES:
-        return _STATES[facts.state]
-    if ending and facts.preempted and site.requeue:
-        return Exit.CANCELLED
     if facts.preempted:
-        return Exit.PREEMPTED
+        return Exit.CANCELLED if ending and site.requeue else Exit.PREEMPTED
     if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
         return Exit.TIME_LIMIT
     return Exit.CANCELLED if ending else Exit.STOPPED
@@ -216,9 +205,12 @@ def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Ex
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:
         return word or Exit.CRASHED
-    facts = job_facts(job.job_id, job)
-    state = facts.state if facts is not None else query([job])[job].state
-    if state in _STATES:  # how it ended in the end; the word is from when that began
-        return _STATES[state]
+    shown = query([job])[job]
+    facts = None if shown.state in (FORGOTTEN, *ENDED_BY_SLURM) else job_facts(job.job_id)
+    if facts is not None and facts.submitted != shown.submitted:  # of another job, which has that id now
+        facts = None
+    state = shown.state if facts is None else facts.state
+    if state in ENDED_BY_SLURM:  # how it ended in the end; the word is from when that began
+        return ENDED_BY_SLURM[state]
     left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
     return word or left_with  # a code, but no word: a full disk takes no events

@@ -76,7 +76,9 @@ class Supervisor:
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
         self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since = facts.start if facts is not None else ""
-        self.identity = identity(facts.seen.name, job_submitted=facts.seen.submitted) if facts is not None else {}
+        self.identity = {}
+        if facts is not None:
+            self.identity = identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submitted)
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         left_s = facts.left_s if facts is not None else None
@@ -222,9 +224,8 @@ class Supervisor:
         killed.
         """
         job, site = self.place.job_id or "", self.run.config.site
-        signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
-        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
-            time.sleep(1)
+        signals = self.flag.count
+        facts = slurm_job.job_facts(job, ANSWER_WAIT_S)
         exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         way = causes.way_on(facts, self.place.restart_count, site, bool(self.flag), exclude)
         why_not = None

@@ -121,9 +121,10 @@ def leave(
         asked.append("requeue")
         return True
 
-    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count()
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
-    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count(step=5)
+    monkeypatch.setattr(job, "call", lambda *words: next(said) if words[0] == "scontrol" else None)
+    monkeypatch.setattr(job, "parse_facts", lambda facts: facts)
+    monkeypatch.setattr(job, "requeue", requeue)
     monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
@@ -364,7 +365,7 @@ def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | 
 @pytest.fixture
 def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def say(state: str) -> None:
-        monkeypatch.setattr(recovery, "job_facts", lambda job, of: None)
+        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
         monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
 
     return say

@@ -16,7 +16,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query.job import JobFacts
-from slurm.query.states import JobState, Seen
+from slurm.query.states import JobState
 from slurm.supervise import supervisor
 from slurm.supervise.launch import Left
 from slurm.supervise.supervisor import Supervisor
@@ -146,7 +146,8 @@ def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeyp
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = JobFacts("RUNNING", 0, False, 100.0, False, seen=Seen("", 0, "by-hand", 7.0))
+    facts = JobFacts("RUNNING", 0, False, 100.0, False, submitted=7.0)
+    monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
