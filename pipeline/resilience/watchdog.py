@@ -4,7 +4,7 @@ A stage says what it does (`enter`): training in each step, evaluation in each b
 ends the process: the stacks of all its threads and the phase go to `jobs/STAGE/hang-rank-N.json`, and the rank leaves
 with HANG. The ranks notice at about the same moment, since in a collective one that is stuck stops all. Who caused it
 is the one that is *behind*: the least (step, phase); a rank that cannot even write its file (stopped, its node gone) is
-found by its absence (`blame`, for the supervisor).
+found by its absence (slurm/supervise/failures.py).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
 times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a

@@ -61,18 +61,10 @@ def use_site(site: SiteConfig, job_id: str | None) -> None:
         print(SETUP_NOT_RUN, flush=True)
 
 
-def free_listener(size: int) -> socket.socket:
-    """A socket that listens on a free port of this machine, for `size` ranks."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(size + 8)
-    return listener
-
-
 def _spawn(
-    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int]
+    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code and `more` variables."""
+    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code, `more` variables and descriptors."""
     return subprocess.Popen(
         [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
         env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
@@ -93,22 +85,22 @@ def _die_with_parent() -> None:
 class LocalRanks:
     """The rank processes of one stage on this machine."""
 
-    def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
-        """`size` ranks, not started yet; `keep_open` are descriptors that they inherit (the run's lock)."""
-        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
+    def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
+        """`size` ranks, not started yet; they inherit the run's `lock`."""
+        self._run, self._stage, self.size, self._lock = run, stage, size, lock
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Start all ranks."""
         run, size = self._run, self.size
-        with free_listener(size) as listener:
+        with socket.create_server(("127.0.0.1", 0), backlog=size + 8) as listener:
             for rank in range(size):
                 sockets = [listener.fileno()] if rank == 0 else []
                 place = local_environment(rank, size, listener.getsockname()[1], *sockets)
                 with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {now()} rank {rank}\n".encode())
                     log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [], log, place, [*self._keep_open, *sockets])
+                    self._alive[rank] = _spawn(run, self._stage, [], log, place, self._lock, *sockets)
 
     def poll(self) -> list[Left]:
         """The ranks that left since the last call, in the order of their numbers."""
@@ -148,14 +140,14 @@ class SrunRanks:
     """What is said to the launcher in variables."""
 
     def __init__(
-        self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], task: int | None = None
+        self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
     ) -> None:
-        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock).
+        """`size` ranks on so many `nodes`, not started yet; srun inherits the run's `lock`, and has more `options`.
 
         `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
         """
-        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
-        self._nodes = -(-size // per_node)
+        self._run, self._stage, self.size, self._lock = run, stage, size, lock
+        self._nodes, self._options = nodes, options
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
         self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
@@ -171,12 +163,12 @@ class SrunRanks:
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
-        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}", *self._options]
 
     def start(self) -> None:
         """Start the step."""
         with open(self.messages, "ab") as log:
-            self._step = _spawn(self._run, self._stage, self.command(), log, self.settings, self._keep_open)
+            self._step = _spawn(self._run, self._stage, self.command(), log, self.settings, self._lock)
 
     def poll(self) -> list[Left]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""

@@ -237,8 +237,7 @@ def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    for module in (states, succession):
-        monkeypatch.setattr(module, "cluster_name", lambda: "here")
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
@@ -315,7 +314,7 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     submitted(run, "evaluate", "6", "afterok", "4")
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    monkeypatch.setattr(succession, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
     assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
     run.event("failed", "train", job_id="4", cause="crashed")
     assert recovery.leaving(run, "train", JobState("4", "RUNNING"))

@@ -31,7 +31,7 @@ class Pretended:
     looks = 3
     act: Callable[[int], None] = staticmethod(lambda look: None)
 
-    def __init__(self, run: Run, stage: str, size: int, keep_open: Any) -> None:
+    def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
         self.size, self.running, self._looks = size, True, 0
 
     def start(self) -> None: ...
@@ -108,10 +108,9 @@ def test_what_waits_in_vain_is_cancelled(
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
     state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
     monkeypatch.setattr(states, "call", lambda *words: calls.append(" ".join(words)))
-    for module in (states, succession):
-        monkeypatch.setattr(module, "cluster_name", lambda: None)
+    monkeypatch.setattr(states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
@@ -127,8 +126,9 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
     ):  # fmt: skip
         run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
-    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
+    monkeypatch.setattr(succession.states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.states, "cluster_name", lambda: None)
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
     assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
     assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
