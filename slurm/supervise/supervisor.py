@@ -131,7 +131,6 @@ class Supervisor:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
         try:
             ranks.start()
-            topology.record(run, stage, self.job, attempt)
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here
