@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
@@ -36,19 +37,14 @@ _LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 def check(run: Run, place: Place, world: groups.World) -> None:
     """The whole check. Raises NodeError, StorageError or PeerLostError."""
     group = groups.side_group(PATIENCE)
-    hosts = hosts_of(group)  # now that all are here: a bad device may hold one up for ever
+    hosts = groups.agree(group, gethostname)  # now that all are here: a bad device may hold one up for ever
     check_alone(run, place, world.device)
     check_together(world, group, hosts)
 
 
-def hosts_of(group: dist.ProcessGroup) -> list[str]:
-    """The host of each rank."""
-    return groups.agree(group, lambda: os.uname().nodename)
-
-
 def check_alone(run: Run, place: Place, device: torch.device) -> None:
     """This rank's device, and (first rank of a node) the file system. Raises NodeError or StorageError."""
-    host = os.uname().nodename
+    host = gethostname()
     try:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

@@ -273,7 +273,7 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
 
             health.TOGETHER = timedelta(seconds=2)
             group = groups.side_group(timedelta(seconds=30))
-            hosts = health.hosts_of(group)
+            hosts = groups.agree(group, health.gethostname)
             if place.rank == 2:
                 time.sleep(6)
                 return "slept"
