@@ -141,7 +141,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     None where it may start, and where a person asked for it.
     """
     before = attempts.of(run, stage, task)
-    started = before.started
+    started, end = before.started, before.end
     if started is None or before.goes_on is not None:
         return None
     job = started.get("slurm_job")
@@ -154,24 +154,21 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
     by_itself = (requeued or inherited) and not before.asked_anew
     progress = standing(run, stage) != started.get("standing")
-    if before.end is None:
+    if end is None:
         cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        message = str(before.end.get("message", before.end["event"])).rstrip()
-        by_default = Exit.CANCELLED if before.end["event"] == "cancelled" else Exit.CRASHED
-        cause = Exit(before.end.get("exit_code", by_default))
+        cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
     asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
-    if why_not is not None and requeued and before.end is not None:  # it was told so before
+    if why_not is not None and requeued and end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
         return (cause, why_not) if once_more else None
     common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
-    if before.end is None or (why_not is not None and not before.end.get("final")):
-        if why_not:
-            message += f"\nnot tried again: {why_not}"
+    if end is None or (why_not is not None and not end.get("final")):
+        message += f"\nnot tried again: {why_not}" if why_not else ""
         facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
         name = ending(cause, final=why_not is not None and not asked)
         run.event(name, stage, **common, **facts, final=why_not is not None)

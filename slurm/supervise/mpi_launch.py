@@ -24,7 +24,7 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
-from slurm.supervise.launch import Left, SrunRanks
+from slurm.supervise.launch import Left, Ranks, SrunRanks
 
 TRIAL_S = 60.0
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
@@ -110,12 +110,6 @@ class MpirunRanks(SrunRanks):
 
     def kill(self) -> None:
         """End all ranks now: mpirun ends them when it gets TERM."""
-        if self._step is None:
-            return
-        self._step.terminate()
-        try:
-            self._step.wait(15)
-        except subprocess.TimeoutExpired:
-            self._step.send_signal(signal.SIGKILL)
-            self._step.wait(15)
-        self.poll()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            Ranks.send(self, number)
+            self._wait(15)

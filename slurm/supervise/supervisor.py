@@ -28,7 +28,7 @@ from slurm.query.states import identity
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, reports, who_hangs
-from slurm.supervise.launch import Left, LocalRanks, SrunRanks, use_site
+from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
@@ -152,7 +152,7 @@ class Supervisor:
         """Whether another job does what this one leaves: behind a task of shard, or one checkpoint's evaluation."""
         return self.task is not None or self.evaluations.one_of_many(self.job)
 
-    def _ranks(self, size: int, lock: int) -> LocalRanks | SrunRanks:
+    def _ranks(self, size: int, lock: int) -> Ranks:
         """The ranks, not started yet; they inherit the run's lock. Raises UserError where there is no mpirun."""
         run, stage = self.run, self.stage
         nodes = -(-size // run.config.stages.of(stage).per_node) if self.row.joined else 1
@@ -162,7 +162,7 @@ class Supervisor:
             return SrunRanks(run, stage, size, lock, nodes=nodes, task=self.task)
         return LocalRanks(run, stage, size, lock)
 
-    def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
+    def _watch(self, ranks: Ranks) -> Ended:
         """Wait for all ranks, pass requests and signals on to them, and tell how they ended."""
         run, stage = self.run, self.stage
         gone: list[Left] = []

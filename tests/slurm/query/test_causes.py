@@ -442,7 +442,7 @@ def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
     tmp_path: Path, slurm_says: Callable[[str], None]
 ) -> None:
     slurm_says("CANCELLED")
-    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "message": "job 5 was cancelled"}))
+    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"}))
     assert close(run, "9") == (None, None, [])
 
 
