@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import Exit
+from pipeline.base.files import write_json
 from pipeline.base.place import TIME_LEFT
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from pipeline.run.failure import report_error
 from slurm.query.job import JobFacts
 from slurm.query.states import JobState
 from slurm.supervise import supervisor
@@ -162,3 +164,19 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
     started = run.read_events("train", "started")[-1]
     assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
+
+
+def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks wrote where they were; rank 0 left first, and rank 1 was behind."""
+
+    def write_reports(look: int) -> None:
+        for rank, number in ((0, 3), (1, 1)):
+            told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
+            write_json(run.stage_folder("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
+        report_error(run, "train", place(0, 2, 1), Exit.HANG, "rank 0 was in phase 'reduce'")
+
+    one = supervised(run, monkeypatch, code=Exit.HANG, act=write_reports)
+    assert one.supervise() == Exit.HANG
+    told = run.read_events("train")[-1]
+    assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
+    assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]
