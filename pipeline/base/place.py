@@ -103,6 +103,7 @@ _LAUNCHERS = (
     # Cray's PALS. srun --mpi=cray_shasta sets the same variables, and --mpi=pmi2 the first two: that is srun.
     _Names("pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
 )  # fmt: skip
+_ALONE = _Names("alone", ())
 
 
 def identify(env: Env) -> Place:
@@ -113,17 +114,17 @@ def identify(env: Env) -> Place:
     there = {name for name, value in env.items() if value}
     if _step(env) is None:
         there.discard("SLURM_PROCID")  # a batch script's or a shell's: they are no ranks
-    names = next((names for names in _LAUNCHERS if names.ranks[names.known_by] in there), None)
-    ranks, host = ((0, 1, 0, 1), "localhost") if names is None else (_ranks(env, names), _master_host(env, names))
+    names = next((names for names in _LAUNCHERS if names.ranks[names.known_by] in there), _ALONE)
+    ranks = _ranks(env, names) if names.ranks else (0, 1, 0, 1)
+    host = _master_host(env, names, several_nodes=ranks[1] > ranks[3]) if names.ranks else "localhost"
     (job, array), restarts = _job(env), _optional(env, "SLURM_RESTART_COUNT") or 0
-    launcher, start = (names.launcher, names.start) if names else ("alone", "")
     port = _optional(env, "SLUICE_MASTER_PORT", 1, 65_535) or _optional(env, "MASTER_PORT", 1, 65_535)
     if port is None:
-        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {env.get(start) or launcher}"
+        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {env.get(names.start) or names.launcher}"
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
     known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
-    return Place(launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
+    return Place(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
 
 
 def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
@@ -142,14 +143,11 @@ def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
     return rank, world, local_rank, counts[node]
 
 
-def _master_host(env: Env, names: _Names) -> str:
-    for told in (env.get("SLUICE_MASTER_HOST"), env.get("MASTER_ADDR"), *allocated_hosts(env, names.hosts)[:1]):
-        if told:
-            return told
-    world, local_world = (_int(env, name) for name in names.ranks[1::2])
-    if world > local_world:
+def _master_host(env: Env, names: _Names, several_nodes: bool) -> str:
+    told = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or "".join(allocated_hosts(env, names.hosts)[:1])
+    if not told and several_nodes:
         _need(env, "MASTER_ADDR", f"{names.ranks[1]} is more than {names.ranks[3]}, so there are several nodes")
-    return "localhost"
+    return told or "localhost"
 
 
 def local_environment(rank: int, size: int, port: int, listen_fd: int | None = None) -> dict[str, str]:
