@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -48,20 +49,18 @@ def main() -> None:
 
 
 def parent(folder: Path, steps: int, pairs: int) -> None:
-    from slurm.supervise.launch import free_listener
-
     data = make_run(folder, "data", steps)
     results: dict[str, list[dict[str, float]]] = {"sluice": [], "bare": []}
     for pair in range(pairs + 1):  # the first pair warms the page cache and is not counted
         for kind in ("sluice", "bare"):
             run = make_run(folder, f"{kind}-{pair}", steps, data)
             children, child = [], ["--child", kind]
-            with free_listener(2) as listener:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank in range(2):
                     from pipeline.base.place import local_environment
 
-                    place = local_environment(rank, 2, 2, "127.0.0.1", port, listener.fileno() if rank == 0 else None)
+                    place = local_environment(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(
                         subprocess.Popen(
                             [

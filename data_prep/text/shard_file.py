@@ -26,7 +26,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from pipeline.base.files import fsync_dir, sha256_file
+from pipeline.base.files import fsync, sha256_file
 from pipeline.data.manifest import SHARDS, ShardEntry
 
 
@@ -136,5 +136,5 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, attribute
     except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
         temporary.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    fsync(path.parent)
     return int(offset)

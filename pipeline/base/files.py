@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,8 @@ PATIENCE_S = 5.0
 """How long an append waits for the lock, in seconds."""
 
 
-def fsync_dir(path: str | Path) -> None:
-    """Make renames and new names inside directory `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def fsync_file(path: str | Path) -> None:
-    """Make the content of `path` durable."""
+def fsync(path: str | Path) -> None:
+    """Make the content of file `path`, or the names inside directory `path`, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -59,7 +50,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
     except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
         temporary.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    fsync(path.parent)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -120,15 +111,15 @@ def write_line(fd: int, line: str, name: str) -> None:
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
-    if not Path(path).exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
+    if Path(path).exists():
+        with open(path, "rb") as file:
+            yield from _objects(file)
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):
+            if isinstance(value := json.loads(line), dict):
                 yield value
 
 
@@ -140,12 +131,7 @@ def last_object(path: str | Path, tail: int = 1 << 16) -> dict[str, Any] | None:
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return None
-    for line in reversed(lines):
-        with suppress(ValueError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                return value
-    return None
+    return next(_objects(reversed(lines)), None)
 
 
 def sha256_file(path: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Who am I? Rank, world, node and rendezvous of this process, read from its environment variables alone.
+"""Who am I? Rank, world and rendezvous of this process, read from its environment variables alone.
 
 Every launcher tells its processes who they are in variables of its own. :func:`identify` turns them into one
 :class:`Place`. It is a pure function of the mapping it is given and the only reader of SLURM_*, OMPI_*, PMI_*
@@ -34,7 +34,6 @@ _FIRST_SPECIAL_STEP = 4_294_967_290
 """From here on ids are those of batch scripts, salloc's shells and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""
 _LARGEST = 2**32 - 1
 _MAX_NODES = 65_536
-_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
 _COUNT = r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?"
 _COUNTS = re.compile(rf"{_COUNT}(?:,{_COUNT})*")
@@ -43,8 +42,6 @@ _HOST = re.compile(rf"(?:[^\[\],\s]|\[{_RANGE}(?:,{_RANGE})*\])+")
 
 Launcher = Literal["local", "torchrun", "openmpi", "pmi", "srun", "alone"]
 Env = Mapping[str, str]
-Ranks = tuple[int, int, int, int]
-"""Rank, world size, local rank and local world size."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,6 @@ class Place:
     """0 … local_world_size - 1, among the processes of this node."""
     local_world_size: int
     """Processes on this node."""
-    node_rank: int
-    """Number of this node, from 0."""
-    hosts: tuple[str, ...]
-    """Names of the nodes in node order; only the master's where the launcher names no others."""
     master_host: str
     """Where rank 0 listens."""
     master_port: int
@@ -85,41 +78,32 @@ class _Names(NamedTuple):
     """The variables that a launcher tells its processes who they are with."""
 
     launcher: Launcher
-    known_by: str = ""
-    """Its processes have this one."""
-    ranks: tuple[str, ...] = ()
-    """Rank, world size, local rank and local world size; empty: see :func:`_task`."""
-    node: tuple[str, str] | None = None
-    """This node's number and how many there are, where the launcher says so."""
-    hosts: str = ""
-    """The nodes by name, in order."""
-    own_host: str = ""
-    """This node's name, where every process has that of its own."""
+    ranks: tuple[str, ...]
+    """Rank, world size, local rank and local world size."""
+    known_by: int = 0
+    """Which of these its processes have, and no others."""
     start: str = ""
     """What differs between two starts in one job, or on one machine: they get two ports."""
-    master: tuple[str, ...] = ("SLUICE_MASTER_HOST", "MASTER_ADDR")
-    """The host of rank 0; where none is set it is the first of `hosts`."""
+    hosts: str = "SLURM_JOB_NODELIST"
+    """The nodes, that of rank 0 first; of MPI's launchers, for SLURM_STEP_* are of the step of mpirun's daemons."""
 
 
-_LOCAL = ("SLUICE_RANK", "SLUICE_WORLD_SIZE", "SLUICE_LOCAL_RANK", "SLUICE_LOCAL_WORLD_SIZE")
 _LAUNCHERS = (
-    _Names("local", "SLUICE_RANK", _LOCAL),
+    _Names("local", ("SLUICE_RANK", "SLUICE_WORLD_SIZE", "SLUICE_LOCAL_RANK", "SLUICE_LOCAL_WORLD_SIZE")),
     # torch.distributed.run, "Environment Variables"
-    _Names("torchrun", "RANK", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-          node=("GROUP_RANK", "GROUP_WORLD_SIZE")),
-    # mpirun(1). All of MPI read the job's nodes: SLURM_STEP_* belong to the step of mpirun's daemons (or to none, on
-    # the first node). Open MPI's daemons pass on their own node's name, and PMIx gives each mpirun a name of its own.
-    _Names("openmpi", "OMPI_COMM_WORLD_RANK", tuple(f"OMPI_COMM_WORLD_{name}" for name in _MPI),
-          hosts="SLURM_JOB_NODELIST", own_host="SLURMD_NODENAME", start="PMIX_NAMESPACE"),
-    # MPICH's and Intel MPI's Hydra, which hands the first node's variables to all ranks
-    _Names("pmi", "MPI_LOCALRANKID", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-          hosts="SLURM_JOB_NODELIST"),
-    # srun(1), "OUTPUT ENVIRONMENT VARIABLES"; a real step only, see identify; the other variables are in _task
-    _Names("srun", "SLURM_PROCID", start="SLURM_STEP_ID"),
+    _Names("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    # mpirun(1); PMIx gives each mpirun a name of its own
+    _Names("openmpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+           "OMPI_COMM_WORLD_LOCAL_SIZE"), start="PMIX_NAMESPACE"),
+    # MPICH's and Intel MPI's Hydra
+    _Names("pmi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), known_by=2),
+    # srun(1), "OUTPUT ENVIRONMENT VARIABLES"; the last one is for all nodes, see _ranks
+    _Names("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+           start="SLURM_STEP_ID", hosts="SLURM_STEP_NODELIST"),
     # Cray's PALS. srun --mpi=cray_shasta sets the same variables, and --mpi=pmi2 the first two: that is srun.
-    _Names("pmi", "PMI_RANK", tuple(f"PMI_{name}" for name in _MPI), hosts="SLURM_JOB_NODELIST"),
+    _Names("pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
 )  # fmt: skip
-_ALONE = _Names("alone", master=())
+_ALONE = _Names("alone", ())
 
 
 def identify(env: Env) -> Place:
@@ -130,14 +114,9 @@ def identify(env: Env) -> Place:
     there = {name for name, value in env.items() if value}
     if _step(env) is None:
         there.discard("SLURM_PROCID")  # a batch script's or a shell's: they are no ranks
-    names = next((names for names in _LAUNCHERS if names.known_by in there), _ALONE)
-    ranks, node, hosts = _task(env) if names.launcher == "srun" else _rank(env, names)
-    host = next((env[name] for name in names.master if name in there), "".join(hosts[:1]))
-    if not host and ranks[1] > ranks[3]:
-        _need(env, "MASTER_ADDR", f"{names.ranks[1]} is more than {names.ranks[3]}, so there are several nodes")
-    host = host or "localhost"
-    if not hosts:
-        hosts = [host] * (ranks[1] // ranks[3] if names.launcher == "local" else 1)
+    names = next((names for names in _LAUNCHERS if names.ranks[names.known_by] in there), _ALONE)
+    ranks = _ranks(env, names) if names.ranks else (0, 1, 0, 1)
+    host = _master_host(env, names, several_nodes=ranks[1] > ranks[3]) if names.ranks else "localhost"
     (job, array), restarts = _job(env), _optional(env, "SLURM_RESTART_COUNT") or 0
     port = _optional(env, "SLUICE_MASTER_PORT", 1, 65_535) or _optional(env, "MASTER_PORT", 1, 65_535)
     if port is None:
@@ -145,53 +124,39 @@ def identify(env: Env) -> Place:
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
     known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
-    return Place(names.launcher, *ranks, node, tuple(hosts), host, port, job, restarts, known_as, array, listen_fd)
+    return Place(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
 
 
-def _rank(env: Env, names: _Names) -> tuple[Ranks, int, list[str]]:
-    """Its ranks, its node, and the nodes of all by name, where they are known."""
-    if not names.ranks:
-        return (0, 1, 0, 1), 0, []
-    ranks = rank, world, local_rank, local_world = _below(env, *names.ranks[:2]) + _below(env, *names.ranks[2:])
-    if local_world > world:
-        raise UserError(f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}")
-    hosts, nodes = allocated_hosts(env, names.hosts), world // local_world
-    if names.node and env.get(names.node[0]):
-        return ranks, _below(env, *names.node)[0], hosts
-    if env.get(names.own_host) in hosts:
-        return ranks, hosts.index(env[names.own_host]), hosts
-    # on one node any numbering will do: Open MPI 5 gives local ranks in another order
-    in_order = world == local_world or (world % local_world == 0 and rank % local_world == local_rank)
-    if not in_order or nodes > len(hosts or range(_MAX_NODES)):
-        told = _values(env, *names.ranks, names.hosts)
-        raise UserError(
-            f"{told}: cannot tell which rank is on which node; start the same number of ranks on each node, numbered "
-            "node by node (mpirun --map-by slot), or use srun"
-        )
-    return ranks, rank // local_world, hosts[:nodes]
-
-
-def _task(env: Env) -> tuple[Ranks, int, list[str]]:
-    """The same of a task of a Slurm step; nodes may have different numbers of tasks."""
-    step = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-    hosts, counts = allocated_hosts(env, step[0]), _tasks_per_node(env, step[1])
-    rank, world = _below(env, "SLURM_PROCID", step[2])
+def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank and local world size."""
+    rank, world = _below(env, *names.ranks[:2])
+    if names.launcher != "srun":
+        local_rank, local_world = _below(env, *names.ranks[2:])
+        if local_world > world:
+            raise UserError(f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}")
+        return rank, world, local_rank, local_world
+    counts, nodes = _tasks_per_node(env, names.ranks[3]), allocated_hosts(env, names.hosts)
     node, local_rank = _int(env, "SLURM_NODEID"), _int(env, "SLURM_LOCALID")
-    if len(counts) != len(hosts) or sum(counts) != world or node >= len(hosts) or local_rank >= counts[node]:
-        raise UserError(f"{_values(env, *step, 'SLURM_NODEID', 'SLURM_LOCALID')} contradict each other")
-    return (rank, world, local_rank, counts[node]), node, hosts
+    if len(counts) != len(nodes) or sum(counts) != world or node >= len(nodes) or local_rank >= counts[node]:
+        told = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
+        raise UserError(f"{told} contradict each other")
+    return rank, world, local_rank, counts[node]
 
 
-def local_environment(
-    rank: int, world_size: int, local_world_size: int, host: str, port: int, listen_fd: int | None = None
-) -> dict[str, str]:
-    """The variables that Sluice's own launcher sets for rank `rank` of `world_size` on this machine.
+def _master_host(env: Env, names: _Names, several_nodes: bool) -> str:
+    told = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or "".join(allocated_hosts(env, names.hosts)[:1])
+    if not told and several_nodes:
+        _need(env, "MASTER_ADDR", f"{names.ranks[1]} is more than {names.ranks[3]}, so there are several nodes")
+    return told or "localhost"
 
-    `local_world_size` ranks make one node, so that several nodes can be acted on one machine. `listen_fd` is for
-    rank 0: a socket on `port` that listens already, so that nobody takes the port in between.
+
+def local_environment(rank: int, size: int, port: int, listen_fd: int | None = None) -> dict[str, str]:
+    """The variables that Sluice's own launcher sets for rank `rank` of `size` on this machine.
+
+    `listen_fd` is for rank 0: a socket on `port` that listens already, so that nobody takes the port in between.
     """
-    ranks = (rank, world_size, rank % local_world_size, local_world_size)
-    told = dict(zip(_LOCAL, ranks, strict=True)) | {"SLUICE_MASTER_HOST": host, "SLUICE_MASTER_PORT": port}
+    told: dict[str, object] = dict(zip(_LAUNCHERS[0].ranks, (rank, size, rank, size), strict=True))
+    told |= {"SLUICE_MASTER_HOST": "127.0.0.1", "SLUICE_MASTER_PORT": port}
     told |= {} if listen_fd is None else {"SLUICE_LISTEN_FD": listen_fd}
     return {name: str(value) for name, value in told.items()}
 
@@ -258,10 +223,6 @@ def _below(env: Env, name: str, limit: str) -> tuple[int, int]:
     if value >= end:
         raise UserError(f"{name}={value} must be less than {limit}={end}")
     return value, end
-
-
-def _values(env: Env, *names: str) -> str:
-    return ", ".join(f"{name}={env.get(name, '')}" for name in names if name)
 
 
 def _tasks_per_node(env: Env, name: str) -> list[int]:

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import CheckpointError, StorageError, storage_error
-from pipeline.base.files import fsync_dir, fsync_file, seal, sha256_file, write_json
+from pipeline.base.files import fsync, seal, sha256_file, write_json
 from pipeline.checkpoint import saved
 from pipeline.checkpoint.reader import Reader
 from pipeline.comm.groups import agree, from_rank0
@@ -176,9 +176,9 @@ class Checkpointer:
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
         write_json(temporary / saved.MANIFEST, seal(manifest))
-        fsync_dir(temporary)
+        fsync(temporary)
         os.rename(temporary, target)
-        fsync_dir(self.folder)
+        fsync(self.folder)
 
     # -- restoring ---------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ def versions() -> dict[str, str]:
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / saved.METADATA] if rank == 0 else [])
     for path in own:
-        fsync_file(path)
+        fsync(path)
     return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}
 
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.base.errors import NonFiniteError
-from pipeline.base.files import append_line, fsync_file
+from pipeline.base.files import append_line, fsync
 from pipeline.run.directory import Run, now
 
 WINDOW = 100
@@ -62,12 +63,7 @@ class Guard:
     """Judges each step; the same answers on all ranks."""
 
     def __init__(
-        self,
-        run: Run,
-        *,
-        decisions: Iterable[Mapping[str, Any]],
-        metrics: Iterable[Mapping[str, Any]],
-        writes: bool,
+        self, run: Run, *, decisions: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]], writes: bool
     ) -> None:
         """`decisions` and `metrics`: the lines of their files up to the step that was restored, the same on all ranks.
         `writes`: whether this rank keeps the file."""
@@ -131,8 +127,8 @@ class Guard:
         limit = self.limits.spike_deviations
         if limit is None or len(self._losses) < LEAST:
             return None
-        mean = math.fsum(self._losses) / len(self._losses)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses))
+        mean = statistics.fmean(self._losses)
+        deviation = statistics.pstdev(self._losses, mean)
         if loss > mean + limit * deviation:
             return f"the loss {loss:.4f} is {(loss - mean) / max(deviation, 1e-12):.1f} deviations above {mean:.4f}"
         return None
@@ -141,5 +137,5 @@ class Guard:
         if self.writes:
             line = {"time": now(), "decision": decision, "position": position, "step": step, "reason": reason, **more}
             append_line(self.run.decisions, json.dumps(line))
-            fsync_file(self.run.decisions)  # a checkpoint never knows more than this file
+            fsync(self.run.decisions)  # a checkpoint never knows more than this file
             self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)

@@ -1,9 +1,9 @@
 """The check at the start of a training: seconds that find a bad node before it costs hours.
 
-On its own, each rank checks its device (memory that is free, a matrix product with a known result), and one rank per
-node the run's file system (write, sync, read back; free space and inodes). Together they pass a barrier that names
-those who do not come, and one all-reduce of the training's own group. A node that fails is a NodeError: the supervisor
-notes it, and the job goes on without it.
+First the ranks, which have just met, tell each other their hosts. On its own, each rank checks its device (memory that
+is free, a matrix product with a known result), and one rank per node the run's file system (write, sync, read back;
+free space and inodes). Together they pass a barrier that names those who do not come, and one all-reduce of the
+training's own group. A node that fails is a NodeError: the supervisor notes it, and the job goes on without it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
 
 from pipeline.base.errors import NodeError, PeerLostError, StorageError
 from pipeline.base.place import Place
-from pipeline.comm.groups import World
+from pipeline.comm import groups
 from pipeline.run.directory import Run
 
 TOGETHER = timedelta(seconds=120)
@@ -32,9 +34,17 @@ _LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 """What a node answers that lost its connection to a parallel file system; others may be well."""
 
 
+def check(run: Run, place: Place, world: groups.World) -> None:
+    """The whole check. Raises NodeError, StorageError or PeerLostError."""
+    group = groups.side_group(PATIENCE)
+    hosts = groups.agree(group, gethostname)  # now that all are here: a bad device may hold one up for ever
+    check_alone(run, place, world.device)
+    check_together(world, group, hosts)
+
+
 def check_alone(run: Run, place: Place, device: torch.device) -> None:
     """This rank's device, and (first rank of a node) the file system. Raises NodeError or StorageError."""
-    host = os.uname().nodename
+    host = gethostname()
     try:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -50,11 +60,11 @@ def check_alone(run: Run, place: Place, device: torch.device) -> None:
     except RuntimeError as error:  # what CUDA raises for a broken device
         raise NodeError(f"{host}: {device} does not work: {error}") from error
     if place.local_rank == 0:
-        _check_files(run, host, place.node_rank)
+        _check_files(run, host)
 
 
-def _check_files(run: Run, host: str, node: int) -> None:
-    file = run.jobs / f".check-{node}"
+def _check_files(run: Run, host: str) -> None:
+    file = run.jobs / f".check-{host}"
     content = os.urandom(1 << 16)
     try:
         with open(file, "wb") as out:
@@ -79,10 +89,10 @@ def _check_files(run: Run, host: str, node: int) -> None:
         raise StorageError(f"only {space.f_favail} inodes are free in {run.path}: remove some files")
 
 
-def check_together(place: Place, world: World, group: dist.ProcessGroup) -> None:
+def check_together(world: groups.World, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
     """All ranks, within a bound: `group` (Gloo, with PATIENCE) names who does not come; then the training's own group.
 
-    Raises NodeError for the first host that did not come: on rank 0, or elsewhere where that is rank 0's; else
+    Raises NodeError for the first of `hosts` that did not come: on rank 0, or elsewhere where that is rank 0's; else
     PeerLostError, which blames nobody.
     """
     try:
@@ -90,11 +100,10 @@ def check_together(place: Place, world: World, group: dist.ProcessGroup) -> None
     except RuntimeError as error:
         missing = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
         rank = int(missing[1]) if missing else 0
-        if rank == place.rank or not (missing or "Timed out" in str(error)):
+        if rank == world.rank or not (missing or "Timed out" in str(error)):
             raise PeerLostError(f"not all ranks came within {TOGETHER}: {error}") from error
-        node = rank // place.local_world_size
-        host = place.hosts[node] if node < len(place.hosts) else f"node {node}"
-        raise NodeError(f"{host}: rank {rank} did not come within {TOGETHER}: {error}", host) from error
+        message = f"{hosts[rank]}: rank {rank} did not come within {TOGETHER}: {error}"
+        raise NodeError(message, hosts[rank]) from error
     total = torch.ones(1 << 16, device=world.device)
     try:
         dist.all_reduce(total, async_op=True).wait(TOGETHER)

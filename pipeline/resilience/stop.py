@@ -38,9 +38,9 @@ class Clock:
     a signal.
     """
 
-    def __init__(self, flag: StopFlag, left_s: float | None, grace_s: float | None) -> None:
-        self.flag, self.grace_s = flag, grace_s
-        self.end = None if left_s is None else flag.since + left_s
+    def __init__(self, flag: StopFlag, left_s: float | None = None, grace_s: float | None = None) -> None:
+        self.flag, self.grace_s = flag, math.inf if grace_s is None else grace_s
+        self.end = math.inf if left_s is None else flag.since + left_s
         self.step_s = 0.0
         """Longest of the last steps."""
         self.save_s = 0.0
@@ -51,15 +51,12 @@ class Clock:
 
     def due(self) -> bool:
         """Whether the job must stop now to save within its time limit."""
-        wanted = 2 * self.step_s + 2.5 * self.save_s + SPARE_S
-        return self.end is not None and time.monotonic() + wanted >= self.end
+        return time.monotonic() + 2 * self.step_s + 2.5 * self.save_s + SPARE_S >= self.end
 
     def left_s(self) -> float:
         """Seconds until this rank is ended, as far as it knows."""
-        ends = [self.end] if self.end is not None else []
-        if self.flag.at is not None and self.grace_s is not None:
-            ends.append(self.flag.at + self.grace_s)
-        return min(ends) - time.monotonic() if ends else math.inf
+        grace_ends = math.inf if self.flag.at is None else self.flag.at + self.grace_s
+        return min(self.end, grace_ends) - time.monotonic()
 
     def needed_s(self) -> float:
         """Seconds that a save takes which is asked for now."""
@@ -76,7 +73,7 @@ class Agreement:
 
     def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Clock | None = None) -> None:
         self.flag, self.group = flag, group
-        self.clock = clock or Clock(flag, None, None)
+        self.clock = clock or Clock(flag)
         self.wants_save: Callable[[], bool] = lambda: False
         """Asked once a step: whether this rank knows of a request to save."""
         self.reason: str | None = None

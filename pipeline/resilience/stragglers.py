@@ -13,12 +13,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from socket import gethostname
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipeline.base.files import write_json
+from pipeline.comm import groups
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 
@@ -64,14 +66,13 @@ class OwnTime:
 class Stragglers:
     """On every rank: gathers; on rank 0: ranks the hosts and writes events."""
 
-    def __init__(self, run: Run, group: dist.ProcessGroup, host: str, peers: Sequence[int]) -> None:
+    def __init__(self, run: Run, group: dist.ProcessGroup, peers: Sequence[int]) -> None:
         """`group`: a Gloo group of all ranks whose other users take turns with this one.
 
         `peers`: for each rank something that those with the same work share.
         """
         self.run, self.group, self.peers = run, group, peers
-        self.hosts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(self.hosts, host, group=group)
+        self.hosts = groups.agree(group, gethostname)
         self._slow: dict[int, int] = {}
         self._sums: dict[str, list[float]] = {}
         self._next = 0.0
@@ -88,7 +89,7 @@ class Stragglers:
         for rank, own in enumerate(seconds):
             like = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
             median, host = statistics.median_low(like), self.hosts[rank]  # of two ranks the faster one's
-            sums = self._sums.setdefault(str(host), [0.0, 0.0])
+            sums = self._sums.setdefault(host, [0.0, 0.0])
             sums[0], sums[1] = sums[0] + own, sums[1] + median
             if median <= 0 or own <= RATIO * median:
                 if self._slow.pop(rank, 0) >= IN_A_ROW:

@@ -4,7 +4,7 @@ A stage says what it does (`enter`): training in each step, evaluation in each b
 ends the process: the stacks of all its threads and the phase go to `jobs/STAGE/hang-rank-N.json`, and the rank leaves
 with HANG. The ranks notice at about the same moment, since in a collective one that is stuck stops all. Who caused it
 is the one that is *behind*: the least (step, phase); a rank that cannot even write its file (stopped, its node gone) is
-found by its absence (`blame`, for the supervisor).
+found by its absence (slurm/supervise/failures.py).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
 times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from pipeline.base.errors import Exit
@@ -33,6 +34,11 @@ LEAST_S, TIMES, MOST_S = 300.0, 20.0, 6000.0
 OTHERS_S = 3.0
 """How long, beyond the longest step, a rank that noticed waits before it leaves: the others then write their files, too
 (one that is stuck early in a step has been in its phase for longer than those that wait for it)."""
+_RECORDED = {
+    "operation": "profiling_name", "number": "collective_seq_id", "sizes": "input_sizes", "state": "state",
+    "time_ns": "time_created_ns",
+}  # fmt: skip
+"""What we say of a collective, and what torch's flight recorder calls it."""
 REPORT_S = 30.0
 """How long the report may take: the file system may be what hangs."""
 
@@ -97,8 +103,7 @@ class Watchdog:
             text = stacks.read().decode(errors="replace")
         facts = {"rank": self.place.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
         facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
-        facts["collectives"] = last_collectives()
-        write_json(self.file, facts)
+        write_json(self.file, {**facts, "collectives": last_collectives()})
         message = f"rank {self.place.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
         print(message, file=sys.stderr, flush=True)
         report_error(self.run, self.stage, self.place, Exit.HANG, message)
@@ -112,23 +117,13 @@ def last_collectives(count: int = 3) -> list[dict[str, Any]]:
     """
     engine = sys.modules.get("pipeline.mpi.lane")
     found: list[dict[str, Any]] = engine.last_collectives() if engine is not None else []
-    try:
+    # where there is no recorder
+    with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         from torch._C import _distributed_c10d as c10d
 
         # torch 2.13 gave it a name without NCCL
         name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
-        entries = json.loads(getattr(c10d, name)(True, False))["entries"][-count:]
-        found += [
-            {
-                "operation": entry["profiling_name"],
-                "group": entry["process_group"][-1],
-                "number": entry["collective_seq_id"],
-                "sizes": entry["input_sizes"],
-                "state": entry["state"],
-                "time_ns": entry["time_created_ns"],
-            }
-            for entry in entries
-        ]
-    except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        pass  # no recorder
+        for entry in json.loads(getattr(c10d, name)(True, False))["entries"][-count:]:
+            known = {ours: entry[theirs] for ours, theirs in _RECORDED.items()}
+            found.append({**known, "group": entry["process_group"][-1]})
     return sorted(found, key=lambda entry: entry["time_ns"])[-count:]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
@@ -17,6 +19,10 @@ from pipeline.run.stages import number
 PEERS_LEAVE_S = 5
 """How long ranks that were started by hand may take to leave after one of them failed."""
 
+_NO_MEMORY = re.compile(r"^\w*OutOfMemory|can't allocate memory")
+_PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed by peer|MpiTimeout")
+"""What torch's backends say, which through C++ have no types of their own: Gloo names a file of its sources."""
+
 
 def explain(error: BaseException) -> tuple[Exit, str]:
     """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
@@ -24,15 +30,11 @@ def explain(error: BaseException) -> tuple[Exit, str]:
         return error.code, f"error: {error}"
     if (storage := storage_error(error)) is not None:
         return storage.code, f"error: {storage}"
-    text = "".join(traceback.format_exception(error))
-    kind, words = type(error).__name__, str(error)
-    if isinstance(error, MemoryError) or "OutOfMemory" in kind or "can't allocate memory" in words:
+    said, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return Exit.OUT_OF_MEMORY, text
-    lost = kind in ("DistBackendError", "DistNetworkError") or "gloo" in words or "Connection closed by peer" in words
-    lost |= "MpiTimeout" in f"{kind} {words}"  # through C++ only the words come
-    if lost and "address already in use" not in words:
-        return Exit.PEER_LOST, text
-    return Exit.CRASHED, text
+    lost = _PEER_LOST.search(said) and "address already in use" not in said
+    return Exit.PEER_LOST if lost else Exit.CRASHED, text
 
 
 def report_error(
@@ -41,18 +43,10 @@ def report_error(
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
     if run is None or place is None or code == Exit.STOPPED:
         return
-    try:
-        entry = {
-            "time": time.time(),
-            "rank": number(stage, place),
-            "code": int(code),
-            "cause": code.name.lower(),
-            "message": message,
-        }
-        entry["host"] = host or os.uname().nodename
-        write_json(run.stage_folder(stage) / f"error-rank-{entry['rank']}.json", entry)
-    except OSError:
-        pass
+    rank, cause, host = number(stage, place), code.name.lower(), host or os.uname().nodename
+    entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": cause, "message": message, "host": host}
+    with suppress(OSError):
+        write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", entry)
 
 
 def leave_peers(place: Place, code: Exit, message: str) -> None:

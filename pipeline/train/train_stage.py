@@ -71,9 +71,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     world = groups.join(place, run.config)
     mark("rendezvous")
     if run.config.recovery.preflight:
-        group = groups.side_group(health.PATIENCE)  # now that all are here: a bad device may hold one up for ever
-        health.check_alone(run, place, world.device)
-        health.check_together(place, world, group)
+        health.check(run, place, world)
         mark("preflight")
     trainer = Trainer(run, manifest, place, world, flag, watchdog)
     groups.end_of_startup()

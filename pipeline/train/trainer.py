@@ -87,7 +87,7 @@ class Trainer:
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
         self.own = OwnTime(world.device)
         peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
-        self.stragglers = Stragglers(run, self.agreement.group, os.uname().nodename, peers)
+        self.stragglers = Stragglers(run, self.agreement.group, peers)
         self.checkpointer = Checkpointer(
             run.checkpoints,
             groups.side_group(),

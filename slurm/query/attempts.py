@@ -31,18 +31,8 @@ GOES_ON = ("requeued", "retried", "handed_over")
 """Events that say that the stage goes on by itself."""
 REQUESTS = {"cancelled", "stop file"}
 """Who asked for a stop, where it was a person."""
-_BUDGETS = {
-    Exit.PREEMPTED: "preempted",
-    Exit.STOPPED: "preempted",
-    Exit.NODE_FAILURE: "node_failure",
-    Exit.TIME_LIMIT: "time_limit",
-    Exit.BAD_NODE: "bad_node",
-    Exit.OUT_OF_MEMORY: "out_of_memory",
-    Exit.CRASHED: "crash",
-    Exit.PEER_LOST: "crash",
-    Exit.HANG: "hang",
-    Exit.NON_FINITE: "non_finite",
-}
+_SHARED_BUDGETS = {Exit.STOPPED: "preempted", Exit.CRASHED: "crash", Exit.PEER_LOST: "crash"}
+"""Of causes that have none of their own name."""
 _BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
 
 
@@ -114,14 +104,17 @@ def of(run: Run, stage: str, task: int | None) -> Attempts:
 
 
 def budget_of(cause: Exit) -> str:
-    """The key of `recovery:` that a cause is charged to."""
-    return _BUDGETS.get(cause, "user_error")
+    """The key of `recovery:` that a cause is charged to; `user_error` where a person has to mend it."""
+    key = _SHARED_BUDGETS.get(cause, cause.name.lower())
+    return key if key in RecoveryConfig.model_fields else "user_error"
 
 
 def ending(cause: Exit, *, final: bool) -> str:
     """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
-    names = {Exit.DONE: "done", Exit.PREEMPTED: "preempted", Exit.STOPPED: "stopped", Exit.TIME_LIMIT: "stopped"}
-    return "cancelled" if cause == Exit.CANCELLED else "failed" if final else names.get(cause, "failed")
+    if final and cause != Exit.CANCELLED:
+        return "failed"
+    name = "stopped" if cause == Exit.TIME_LIMIT else cause.name.lower()
+    return name if name in ENDS else "failed"
 
 
 def refusal(before: Attempts, cause: Exit, progress: bool, limits: RecoveryConfig) -> str | None:

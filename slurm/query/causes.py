@@ -30,20 +30,11 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import attempts, preemption
 from slurm.query.attempts import Attempts, budget_of, ending, refusal
-from slurm.query.job import JobFacts, dead_nodes, job_facts
-from slurm.query.states import Claim, JobState, claim, query, since_submitted
+from slurm.query.job import ENDED_BY_SLURM, JobFacts, dead_nodes, job_facts
+from slurm.query.states import FORGOTTEN, Claim, JobState, claim, query, since_submitted
 
 EARLY_S = 70.0
 """How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
-
-_STATES = {
-    "PREEMPTED": Exit.PREEMPTED,
-    "TIMEOUT": Exit.TIME_LIMIT,
-    "DEADLINE": Exit.TIME_LIMIT,
-    "NODE_FAIL": Exit.NODE_FAILURE,
-    "CANCELLED": Exit.CANCELLED,
-    "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
-}
 
 
 def leaving(run: Run, stage: str, job: JobState) -> bool:
@@ -86,13 +77,11 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
         return Exit.STOPPED
     if facts.restarts > restarts:
         return Exit.PREEMPTED
+    if facts.state in ENDED_BY_SLURM:
+        return ENDED_BY_SLURM[facts.state]
     ending = facts.state == "COMPLETING"
-    if facts.state in _STATES:
-        return _STATES[facts.state]
-    if ending and facts.preempted and site.requeue:
-        return Exit.CANCELLED
     if facts.preempted:
-        return Exit.PREEMPTED
+        return Exit.CANCELLED if ending and site.requeue else Exit.PREEMPTED
     if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
         return Exit.TIME_LIMIT
     return Exit.CANCELLED if ending else Exit.STOPPED
@@ -152,7 +141,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     None where it may start, and where a person asked for it.
     """
     before = attempts.of(run, stage, task)
-    started = before.started
+    started, end = before.started, before.end
     if started is None or before.goes_on is not None:
         return None
     job = started.get("slurm_job")
@@ -165,24 +154,21 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
     by_itself = (requeued or inherited) and not before.asked_anew
     progress = standing(run, stage) != started.get("standing")
-    if before.end is None:
+    if end is None:
         cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
         message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        message = str(before.end.get("message", before.end["event"])).rstrip()
-        by_default = Exit.CANCELLED if before.end["event"] == "cancelled" else Exit.CRASHED
-        cause = Exit(before.end.get("exit_code", by_default))
+        cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
     asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
-    if why_not is not None and requeued and before.end is not None:  # it was told so before
+    if why_not is not None and requeued and end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
         return (cause, why_not) if once_more else None
     common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
-    if before.end is None or (why_not is not None and not before.end.get("final")):
-        if why_not:
-            message += f"\nnot tried again: {why_not}"
+    if end is None or (why_not is not None and not end.get("final")):
+        message += f"\nnot tried again: {why_not}" if why_not else ""
         facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
         name = ending(cause, final=why_not is not None and not asked)
         run.event(name, stage, **common, **facts, final=why_not is not None)
@@ -216,9 +202,12 @@ def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Ex
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:
         return word or Exit.CRASHED
-    facts = job_facts(job.job_id, job)
-    state = facts.state if facts is not None else query([job])[job].state
-    if state in _STATES:  # how it ended in the end; the word is from when that began
-        return _STATES[state]
+    shown = query([job])[job]
+    facts = None if shown.state in (FORGOTTEN, *ENDED_BY_SLURM) else job_facts(job.job_id)
+    if facts is not None and facts.submitted != shown.submitted:  # of another job, which has that id now
+        facts = None
+    state = shown.state if facts is None else facts.state
+    if state in ENDED_BY_SLURM:  # how it ended in the end; the word is from when that began
+        return ENDED_BY_SLURM[state]
     left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
     return word or left_with  # a code, but no word: a full disk takes no events

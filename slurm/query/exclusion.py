@@ -46,14 +46,12 @@ def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: It
 def at_submission(runs: Sequence[Run], stage: str) -> str | None:
     """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
     site = runs[0].config.site.of(stage)
-    own = site.sbatch.get("exclude")
-    if isinstance(own, str) and "/" in own:
-        return own  # a file with names
-    listed = [own] if isinstance(own, str) and own else []
-    if any((run.path / "bad_nodes.jsonl").exists() for run in runs):
-        taken = expand_hostlist(own) if listed and isinstance(own, str) else []
-        listed += bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
-    return ",".join(listed) or None
+    own = str(site.sbatch.get("exclude") or "")
+    found: list[str] = []
+    if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
+        taken = expand_hostlist(own) if own else []
+        found = bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
+    return ",".join(filter(None, [own, *found])) or None
 
 
 def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
@@ -62,8 +60,8 @@ def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     if not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
     ours = {_short(e["host"], nodes) for e in read_jsonl(run.path / "bad_nodes.jsonl")}
-    own = run.config.site.of(stage).sbatch.get("exclude")
-    named = expand_hostlist(own) if isinstance(own, str) and own and "/" not in own else []
+    own = str(run.config.site.of(stage).sbatch.get("exclude") or "")
+    named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
     wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage)) if ours else kept
     return None if set(wanted) == set(now) else ",".join(dict.fromkeys(wanted))
@@ -86,4 +84,4 @@ def _short(host: str, nodes: dict[str, bool]) -> str:
 
 
 def _fewest(run: Run, stage: str) -> int:
-    return int(getattr(getattr(run.config.stages, stage), "fewest_nodes", 1))
+    return run.config.stages.of(stage).fewest_nodes

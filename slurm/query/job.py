@@ -10,17 +10,23 @@ or a time limit that came before the job's own (a reservation's end).
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from pipeline.base.errors import Exit
 from pipeline.config.types import parse_time
-from slurm.query.states import Claim, Seen, call, cluster_name, seen
-from slurm.query.states import fields as shown_fields
+from slurm.query.states import call, fields, seconds
 
-FINAL = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY")
+ENDED_BY_SLURM = {
+    "PREEMPTED": Exit.PREEMPTED,
+    "TIMEOUT": Exit.TIME_LIMIT,
+    "DEADLINE": Exit.TIME_LIMIT,
+    "NODE_FAIL": Exit.NODE_FAILURE,
+    "CANCELLED": Exit.CANCELLED,
+    "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
+}
 """States in which Slurm ends jobs, as accounting has them."""
 
 
@@ -48,53 +54,49 @@ class JobFacts:
     """Whether it may be put back into the queue."""
     excluded: str = ""
     """The nodes that it may not run on, as a host list."""
-    seen: Seen = field(default_factory=Seen)
-    """Whose it is."""
+    submitted: float = 0.0
+    """When it was submitted, or last put back into the queue."""
 
 
-def job_facts(job_id: str, of: Claim | None = None) -> JobFacts | None:
-    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say, twice.
+def job_facts(job_id: str, patience_s: float = 0.5) -> JobFacts | None:
+    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say for so long.
 
-    `of`: whose it must be; None for this process's own.
+    A busy one refuses now and then, and a cause would be told wrong for it.
     """
-    command = ("scontrol", "show", "job", job_id)
-    text = call(*command)
-    if text is None:  # a busy controller refuses now and then, and a cause would be told wrong for it
+    deadline = time.monotonic() + patience_s
+    while (text := call("scontrol", "show", "job", job_id)) is None:
+        if time.monotonic() >= deadline:
+            print(f"scontrol show job {job_id}: no answer", file=sys.stderr, flush=True)
+            return None
         time.sleep(0.5)
-        text = call(*command)
-    if text is None:
-        print(f"{shlex.join(command)}: no answer", file=sys.stderr, flush=True)
-        return None
     facts = parse_facts(text)
-    if of is not None and not (of.proven(here := cluster_name(), facts.seen) or of.resembles(here, facts.seen)):
-        return None
     if facts.state == "COMPLETING":
         states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()  # such as CANCELLED by 0
-        if states and states[0] in FINAL:  # it lags: RUNNING says nothing
+        if states and states[0] in ENDED_BY_SLURM:  # it lags: RUNNING says nothing
             facts = replace(facts, state=states[0])
     return facts
 
 
 def parse_facts(text: str) -> JobFacts:
     """Read the output of `scontrol show job`."""
-    fields = shown_fields(text)
+    shown = fields(text)
     left = None
     with suppress(ValueError):  # UNLIMITED
-        left = float(parse_time(fields.get("TimeLimit", "")) - parse_time(fields.get("RunTime", "")))
-    state = fields.get("JobState", "UNKNOWN")
+        left = float(parse_time(shown.get("TimeLimit", "")) - parse_time(shown.get("RunTime", "")))
+    state = shown.get("JobState", "UNKNOWN")
     return JobFacts(
         state=state,
-        restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
-        preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
+        restarts=int(shown["Restarts"]) if shown.get("Restarts", "").isdigit() else 0,
+        preempted=state == "PREEMPTED" or shown.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         left_s=left,
-        batch=fields.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
-        start=fields.get("StartTime", ""),
-        partition=fields.get("Partition", ""),
-        qos=fields.get("QOS", ""),
-        requeue=fields.get("Requeue") != "0",
-        excluded=hosts if (hosts := fields.get("ExcNodeList", "")) != "(null)" else "",
-        seen=seen(text),
-        exit_code=int(code) if (code := fields.get("ExitCode", "").split(":")[0]).isdigit() else 0,
+        batch=shown.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
+        start=shown.get("StartTime", ""),
+        partition=shown.get("Partition", ""),
+        qos=shown.get("QOS", ""),
+        requeue=shown.get("Requeue") != "0",
+        excluded=hosts if (hosts := shown.get("ExcNodeList", "")) != "(null)" else "",
+        submitted=seconds(shown.get("SubmitTime", "")),
+        exit_code=int(code) if (code := shown.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 
 
@@ -105,7 +107,7 @@ def dead_nodes(nodes: str, since: str = "") -> list[str]:
     """
     found = set()
     for line in ((call("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or "").splitlines():
-        shown = shown_fields(line)
+        shown = fields(line)
         state, up = shown.get("State", ""), shown.get("SlurmdStartTime", "")
         if "DOWN" in state or "*" in state or "NOT_RESPONDING" in state or (since and up[:1].isdigit() and up > since):
             found.add(shown["NodeName"])
@@ -120,19 +122,11 @@ def requeue(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     left with 0, so a failure is only believed once Slurm says that the job was not put back. In the time before KILL,
     not before, the job's list of excluded nodes can be changed.
     """
-    if call("scontrol", "requeue", job_id) is None and not _was_requeued(job_id, restarts):
-        return False
-    if exclude is not None:
-        deadline = time.monotonic() + 4
-        while call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}") is None:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-    return True
-
-
-def _was_requeued(job_id: str, restarts: int) -> bool:
-    deadline = time.monotonic() + 4
-    while (facts := job_facts(job_id)) is None and time.monotonic() < deadline:
+    if call("scontrol", "requeue", job_id) is None:
+        facts = job_facts(job_id, patience_s=4.0)
+        if facts is None or facts.restarts <= restarts:
+            return False
+    deadline, update = time.monotonic() + 4, ("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}")
+    while exclude is not None and call(*update) is None and time.monotonic() <= deadline:
         time.sleep(0.2)
-    return facts is not None and facts.restarts > restarts
+    return True

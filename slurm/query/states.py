@@ -3,15 +3,15 @@
 A job's id alone proves nothing: ids start from 1 again where a controller lost its state, and each of two clusters that
 share a file system counts for itself. So callers ask with a :class:`Claim`, and an answer counts as follows:
 
-- squeue or scontrol shows a job of that id on that cluster with the run's comment (slurm/submit/sbatch.py): it is ours.
+- squeue shows a job of that id on that cluster with the run's comment (slurm/submit/sbatch.py): it is ours.
   Only such a job is ever cancelled, changed or waited for; requeues change its times, but neither id nor comment.
 - Only cluster, id, user, name and the time of submission agree (accounting keeps no comments on many sites): enough
   to read how it ended, and for nothing else.
 
-One `squeue` per look; then `sacct`, then `scontrol`, for what it does not tell. `squeue -t all` knows a job until
-MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a second or so; `scontrol` is asked job
-by job, for those of another user and where `sacct` does not answer. A job that nobody knows any more is UNKNOWN: the
-run directory has to tell.
+One `squeue` per look; then `sacct` for what it does not tell, which prints the same columns. `squeue -t all` knows a
+job until MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a second or so. What is left
+is asked of `squeue` job by job: those of another user. A job that nobody knows any more is UNKNOWN: the run directory
+has to tell.
 
 squeue is asked for this user's jobs only (`--me`): of all its filters that one (and a single job id) is
 applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,30 @@ _PUT_BACK = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What Slurm shows of whose job it is."""
+class JobState:
+    """One job, or one task of an array, as Slurm shows it. What is `active` or `dead` is ours by its comment."""
 
-    comment: str = ""
+    job_id: str
+    state: str
+    reason: str = ""
+    """Slurm's; of a job that is UNKNOWN, why, in words, where there is something to say."""
+    nodes: str = ""
+    cluster: str | None = None
     uid: int | None = None
-    name: str = ""
     submitted: float = 0.0
     """When it was submitted, or last put back into the queue."""
+    name: str = ""
+    comment: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it runs or may still run."""
+        return self.state not in (*ENDED, FORGOTTEN) and not self.dead
+
+    @property
+    def dead(self) -> bool:
+        """Pending for ever: what it waits for can no longer happen (Slurm keeps such jobs)."""
+        return self.state == "PENDING" and _DEAD_REASON in self.reason
 
 
 @dataclass(frozen=True)
@@ -75,45 +92,22 @@ class Claim:
     name: str = ""
     submitted: float = 0.0
 
-    def proven(self, cluster: str | None, seen: Seen) -> bool:
-        """Whether what was seen under this id is this very job."""
-        return seen.comment in self.comments and self.cluster in (None, cluster)
+    def proven(self, shown: JobState) -> bool:
+        """Whether what is shown under this id is this very job."""
+        return shown.comment in self.comments and self.cluster in (None, shown.cluster)
 
-    def resembles(self, cluster: str | None, seen: Seen) -> bool:
+    def resembles(self, shown: JobState) -> bool:
         """Whether it is this job as far as can be told without a comment, or with one that was cut off or replaced."""
-        if seen.comment.startswith(_MARK) and not any(whole.startswith(seen.comment) for whole in self.comments):
+        if shown.comment.startswith(_MARK) and not any(whole.startswith(shown.comment) for whole in self.comments):
             return False  # another run's
-        same = cluster is not None and (self.cluster, self.uid, self.name) == (cluster, seen.uid, seen.name)
-        return same and abs(self.submitted - seen.submitted) <= TOLERANCE_S
-
-
-@dataclass(frozen=True)
-class JobState:
-    """One job, or one task of an array. What is `active` or `dead` was shown by the controller, and is ours."""
-
-    job_id: str
-    state: str
-    reason: str = ""
-    """Slurm's; of a job that is UNKNOWN, why, in words, where there is something to say."""
-    nodes: str = ""
-
-    @property
-    def active(self) -> bool:
-        """Whether it runs or may still run."""
-        return self.state not in (*ENDED, FORGOTTEN) and not self.dead
-
-    @property
-    def dead(self) -> bool:
-        """Pending for ever: what it waits for can no longer happen (Slurm keeps such jobs)."""
-        return self.state == "PENDING" and _DEAD_REASON in self.reason
+        same = shown.cluster is not None and self.cluster == shown.cluster
+        same &= (self.uid, self.name) == (shown.uid, shown.name)
+        return same and abs(self.submitted - shown.submitted) <= TOLERANCE_S
 
 
 def slurm_answers() -> bool:
     """Whether there is a Slurm controller to talk to."""
-    if shutil.which("scontrol") is None or shutil.which("sbatch") is None:
-        return False
-    done = call("scontrol", "ping")
-    return done is not None and " is UP" in done
+    return shutil.which("sbatch") is not None and " is UP" in (call("scontrol", "ping") or "")
 
 
 def call(*command: str) -> str | None:
@@ -130,13 +124,12 @@ _clusters: dict[str | None, str] = {}
 
 def cluster_name() -> str | None:
     """The cluster that answers here: a job's own, else the controller's word, asked for once; None if it is silent."""
+    if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
+        return own
     conf = os.environ.get("SLURM_CONF")
-    own = os.environ.get("SLURM_CLUSTER_NAME") if os.environ.get("SLURM_JOB_ID") else None
-    if own is None and conf not in _clusters:
-        told = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config") or "", re.M)
-        if told:
-            _clusters[conf] = told[1]
-    return own or _clusters.get(conf)
+    if conf not in _clusters and (told := settings().get("ClusterName")):
+        _clusters[conf] = told
+    return _clusters.get(conf)
 
 
 def comment_of(run: Path) -> str:
@@ -183,72 +176,72 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
     kept = {} if forgotten is None else forgotten
     wanted = sorted(set(asked) - kept.keys(), key=lambda one: one.job_id)
     look = _Look(cluster_name() if wanted else None, wanted)
-    listed = None
-    if look.found:
-        ids = ",".join(dict.fromkeys(one.job_id for one in look.found))
-        listed = call("squeue", "-h", "-r", "--me", "-t", "all", "-j", ids, "-o", "%i|%T|%r|%N|%k")
-        for job, state, reason, nodes, comment in _rows(listed, 5):
-            look.take(job, Seen(comment.strip()), JobState(job, _word(state), reason, nodes))
-    if missing := [one for one, found in look.found.items() if not found]:
-        ids = ",".join(dict.fromkeys(one.job_id for one in missing))
-        columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName"
-        look.read_ends(call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns))
-    for one in missing:
-        if not look.found[one] and (shown := call("scontrol", "show", "job", one.job_id)) is not None:
-            for record in filter(str.strip, shown.split("\n\n")):
-                look.take(one.job_id, seen(record), _shown(one.job_id, record))
+    answered = bool(look.found) and look.ask_controller("--me", "-j", _ids(look.found))
+    if missing := look.missing():
+        look.ask_accounting(_ids(missing))
+    for one in look.missing():
+        look.ask_controller("-j", one.job_id)
     states = {one: look.state(one) for one in wanted}
     for one in set(wanted) - look.found.keys() | set(missing):
-        if not states[one].active and (states[one].state != FORGOTTEN or listed is not None):
+        if not states[one].active and (states[one].state != FORGOTTEN or answered):
             kept[one] = states[one]
     return {**kept, **states}
 
 
 class _Look:
-    """Whose is what Slurm shows."""
+    """One look at Slurm, and whose is what it shows."""
 
     def __init__(self, here: str | None, wanted: Sequence[Claim]) -> None:
         self.here = here
         self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if here and c.cluster in (None, here)}
-        self._claims: dict[str, list[Claim]] = {}
-        for one in self.found:
-            self._claims.setdefault(one.job_id, []).append(one)
+        self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id)}
+
+    def missing(self) -> list[Claim]:
+        """Those of which nothing was shown yet."""
+        return [one for one, jobs in self.found.items() if not jobs]
 
     def _of(self, job: str) -> list[Claim]:
         return self._claims.get(job, self._claims.get(_array(job), []))
 
-    def take(self, job: str, what: Seen, state: JobState) -> None:
-        """A job that the controller shows. Where one run had the id twice, it is the one that was submitted last."""
-        if ours := [one for one in self._of(job) if one.proven(self.here, what)]:
-            self.found[max(ours, key=lambda one: one.submitted)].append(state)
-            return
-        for one in self._of(job):
-            if one.resembles(self.here, what):
+    def ask_controller(self, *filters: str) -> bool:
+        """Take what squeue shows; whether it answered. Where one run had an id twice, it is the job submitted last."""
+        listed = call("squeue", "-h", "-r", "-t", "all", "-o", f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k", *filters)
+        for job in _rows(listed):
+            if ours := [one for one in self._of(job.job_id) if one.proven(job)]:
+                self.found[max(ours, key=lambda one: one.submitted)].append(job)
+                continue
+            for one in [one for one in self._of(job.job_id) if one.resembles(job)]:
                 words = (
-                    f"job {job} has id, name, user and time of this run's, but not the comment that would prove it "
-                    f"({one.comments[0]}): nothing is done to it; to end it: scancel {job}"
+                    f"job {job.job_id} has id, name, user and time of this run's, but not the comment that would prove "
+                    f"it ({one.comments[0]}): nothing is done to it; to end it: scancel {job.job_id}"
                 )
-                self.found[one].append(state if state.state in ENDED else JobState(job, FORGOTTEN, words))
+                ended = job.state in ENDED
+                self.found[one].append(job if ended else replace(job, state=FORGOTTEN, reason=words))
+        return listed is not None
 
-    def read_ends(self, listed: str | None) -> None:
-        """Jobs in accounting, each run of one that was put back in a row of its own. What has not ended tells nothing:
-        of jobs that a controller lost it never hears."""
+    def ask_accounting(self, ids: str) -> None:
+        """Take jobs in accounting, each run of one that was put back in a row of its own. What has not ended tells
+        nothing: of jobs that a controller lost it never hears."""
+        columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
         runs: dict[Claim, dict[str, JobState]] = {}
-        for job, state, reason, nodes, cluster, uid, at, name in sorted(_rows(listed, 8), key=lambda row: row[6]):
-            what = Seen("", int(uid) if uid.isdigit() else None, name, _time(at))
-            for one in self._of(job):
-                before = runs.setdefault(one, {}).get(job)
-                at_once = what if before is None else replace(what, submitted=one.submitted)
-                if one.resembles(cluster, at_once) and (before is None or before.state in _PUT_BACK):
-                    runs[one][job] = JobState(job, _word(state), reason, nodes)
+        listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns)
+        for job in sorted(_rows(listed), key=lambda job: job.submitted):
+            for one in self._of(job.job_id):
+                before = runs.setdefault(one, {}).get(job.job_id)
+                at_once = job if before is None else replace(job, submitted=one.submitted)
+                if one.resembles(at_once) and (before is None or before.state in _PUT_BACK):
+                    runs[one][job.job_id] = job
         for one, tasks in runs.items():
             if all(task.state in ENDED for task in tasks.values()):
                 self.found[one] += tasks.values()
 
     def state(self, one: Claim) -> JobState:
+        """The state of a job: of the tasks of an array one that may run, then one that failed."""
         if self.here and one not in self.found:
             return JobState(one.job_id, FORGOTTEN, f"jobs of cluster {one.cluster} are not seen from {self.here}")
-        return _merge(one.job_id, self.found.get(one, []))
+        found = self.found.get(one) or [JobState(one.job_id, FORGOTTEN)]
+        first = min(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
+        return replace(first, job_id=one.job_id)
 
 
 def cancel(jobs: Iterable[JobState]) -> None:
@@ -257,29 +250,12 @@ def cancel(jobs: Iterable[JobState]) -> None:
         call("scancel", *ids)
 
 
-def seen(record: str) -> Seen:
-    """Whose job it is that `scontrol show job` shows (not with -o: nothing there would end a comment)."""
-
-    def line(pattern: str) -> str:
-        found = re.search(pattern, record, re.M)
-        return found[1].strip() if found else ""
-
-    uid = line(r"^ *UserId=\S*\((\d+)\)")
-    submitted = _time(fields(record).get("SubmitTime", ""))
-    return Seen(line("^ *Comment=(.*)$"), int(uid) if uid else None, line(r"JobName=(.*)$"), submitted)
-
-
 def fields(shown: str) -> dict[str, str]:
     """`Key=value` words of one job in `scontrol show job`.
 
     The first of each key counts: what a person chose (comment, command, paths) stands behind all that is read here.
     """
-    found: dict[str, str] = {}
-    for word in shown.split():
-        key, separator, value = word.partition("=")
-        if separator:
-            found.setdefault(key, value)
-    return found
+    return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", shown)))
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -292,17 +268,20 @@ def settings() -> dict[str, str]:
     return parse_config(call("scontrol", "show", "config") or "")
 
 
-def _shown(job: str, line: str) -> JobState:
-    found = fields(line)
-    empty = ("None", "(null)")
-    reason, nodes = (found.get(key, "") for key in ("Reason", "NodeList"))
-    return JobState(job, found.get("JobState", FORGOTTEN), reason, "" if nodes in empty else nodes)
+def _rows(listed: str | None) -> list[JobState]:
+    """What squeue and sacct print; the last cell, which a person chose, may hold the separator."""
+    rows = [cells for line in (listed or "").splitlines() if len(cells := line.split("|", 8)) == 9]
+    return [
+        JobState(
+            job, state.split(" ")[0].rstrip("+"), reason, nodes, cluster, int(uid) if uid.isdigit() else None,
+            seconds(at), name, comment.strip(),
+        )
+        for job, state, reason, nodes, cluster, uid, at, name, comment in rows
+    ]  # fmt: skip
 
 
-def _rows(listed: str | None, width: int) -> list[list[str]]:
-    """Lines of so many cells; the last one, which a person chose, may hold the separator."""
-    rows = (line.split("|", width - 1) for line in (listed or "").splitlines())
-    return [row for row in rows if len(row) == width]
+def _ids(jobs: Iterable[Claim]) -> str:
+    return ",".join(dict.fromkeys(one.job_id for one in jobs))
 
 
 def _array(job_id: str) -> str:
@@ -310,20 +289,8 @@ def _array(job_id: str) -> str:
     return job_id.split("_")[0]
 
 
-def _word(state: str) -> str:
-    """Without what may stand behind it: `CANCELLED by 0`."""
-    return state.split(" ")[0].rstrip("+")
-
-
-def _time(text: str) -> float:
+def seconds(text: str) -> float:
     """Seconds since 1970 of a time as Slurm writes it, by the local clock; 0 for Unknown."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).timestamp()
     return 0.0
-
-
-def _merge(job: str, found: list[JobState]) -> JobState:
-    if not found:
-        return JobState(job, FORGOTTEN)
-    found = sorted(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
-    return JobState(job, found[0].state, found[0].reason, found[0].nodes)

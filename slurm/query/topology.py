@@ -1,32 +1,22 @@
-"""Which rank is on which node: checked before ranks start, against what Slurm granted; and what connects them.
+"""Which rank is on which node: checked before ranks start, against what Slurm granted.
 
 The ranks of one tensor parallel group exchange activations twice a layer, so they must share a node. Groups are
 consecutive ranks (the mesh is `pp × dp × tp`, tp innermost). That holds when the group's size divides the ranks per
 node and ranks are laid out in blocks; `--distribution=cyclic` deals them out one by one and tears groups apart
 without any error: training would only be slow. The same check runs on what a job would ask for (slurm/submit/sbatch.py)
 and on what it got, which by hand in `salloc` or a template may be anything.
-
-Once per attempt `nvidia-smi topo -m` (links between the GPUs of this node) and `scontrol show topology` (switches)
-go into events.jsonl, where a slow attempt can be compared with a fast one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import threading
 from collections.abc import Sequence
 
-from pipeline.base.place import granted_tasks, in_allocation
+from pipeline.base.place import granted_tasks
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
-from slurm.query.states import call
-
-_GPU_LINKS = ("nvidia-smi", "topo", "-m")
-_SWITCHES = ("scontrol", "show", "topology")
-_MOST_TEXT = 20_000
 
 
 def nodes_of_ranks(tasks: Sequence[int], distribution: str) -> list[int]:
@@ -100,20 +90,3 @@ def mismatch(run: Run, stage: str, size: int) -> str | None:
         return None
     per_node, tensor = run.config.stages.of(stage).per_node, run.config.parallel.tensor if STAGES[stage].trains else 1
     return problem(stage, size // per_node, per_node, tensor, *granted)
-
-
-def record(run: Run, stage: str, job: str, attempt: int) -> None:
-    """Write the links of this node's GPUs and the cluster's switches into events.jsonl, where there are any.
-
-    In a thread that nobody waits for: nvidia-smi takes a second, and on a broken GPU it never returns.
-    """
-    commands = {"nvidia_smi": _GPU_LINKS, **({"switches": _SWITCHES} if in_allocation(os.environ) else {})}
-
-    def read() -> None:
-        told = {name: (call(*command) or "").strip()[:_MOST_TEXT] for name, command in commands.items()}
-        found = {name: text for name, text in told.items() if text}
-        if found:
-            run.event("topology", stage, job_id=job, attempt=attempt, host=os.uname().nodename, **found)
-
-    if STAGES[stage].trains and any(shutil.which(command[0]) for command in commands.values()):
-        threading.Thread(target=read, daemon=True).start()

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from pipeline.base.errors import Exit
@@ -61,18 +61,10 @@ def use_site(site: SiteConfig, job_id: str | None) -> None:
         print(SETUP_NOT_RUN, flush=True)
 
 
-def free_listener(size: int) -> socket.socket:
-    """A socket that listens on a free port of this machine, for `size` ranks."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(size + 8)
-    return listener
-
-
 def _spawn(
-    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int]
+    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code and `more` variables."""
+    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code, `more` variables and descriptors."""
     return subprocess.Popen(
         [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
         env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
@@ -90,25 +82,17 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class LocalRanks:
-    """The rank processes of one stage on this machine."""
+class Ranks:
+    """Processes of this machine: the ranks of one stage, or what starts them."""
 
-    def __init__(self, run: Run, stage: str, size: int, keep_open: Sequence[int]) -> None:
-        """`size` ranks, not started yet; `keep_open` are descriptors that they inherit (the run's lock)."""
-        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
+    def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
+        """`size` ranks, not started yet; they inherit the run's `lock`."""
+        self._run, self._stage, self.size, self._lock = run, stage, size, lock
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Start all ranks."""
-        run, size = self._run, self.size
-        with free_listener(size) as listener:
-            for rank in range(size):
-                sockets = [listener.fileno()] if rank == 0 else []
-                place = local_environment(rank, size, size, "127.0.0.1", listener.getsockname()[1], *sockets)
-                with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
-                    log.write(f"--- {now()} rank {rank}\n".encode())
-                    log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [], log, place, [*self._keep_open, *sockets])
+        raise NotImplementedError
 
     def poll(self) -> list[Left]:
         """The ranks that left since the last call, in the order of their numbers."""
@@ -131,13 +115,32 @@ class LocalRanks:
     def kill(self) -> None:
         """End all ranks now, and wait until they are gone."""
         self.send(signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        self._wait(30)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
             self.poll()
             time.sleep(0.01)
 
 
-class SrunRanks:
+class LocalRanks(Ranks):
+    """The rank processes of one stage on this machine."""
+
+    def start(self) -> None:
+        """Start all ranks."""
+        run, size = self._run, self.size
+        with socket.create_server(("127.0.0.1", 0), backlog=size + 8) as listener:
+            for rank in range(size):
+                sockets = [listener.fileno()] if rank == 0 else []
+                place = local_environment(rank, size, listener.getsockname()[1], *sockets)
+                with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
+                    log.write(f"--- {now()} rank {rank}\n".encode())
+                    log.flush()
+                    self._alive[rank] = _spawn(run, self._stage, [], log, place, self._lock, *sockets)
+
+
+class SrunRanks(Ranks):
     """The rank processes of one stage in this job's allocation: one `srun` step, one task per rank.
 
     srun says how the step ended as a whole; which task ended badly first, and where, is read from its messages.
@@ -148,19 +151,18 @@ class SrunRanks:
     """What is said to the launcher in variables."""
 
     def __init__(
-        self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], task: int | None = None
+        self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
     ) -> None:
-        """`size` ranks, `per_node` on each node, not started yet; srun inherits `keep_open` (the run's lock).
+        """On so many `nodes`; srun has more `options`.
 
         `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
         """
-        self._run, self._stage, self.size, self._keep_open = run, stage, size, keep_open
-        self._nodes = -(-size // per_node)
+        super().__init__(run, stage, size, lock)
+        self._nodes, self._options = nodes, options
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
         self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
-        self._step: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
         """What starts the ranks, up to the program and its arguments."""
@@ -171,26 +173,24 @@ class SrunRanks:
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
-        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}", *self._options]
 
     def start(self) -> None:
         """Start the step."""
         with open(self.messages, "ab") as log:
-            self._step = _spawn(self._run, self._stage, self.command(), log, self.settings, self._keep_open)
+            self._alive[0] = _spawn(self._run, self._stage, self.command(), log, self.settings, self._lock)
 
     def poll(self) -> list[Left]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
-        if self._step is None or self._step.poll() is None:
-            return []
-        code, self._step = self._step.returncode, None
-        if code in (Exit.DONE, Exit.STOPPED):
-            return [Left(0, code)]
-        with open(self.messages, "rb") as log:
-            log.seek(self._from)
-            messages = log.read().decode(errors="replace")
+        return [self._explained(left) for left in super().poll()]
+
+    def _explained(self, left: Left) -> Left:
+        if left.code in (Exit.DONE, Exit.STOPPED):
+            return left
+        messages = self.messages.read_bytes()[self._from :].decode(errors="replace")
         end = "\n".join(messages.splitlines()[-10:])
-        told = f"{self.launcher} {Left(0, code)} and named no rank; the end of {self.messages}:\n{end}"
-        return [self.first_bad(messages, code) or Left(0, code, told=told)]
+        told = f"{self.launcher} {left} and named no rank; the end of {self.messages}:\n{end}"
+        return self.first_bad(messages, left.code) or replace(left, told=told)
 
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
@@ -210,23 +210,17 @@ class SrunRanks:
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 
-    @property
-    def running(self) -> bool:
-        """Whether the step is still there."""
-        return self._step is not None
-
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every rank: srun passes it on, but for TERM, which makes it kill the step at once.
 
         To the ranks USR2 means the same as TERM (pipeline/base/signals.py), so that is sent instead.
         """
-        if self._step is not None:
-            self._step.send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
+        super().send(signal.SIGUSR2 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
         """End all ranks now: srun ends its step by force when it is interrupted twice within a second."""
         deadline = time.monotonic() + 30
-        while self._step is not None:
+        while self.running:
             self.send(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
             time.sleep(0.2)
             self.poll()

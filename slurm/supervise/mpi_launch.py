@@ -19,15 +19,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
-from slurm.supervise.launch import Left, SrunRanks
+from slurm.supervise.launch import Left, Ranks, SrunRanks
 
-"""The stages whose ranks talk to each other."""
 TRIAL_S = 60.0
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
@@ -57,12 +55,12 @@ def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, 
     return [mpirun, "-n", str(size)], {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
-def ranks(run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], on_slurm: bool) -> SrunRanks:
+def ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunRanks:
     """The ranks of a stage, not started yet, started as this site's MPI wants it."""
-    plugin = slurm_plugin() if on_slurm else None
-    if plugin is not None:
-        return MpiSrunRanks(run, stage, size, per_node, keep_open, plugin)
-    return MpirunRanks(run, stage, size, per_node, keep_open, local=not on_slurm)
+    if on_slurm and (plugin := slurm_plugin()) is not None:
+        # one that fails takes the others along: they would wait for it
+        return SrunRanks(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
+    return MpirunRanks(run, stage, size, lock, local=not on_slurm)
 
 
 def slurm_plugin() -> str | None:
@@ -82,25 +80,13 @@ def slurm_plugin() -> str | None:
     return None
 
 
-class MpiSrunRanks(SrunRanks):
-    """MPI ranks as a Slurm step. One that fails takes the others along: they would wait for it."""
-
-    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], plugin: str) -> None:
-        super().__init__(run, stage, size, per_node, keep_open)
-        self._plugin = plugin
-
-    def command(self) -> list[str]:
-        """srun with the plugin."""
-        return [*super().command(), f"--mpi={self._plugin}", "--kill-on-bad-exit=1"]
-
-
 class MpirunRanks(SrunRanks):
     """MPI ranks under mpirun, on this machine or in this job. It ends all ranks when one dies, and says which."""
 
     launcher = "mpirun"
 
-    def __init__(self, run: Run, stage: str, size: int, per_node: int, keep_open: Sequence[int], local: bool) -> None:
-        super().__init__(run, stage, size, per_node, keep_open)
+    def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
+        super().__init__(run, stage, size, lock)
         self._mpirun, self.settings = mpirun_command(size, local)
 
     def command(self) -> list[str]:
@@ -124,12 +110,6 @@ class MpirunRanks(SrunRanks):
 
     def kill(self) -> None:
         """End all ranks now: mpirun ends them when it gets TERM."""
-        if self._step is None:
-            return
-        self._step.terminate()
-        try:
-            self._step.wait(15)
-        except subprocess.TimeoutExpired:
-            self._step.send_signal(signal.SIGKILL)
-            self._step.wait(15)
-        self.poll()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            Ranks.send(self, number)
+            self._wait(15)

@@ -8,15 +8,11 @@ matter of outputs: a stage whose ranks all left with 0 and whose outputs do not 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Exit, UserError
@@ -27,12 +23,12 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import attempts, causes, exclusion, topology
 from slurm.query import job as slurm_job
-from slurm.query.blame import blame
 from slurm.query.causes import Way
 from slurm.query.states import identity
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
-from slurm.supervise.launch import Left, LocalRanks, SrunRanks, use_site
+from slurm.supervise.failures import Ended, find_failure, reports, who_hangs
+from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
@@ -45,25 +41,6 @@ PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first thing that went wrong."""
-
-    code: Exit
-    rank: int
-    host: str
-    message: str
-
-
-@dataclass
-class Ended:
-    """How an attempt ended: a code, who asked for a stop, and more facts for its event."""
-
-    code: Exit
-    asked: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
 class Supervisor:
     """One stage of one run in this job. Ranks are started again in place, or by the queue; never two at once."""
 
@@ -71,17 +48,20 @@ class Supervisor:
         self.run, self.stage, self.flag = run, stage, flag
         self.work, self.row = stages.load(stage), STAGES[stage]
         self.place: Place = identify(os.environ)
-        self.on_slurm = in_allocation(os.environ)
+        self.on_slurm, self.nodes = in_allocation(os.environ), allocated_hosts(os.environ)
         self.task = stages.task_of(stage, self.place)
-        facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
-        self.batch = facts.batch if facts is not None else self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
-        self.since = facts.start if facts is not None else ""
-        self.identity = identity(facts.seen.name, job_submitted=facts.seen.submitted) if facts is not None else {}
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
-        left_s = facts.left_s if facts is not None else None
-        self.ends = None if left_s is None else time.monotonic() + left_s
+        self.batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
+        self.since, self.identity = "", dict[str, Any]()
+        self.ends: float | None = None
         """The end of the job's time; not the hour, for clocks of nodes may differ."""
+        facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
+        if facts is not None:
+            self.batch, self.since = facts.batch, facts.start
+            self.identity = identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submitted)
+            if facts.left_s is not None:
+                self.ends = time.monotonic() + facts.left_s
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
@@ -90,6 +70,14 @@ class Supervisor:
         lock = run.lock(stage, self.task, self.row.patience_s if self.on_slurm else 1.0)
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        ended, progress = self._attempts(lock)
+        os.close(lock)
+        return ended.code if progress is None else self._leave(ended, progress)
+
+    def _attempts(self, lock: int) -> tuple[Ended, bool | None]:
+        """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
+        None where it ends here."""
+        run, stage = self.run, self.stage
         run.refuse_cancelled()
         if self.on_slurm:
             use_site(run.config.site, self.place.job_id)
@@ -99,63 +87,50 @@ class Supervisor:
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
             self.leave_nothing_waiting(done=refused[0] == Exit.DONE)
-            os.close(lock)
-            return refused[0]
+            return Ended(refused[0]), None
         while True:
             before = causes.standing(run, stage)
             ended = self._attempt(lock, before)
-            progress = causes.standing(run, stage) != before
+            progress, why_not = causes.standing(run, stage) != before, None
             ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in attempts.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
-            why_not = None
             if not ends_here:
-                why_not = attempts.refusal(
-                    attempts.of(run, stage, self.task), ended.code, progress, run.config.recovery
-                )
+                so_far = attempts.of(run, stage, self.task)
+                why_not = attempts.refusal(so_far, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
                 self.leave_nothing_waiting(done=ended.code == Exit.DONE)
-                os.close(lock)
-                return ended.code
+                return ended, None
             if self.batch:
-                os.close(lock)
-                return self._leave(ended, progress)
-            self._event("retried", ended.code, progress)
+                return ended, progress
+            self._write_goes_on("retried", ended.code, progress)
             print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
 
     def _attempt(self, lock: int, before: str) -> Ended:
+        """Start the ranks, once, and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
-        granted = len(allocated_hosts(os.environ)) or None
-        size = 1 if self.task is not None else stages.ranks(run, stage, granted)
+        size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
         if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.attempts(stage) + 1
-        run.event(
-            "started", stage, job_id=self.job, attempt=attempt, task=self.task, ranks=size, host=os.uname().nodename,
-            pid=os.getpid(), slurm_job=place.job_id, restarts=place.restart_count, standing=before, **self.identity,
+        self._tell(
+            "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(), slurm_job=place.job_id,
+            restarts=place.restart_count, standing=before, **self.identity,
         )  # fmt: skip
-        for report in _reports(run, stage, "*", self.task):
+        for report in reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
             os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
-        ranks: LocalRanks | SrunRanks
-        per_node = run.config.stages.of(stage).per_node if self.row.joined else size
-        if run.config.parallel.backend == "mpi" and self.row.joined:
-            try:
-                ranks = mpi_launch.ranks(run, stage, size, per_node, [lock], self.on_slurm)
-            except UserError as error:  # no mpirun
-                return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
-        elif self.on_slurm:
-            ranks = SrunRanks(run, stage, size, per_node, keep_open=[lock], task=self.task)
-        else:
-            ranks = LocalRanks(run, stage, size, keep_open=[lock])
+        try:
+            ranks = self._ranks(size, lock)
+        except UserError as error:  # no mpirun
+            return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
         try:
             ranks.start()
-            topology.record(run, stage, self.job, attempt)
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here
@@ -164,19 +139,107 @@ class Supervisor:
             ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
             if ended.code == Exit.STOPPED:
                 ended.facts["cause"] = late
-        # a task of an array does its part only; the job behind the array validates the whole
-        whole = self.task is None and not self.evaluations.one_of_many(self.job)
-        if ended.code == Exit.DONE and whole and (reason := self.work.missing(run)) is not None:
+        # one of many does its part only; the job behind them validates the whole
+        if ended.code == Exit.DONE and not self._one_of_many() and (reason := self.work.missing(run)) is not None:
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
             ended = Ended(Exit.CRASHED, ended.asked, facts)
-        elif self.on_slurm and place.job_id:
+        elif self.on_slurm:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
 
+    def _one_of_many(self) -> bool:
+        """Whether another job does what this one leaves: behind a task of shard, or one checkpoint's evaluation."""
+        return self.task is not None or self.evaluations.one_of_many(self.job)
+
+    def _ranks(self, size: int, lock: int) -> Ranks:
+        """The ranks, not started yet; they inherit the run's lock. Raises UserError where there is no mpirun."""
+        run, stage = self.run, self.stage
+        nodes = -(-size // run.config.stages.of(stage).per_node) if self.row.joined else 1
+        if run.config.parallel.backend == "mpi" and self.row.joined:
+            return mpi_launch.ranks(run, stage, size, nodes, lock, self.on_slurm)
+        if self.on_slurm:
+            return SrunRanks(run, stage, size, lock, nodes=nodes, task=self.task)
+        return LocalRanks(run, stage, size, lock)
+
+    def _watch(self, ranks: Ranks) -> Ended:
+        """Wait for all ranks, pass requests and signals on to them, and tell how they ended."""
+        run, stage = self.run, self.stage
+        gone: list[Left] = []
+        failed: list[Left] = []
+        asked: str | None = None
+        deadline, next_look = math.inf, 0.0
+        while ranks.running:
+            clock = time.monotonic()
+            if asked is None and clock >= next_look:
+                next_look = clock + REQUEST_POLL_S
+                asked = _request(run) or self.flag.reason
+                if asked is not None:
+                    ranks.send(signal.SIGTERM)
+                    deadline = min(deadline, clock + STOP_GRACE_S)
+                    print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
+                    self._note_stop(asked)
+            if self.batch and self.row.trains:
+                self.evaluations.look()
+            gone += ranks.poll()
+            if not failed and (failed := [left for left in gone if left.code not in (Exit.DONE, Exit.STOPPED)]):
+                deadline = min(deadline, clock + PEERS_LEAVE_S)
+            if clock >= deadline:
+                ranks.kill()
+                if not failed:
+                    words = f"the ranks were asked to stop, had not left after {STOP_GRACE_S:.0f} s, and were killed"
+                    return Ended(Exit.HANG, asked, {"message": words})
+            time.sleep(POLL_S)
+        if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
+            return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
+        if failed:
+            ended = find_failure(run, stage, failed, self.task)
+            if ended.code == Exit.HANG:
+                ended.facts |= who_hangs(run, stage, self._hosts(ranks.size)) or {}
+            ended.asked = asked
+            return ended
+        if any(left.code == Exit.STOPPED for left in gone):
+            told = run.read_events(stage, "started", "stop_requested")[-1]  # of this attempt
+            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
+        return Ended(Exit.DONE, asked)
+
+    def _hosts(self, size: int) -> list[str]:
+        """The host of each rank."""
+        if not self.on_slurm:
+            return [os.uname().nodename] * size
+        per_node = self.run.config.stages.of(self.stage).per_node
+        _, spread = granted_tasks(os.environ) or ([], "block")
+        return [self.nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
+
+    def _note_stop(self, asked: str) -> None:
+        """Write at once why a stop came: this process may be killed before the ranks have left."""
+        more: dict[str, Any] = {}
+        if self.on_slurm and asked not in attempts.REQUESTS:
+            facts = slurm_job.job_facts(self.place.job_id or "")
+            more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
+        self._tell("stopping", by=asked, **more)
+
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
-        nodes = ",".join(allocated_hosts(os.environ))
-        return causes.cause_in_slurm(code, facts, self.place, nodes, self.since, self.run.config.site)
+        return causes.cause_in_slurm(code, facts, self.place, ",".join(self.nodes), self.since, self.run.config.site)
+
+    def _ask_slurm(self, ended: Ended) -> None:
+        """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
+        facts = slurm_job.job_facts(self.place.job_id or "")
+        if facts is not None and facts.preempted:
+            ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
+        if ended.asked not in attempts.REQUESTS:
+            code, words = self._cause(ended.code, facts)
+            if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
+                code = Exit.TIME_LIMIT
+            if code != ended.code:
+                ended.code, ended.facts["cause"] = code, code.name.lower()
+            if words:
+                ended.facts["message"] = "\n".join(filter(None, [words, ended.facts.get("message")]))
+        if ended.code == Exit.BAD_NODE:
+            exclusion.remember_bad_node(self.run, ended.facts["host"], ended.facts["message"])
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        self.run.event(event, self.stage, job_id=self.job, task=self.task, **facts)
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
@@ -190,30 +253,10 @@ class Supervisor:
             facts["final"] = True
         if name == "failed":
             print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
-        self.run.event(name, self.stage, job_id=self.job, task=self.task, exit_code=int(ended.code), **facts)
+        self._tell(name, exit_code=int(ended.code), **facts)
 
-    def _ask_slurm(self, ended: Ended) -> None:
-        """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
-        facts = slurm_job.job_facts(self.place.job_id or "")
-        if facts is not None and facts.preempted:
-            ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
-        code, words = (ended.code, None) if ended.asked in attempts.REQUESTS else self._cause(ended.code, facts)
-        if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
-            code = Exit.TIME_LIMIT
-        if code != ended.code:
-            was = ended.facts.get("message")
-            ended.facts = {**ended.facts, "cause": code.name.lower()}
-            if words:
-                ended.facts["message"] = f"{words}\n{was}" if was else words
-            ended.code = code
-        if code == Exit.BAD_NODE:
-            exclusion.remember_bad_node(self.run, str(ended.facts["host"]), str(ended.facts["message"]))
-
-    def _event(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
-        self.run.event(
-            event, self.stage, job_id=self.job, task=self.task, cause=cause.name.lower(),
-            budget=attempts.budget_of(cause), progress=progress, **more,
-        )  # fmt: skip
+    def _write_goes_on(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
+        self._tell(event, cause=cause.name.lower(), budget=attempts.budget_of(cause), progress=progress, **more)
 
     def _leave(self, ended: Ended, progress: bool) -> Exit:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
@@ -221,30 +264,27 @@ class Supervisor:
         But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
         killed.
         """
-        job, site = self.place.job_id or "", self.run.config.site
-        signals, deadline = self.flag.count, time.monotonic() + ANSWER_WAIT_S
-        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < deadline:
-            time.sleep(1)
+        job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
+        facts = slurm_job.job_facts(job, ANSWER_WAIT_S)
         exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        way = causes.way_on(facts, self.place.restart_count, site, bool(self.flag), exclude)
+        way = causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
         if way == Way.CANCELLED:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             ended, why_not = Ended(Exit.CANCELLED, facts={"message": message}), ""
         elif way == Way.UNKNOWN:
             why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
-        elif way == Way.SUCCESSOR:
-            # behind one of many there is a job that does what they left
-            part = self.task is not None or self.evaluations.one_of_many(self.job)
-            why_not = None if part else succession.hand_over(self.run, self.stage, job)
-        elif way == Way.REQUEUE and not slurm_job.requeue(job, self.place.restart_count, exclude):
+        elif way == Way.SUCCESSOR and not self._one_of_many():
+            why_not = succession.hand_over(self.run, self.stage, job)
+        elif way == Way.REQUEUE and not slurm_job.requeue(job, restarts, exclude):
             why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
         if why_not is not None:
             self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
             return ended.code
         by_slurm = {"by": "slurm"} if way in (Way.BACK, Way.LEAVE) else {}
-        self._event("handed_over" if way == Way.SUCCESSOR else "requeued", ended.code, progress, **by_slurm)
+        event = "handed_over" if way == Way.SUCCESSOR else "requeued"
+        self._write_goes_on(event, ended.code, progress, **by_slurm)
         deadline = time.monotonic() + (REQUEUED_WAIT_S if way in (Way.BACK, Way.REQUEUE) else 0)
         while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
             time.sleep(POLL_S)
@@ -254,75 +294,6 @@ class Supervisor:
         """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
         if self.batch and self.task is None:
             succession.not_needed(self.run, self.stage, self.place, done=done)
-
-    def _watch(self, ranks: LocalRanks | SrunRanks) -> Ended:
-        """Wait for all ranks; the verdict and its facts."""
-        run, stage = self.run, self.stage
-        gone: list[Left] = []
-        first: list[Left] = []
-        deadline, stop_deadline, next_look = math.inf, math.inf, 0.0
-        asked: str | None = None
-        while ranks.running:
-            clock = time.monotonic()
-            if asked is None and clock >= next_look:
-                next_look = clock + REQUEST_POLL_S
-                asked = _request(run) or self.flag.reason
-                if asked is not None:
-                    ranks.send(signal.SIGTERM)
-                    stop_deadline = clock + STOP_GRACE_S
-                    print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
-                    self._note_stop(asked)
-            if self.batch and self.row.trains:
-                self.evaluations.look()
-            gone += (left := ranks.poll())
-            bad = [item for item in left if item.code not in (Exit.DONE, Exit.STOPPED)]
-            if bad and not first:
-                first, deadline = bad, clock + PEERS_LEAVE_S
-            if clock >= deadline:
-                ranks.kill()
-            if not first and clock >= stop_deadline:
-                ranks.kill()
-                message = f"the ranks were asked to stop and had not left after {STOP_GRACE_S:.0f} s; they were killed"
-                return Ended(Exit.HANG, asked, {"message": message})
-            time.sleep(POLL_S)
-        if asked is not None and any(left.code == -signal.SIGTERM for left in first):
-            return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
-        if first:
-            failure = find_failure(run, stage, first, self.task)
-            if failure.code == Exit.HANG:
-                failure = self._who_hangs(failure, ranks.size)
-            if failure.code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:
-                # ranks cannot report a full disk in files on it
-                failure = Failure(Exit.STORAGE, failure.rank, failure.host, f"{reason}\n{failure.message}")
-            facts = {"cause": failure.code.name.lower(), "rank": failure.rank, "host": failure.host}
-            return Ended(failure.code, asked, {**facts, "message": failure.message})
-        if any(left.code == Exit.STOPPED for left in gone):
-            told = run.read_events(stage, "started", "stop_requested")[-1]  # of this attempt
-            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
-        return Ended(Exit.DONE, asked)
-
-    def _who_hangs(self, failure: Failure, size: int) -> Failure:
-        """Name the rank that did not arrive, from what all ranks wrote about themselves."""
-        hangs = _read(self.run, self.stage, "hang")
-        if not hangs:
-            return failure
-        hosts = [os.uname().nodename] * size
-        if self.on_slurm:
-            per_node = self.run.config.stages.of(self.stage).per_node
-            _, spread = granted_tasks(os.environ) or ([], "block")
-            nodes = allocated_hosts(os.environ)
-            hosts = [nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
-        heard = {report["rank"] for report in _read(self.run, self.stage, "error")}
-        rank, host, message = blame(hangs, hosts, heard)
-        return Failure(Exit.HANG, rank, host, message)
-
-    def _note_stop(self, asked: str) -> None:
-        """Write at once why a stop came: this process may be killed before the ranks have left."""
-        more: dict[str, Any] = {}
-        if self.on_slurm and self.place.job_id and asked not in attempts.REQUESTS:
-            facts = slurm_job.job_facts(self.place.job_id)
-            more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
-        self.run.event("stopping", self.stage, job_id=self.job, task=self.task, by=asked, **more)
 
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
@@ -353,44 +324,3 @@ def _take_request(run: Run) -> str | None:
     except FileNotFoundError:
         stop = None
     return "cancelled" if run.cancelled_file.exists() else stop
-
-
-def _reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
-    """What ranks left of a kind: `error` (pipeline/run/failure.py), `hang` (pipeline/resilience/watchdog.py) or `*`.
-
-    A task of an array has one of its own, and others beside it.
-    """
-    return list(run.stage_folder(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
-
-
-def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
-    found = []
-    for path in _reports(run, stage, kind, task):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_bytes()))
-    return found
-
-
-def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Failure:
-    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
-
-    A rank that a signal or a lack of memory killed writes no report; its peers report a lost connection (or abort over
-    it): they are blamed last. Among reports the earliest counts.
-    """
-    reports = _read(run, stage, "error", task)
-    told = {r["rank"] for r in reports}
-    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
-    culprits = [left for left in killed if left.code != -signal.SIGABRT]
-    blamed = sorted((r for r in reports if r["code"] != Exit.PEER_LOST), key=lambda r: float(r["time"]))
-    if blamed and not culprits:
-        report = blamed[0]
-        message = f"rank {report['rank']} on {report['host']}:\n{report['message']}"
-        return Failure(Exit(report["code"]), report["rank"], report["host"], message)
-    culprit = (culprits or killed or first)[0]
-    host = culprit.host or os.uname().nodename
-    log = run.stage_folder(stage) / f"rank-{culprit.rank if task is None else task}.log"
-    hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
-    hint = hints.get(culprit.code, "")
-    code = Exit(culprit.code) if culprit.code in set(Exit) else Exit.CRASHED  # it could not even write its report
-    message = culprit.told or f"rank {culprit.rank} on {host} {culprit}{hint}; its log: {log}"
-    return Failure(code, culprit.rank, host, message)

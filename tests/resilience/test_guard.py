@@ -24,7 +24,7 @@ from pipeline.config.read import load_config
 from pipeline.resilience.guard import Guard, merged, position_of
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from slurm.query.blame import blame
+from slurm.supervise.failures import blame
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
 from tests.train.test_exact import lines, new_run
@@ -209,11 +209,11 @@ def hang(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
 def test_who_did_not_arrive() -> None:
     hosts = ["n0", "n1", "n2"]
     behind = [hang(0, 5, 3, "reduce"), hang(1, 5, 1, "forward"), hang(2, 5, 3, "reduce")]
-    rank, host, words = blame(behind, hosts, ())
+    rank, host, words = blame(behind, hosts, ()).values()
     assert (rank, host) == (1, "n1") and "'forward' of step 5" in words and "its stack" in words and "number 7" in words
-    rank, host, words = blame(behind[:1] + behind[2:], hosts, ())
+    rank, host, words = blame(behind[:1] + behind[2:], hosts, ()).values()
     assert (rank, host) == (1, "n1") and "no sign of life" in words
-    rank, _, words = blame([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ())
+    rank, _, words = blame([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ()).values()
     assert "all ranks were stuck" in words
 
 
@@ -273,10 +273,11 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
 
             health.TOGETHER = timedelta(seconds=2)
             group = groups.side_group(timedelta(seconds=30))
+            hosts = groups.agree(group, health.gethostname)
             if place.rank == 2:
                 time.sleep(6)
                 return "slept"
-            health.check_together(place, world, group)
+            health.check_together(world, group, hosts)
     except UserError as error:
         return f"{error.code.name}: {error}"
     return "passed"

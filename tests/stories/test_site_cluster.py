@@ -139,17 +139,13 @@ def test_values_reach_a_job_unchanged_or_are_refused(
 
 
 def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) -> None:
-    fake = tmp_path / "fake-bin"
-    fake.mkdir()
-    (fake / "nvidia-smi").write_text("#!/bin/sh\necho fake nvidia-smi: $*: GPU0 NV18 GPU1\n")
-    (fake / "nvidia-smi").chmod(0o755)
     scratch = tmp_path / "sc ratch"
     scratch.mkdir()
     profile = tmp_path / "site.yaml"
     profile.write_text(
         f"network_interface: lo\nscratch: {scratch}\ndistribution: block:cyclic\nswitches: 1@00:03:00\n"
         f"gpus_per_node: 1\ngpus_as: gres\ncpus_per_task: 2\nsbatch: {{nice: 7, exclude: n1}}\n"
-        f"setup: ['export PATH={fake}:$PATH', 'export OF_SETUP=$NCCL_SOCKET_IFNAME']\n"
+        f"setup: ['export OF_SETUP=$NCCL_SOCKET_IFNAME']\n"
         "data_jobs: {partition: high, cpus_per_task: 1, mem_gb: 2, sbatch: {nice: 9}}\n"
     )
     config = write_config(tmp_path, steps=5)
@@ -192,10 +188,6 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
     assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
-    topologies = [e for e in events if e["event"] == "topology"]
-    assert len(topologies) == 1 and topologies[0]["attempt"] == 1 and topologies[0]["host"] in ("n3", "n4")
-    assert topologies[0]["nvidia_smi"] == "fake nvidia-smi: topo -m: GPU0 NV18 GPU1"
-    assert "SwitchName=leaf2" in topologies[0]["switches"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -51,8 +51,6 @@ def place(rank: int, size: int, port: int) -> Place:
         world_size=size,
         local_rank=rank,
         local_world_size=size,
-        node_rank=0,
-        hosts=("localhost",),
         master_host="127.0.0.1",
         master_port=port,
         job_id=None,

@@ -29,8 +29,8 @@ from slurm.query.attempts import budget_of, refusal
 from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
 from slurm.query.job import JobFacts, dead_nodes, parse_facts
 from slurm.query.states import FORGOTTEN, JobState
+from slurm.supervise.failures import find_failure
 from slurm.supervise.launch import Left, SrunRanks
-from slurm.supervise.supervisor import find_failure
 from tests.support.ranks import place
 from tests.support.tiny import write_config
 
@@ -121,10 +121,12 @@ def leave(
         asked.append("requeue")
         return True
 
-    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count()
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: next(said))
-    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
-    monkeypatch.setattr(supervisor.succession, "call", lambda *words: asked.append(words[0]))
+    said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count(step=5)
+    monkeypatch.setattr(job, "call", lambda *words: next(said) if words[0] == "scontrol" else None)
+    monkeypatch.setattr(job, "parse_facts", lambda facts: facts)
+    monkeypatch.setattr(job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.succession.states, "call", lambda *words: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.succession.states, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
@@ -190,8 +192,8 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
     if told:
         run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
-    monkeypatch.setattr(succession, "call", lambda *words: "")
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
+    monkeypatch.setattr(succession.states, "call", lambda *words: "")
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
@@ -286,9 +288,9 @@ def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     for rank, code in ((0, Exit.CRASHED), (2, Exit.PEER_LOST)):  # what the peers made of it
         report_error(run, "train", place(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
-    assert (failure.code, failure.rank, failure.host) == (Exit.OUT_OF_MEMORY, 1, "n1")
+    assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (Exit.OUT_OF_MEMORY, 1, "n1")
     report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).rank == 0, "the earliest report"
+    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["rank"] == 0, "the earliest report"
 
 
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
@@ -364,7 +366,7 @@ def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | 
 @pytest.fixture
 def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def say(state: str) -> None:
-        monkeypatch.setattr(recovery, "job_facts", lambda job, of: None)
+        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
         monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
 
     return say
@@ -440,7 +442,7 @@ def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
     tmp_path: Path, slurm_says: Callable[[str], None]
 ) -> None:
     slurm_says("CANCELLED")
-    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "message": "job 5 was cancelled"}))
+    run = silent(tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"}))
     assert close(run, "9") == (None, None, [])
 
 

@@ -154,19 +154,16 @@ def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, m
 
 AT = "2026-11-22T11:51:43"
 OURS = Claim("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(AT).timestamp())
-SHOWN = """JobId=1 JobName=r-train
-   UserId=somebody(1000) GroupId=users(100) MCS_label=N/A
-   JobState={state} Reason=None Dependency=(null)
-   SubmitTime={at} EligibleTime=2026-11-22T11:51:43
-   NodeList=n1
-   Comment={comment}\x20
-   StdErr=/dev/null
-
-"""
+LISTED = "1|{state}|None|n1|here|1000|{at}|r-train|{comment}\n"
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, **said: str) -> None:
-    monkeypatch.setattr(states, "call", lambda *command: said.get(command[0]))
+def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", of_all: str = "") -> None:
+    """What squeue says of this user's jobs, accounting of any, and squeue of a single job of anybody's."""
+
+    def call(*command: str) -> str | None:
+        return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
+
+    monkeypatch.setattr(states, "call", call)
     monkeypatch.setattr(states, "cluster_name", lambda: "here")
 
 
@@ -194,7 +191,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, **said: str) -> None:
 def test_an_end_is_read_from_accounting_where_all_but_the_comment_agrees(
     monkeypatch: pytest.MonkeyPatch, rows: list[str], state: str
 ) -> None:
-    answers(monkeypatch, squeue="", sacct="\n".join(rows))
+    answers(monkeypatch, sacct="\n".join(f"{row}|" for row in rows))
     found = query([OURS])[OURS]
     assert found.state == state and not found.active
 
@@ -213,16 +210,16 @@ def test_an_end_is_read_from_accounting_where_all_but_the_comment_agrees(
 def test_what_runs_is_ours_by_cluster_id_and_comment(
     monkeypatch: pytest.MonkeyPatch, claim: Claim, comment: str, state: str
 ) -> None:
-    late = SHOWN.format(state="RUNNING", at="2026-11-23T09:00:00", comment=comment)
-    for said in ({"squeue": f"1|RUNNING|None|n1|{comment}\n"}, {"squeue": "", "scontrol": late}):
+    late = LISTED.format(state="RUNNING", at="2026-11-23T09:00:00", comment=comment)
+    for said in ({"squeue": late}, {"of_all": late}):
         answers(monkeypatch, **said)
         assert query([claim])[claim].state == state, said
 
 
 def test_of_two_jobs_of_one_run_with_one_id_the_newer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     older = dataclasses.replace(OURS, name="r-prepare", submitted=OURS.submitted - 1e6)
-    shown = SHOWN.format(state="RUNNING", at=AT, comment="sluice /r")
-    answers(monkeypatch, squeue="1|RUNNING|None|n1|sluice /r\n", scontrol=shown)
+    shown = LISTED.format(state="RUNNING", at=AT, comment="sluice /r")
+    answers(monkeypatch, squeue=shown, of_all=shown)
     found = query([older, OURS])
     assert (found[older].state, found[OURS].state) == (FORGOTTEN, "RUNNING")
 
@@ -230,7 +227,7 @@ def test_of_two_jobs_of_one_run_with_one_id_the_newer_is_there(monkeypatch: pyte
 def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, ...]] = []
     for state, expected in (("PENDING", FORGOTTEN), ("FAILED", "FAILED")):
-        answers(monkeypatch, squeue="1|PENDING|None||(null)\n", scontrol=SHOWN.format(state=state, at=AT, comment=""))
+        answers(monkeypatch, squeue=LISTED.format(state=state, at=AT, comment="(null)"))
         found = query([OURS])[OURS]
         assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
     monkeypatch.setattr(states, "call", lambda *command: said.append(command))
@@ -240,8 +237,7 @@ def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    for module in (states, succession):
-        monkeypatch.setattr(module, "cluster_name", lambda: "here")
+    monkeypatch.setattr(states, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
@@ -279,14 +275,25 @@ def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: 
         ("sluice /b", "r-train", "here", Exit.CRASHED), ("", "other", "here", Exit.CRASHED),
         (f"sluice {run.path}", "any", "there", Exit.CRASHED), ("", "r-train", "there", Exit.CRASHED),
     ):  # fmt: skip
-        shown = SHOWN.format(state="TIMEOUT", at=AT, comment=comment).replace("JobName=r-train", f"JobName={name}")
-        for module in (states, slurm_job):
-            monkeypatch.setattr(module, "call", lambda *command, shown=shown: shown if command[0] == "scontrol" else "")
-        monkeypatch.setattr(slurm_job, "cluster_name", lambda: "here")
+        answers(monkeypatch, of_all=LISTED.format(state="TIMEOUT", at=AT, comment=comment).replace("r-train", name))
         facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
         run.event("started", "train", job_id="1", slurm_job="1", **facts)
         recovery.close_open_attempt(run, "train", place("9"), None)
         assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
+
+
+def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accounting knows how ours ended; what the controller shows under its id was submitted at another time."""
+    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    answers(monkeypatch, sacct=LISTED.format(state="FAILED", at=AT, comment=""))
+    for at, cause in ((AT, Exit.STORAGE), ("2026-11-23T09:00:00", Exit.CRASHED)):
+        shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(Exit.STORAGE)}:0\n   SubmitTime={at}\n"
+        monkeypatch.setattr(slurm_job, "call", lambda *command, shown=shown: shown)
+        run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
+        recovery.close_open_attempt(run, "train", place("9"), None)
+        assert run.read_events("train")[-1]["cause"] == cause.name.lower()
 
 
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
@@ -307,7 +314,7 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     submitted(run, "evaluate", "6", "afterok", "4")
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    monkeypatch.setattr(succession, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
     assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
     run.event("failed", "train", job_id="4", cause="crashed")
     assert recovery.leaving(run, "train", JobState("4", "RUNNING"))
@@ -343,7 +350,7 @@ def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
 ) -> None:
     submitted(run, "evaluate", "7", step=1)
     comment = f"sluice {run.path}" if ours else "sluice /b"
-    answers(monkeypatch, squeue=f"7|RUNNING|None|n1|{comment}\n")
+    answers(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{AT}|tiny-evaluate|{comment}\n")
     asked: list[Sequence[str]] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit", lambda run, stage, after, **more: asked.append(after))
     monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])

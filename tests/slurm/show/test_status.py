@@ -92,13 +92,13 @@ def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, mo
 
 
 def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, told = [], "here|0|1970-01-01T00:00:00|a-train|"
 
     def call(*command: str) -> str | None:
         calls.append(command)
         return {
-            "squeue": "2_0|RUNNING|None|n1|sluice /a\n2_1|PENDING|Resources||sluice /a\n",
-            "sacct": "1|COMPLETED|None|n1|here|0|1970-01-01T00:00:00|a-train\n",
+            "squeue": f"2_0|RUNNING|None|n1|{told}sluice /a\n2_1|PENDING|Resources||{told}sluice /a\n",
+            "sacct": f"1|COMPLETED|None|n1|{told}\n",
         }.get(command[0])
 
     monkeypatch.setattr(states, "call", call)
@@ -113,7 +113,7 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
     assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
 
 
-@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "scontrol"]), (False, ["squeue"] * 2)])
+@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue"] * 4)])
 def test_what_nobody_knows_is_asked_once_where_slurm_answers(
     monkeypatch: pytest.MonkeyPatch, answers: bool, asked: list[str]
 ) -> None:

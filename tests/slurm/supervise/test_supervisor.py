@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import Exit
+from pipeline.base.files import write_json
 from pipeline.base.place import TIME_LEFT
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from pipeline.run.failure import report_error
 from slurm.query.job import JobFacts
-from slurm.query.states import JobState, Seen
+from slurm.query.states import JobState
 from slurm.supervise import supervisor
 from slurm.supervise.launch import Left
 from slurm.supervise.supervisor import Supervisor
@@ -31,7 +33,7 @@ class Pretended:
     looks = 3
     act: Callable[[int], None] = staticmethod(lambda look: None)
 
-    def __init__(self, run: Run, stage: str, size: int, keep_open: Any) -> None:
+    def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
         self.size, self.running, self._looks = size, True, 0
 
     def start(self) -> None: ...
@@ -108,10 +110,9 @@ def test_what_waits_in_vain_is_cancelled(
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
     state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
     monkeypatch.setattr(states, "call", lambda *words: calls.append(" ".join(words)))
-    for module in (states, succession):
-        monkeypatch.setattr(module, "cluster_name", lambda: None)
+    monkeypatch.setattr(states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
@@ -127,8 +128,9 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
     ):  # fmt: skip
         run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
-    monkeypatch.setattr(succession, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
-    monkeypatch.setattr(succession, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
+    monkeypatch.setattr(succession.states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.states, "cluster_name", lambda: None)
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
     assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
     assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
@@ -146,7 +148,8 @@ def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeyp
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = JobFacts("RUNNING", 0, False, 100.0, False, seen=Seen("", 0, "by-hand", 7.0))
+    facts = JobFacts("RUNNING", 0, False, 100.0, False, submitted=7.0)
+    monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
@@ -161,3 +164,19 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
     started = run.read_events("train", "started")[-1]
     assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
+
+
+def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks wrote where they were; rank 0 left first, and rank 1 was behind."""
+
+    def write_reports(look: int) -> None:
+        for rank, number in ((0, 3), (1, 1)):
+            told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
+            write_json(run.stage_folder("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
+        report_error(run, "train", place(0, 2, 1), Exit.HANG, "rank 0 was in phase 'reduce'")
+
+    one = supervised(run, monkeypatch, code=Exit.HANG, act=write_reports)
+    assert one.supervise() == Exit.HANG
+    told = run.read_events("train")[-1]
+    assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
+    assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]

@@ -1,0 +1,94 @@
+"""What ended an attempt: told from how ranks left, and from what they wrote about a failure or a hang.
+
+A rank that a signal or a lack of memory killed writes no report; its peers report a lost connection (or abort over it):
+they are blamed last. Among reports the earliest counts. Of ranks that hang, all of which say where they are, the one
+that is furthest behind is to blame, and one without a sign of life before that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import Exit
+from pipeline.run.directory import Run
+from slurm.supervise.launch import Left
+
+
+@dataclass
+class Ended:
+    """How an attempt ended: a code, who asked for a stop, and more facts for its event."""
+
+    code: Exit
+    asked: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
+    """What ranks left of a kind: `error`, `hang` or `*`. A task of an array has its own, and others beside it."""
+    return list(run.stage_folder(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
+
+
+def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
+    found = []
+    for path in reports(run, stage, kind, task):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_bytes()))
+    return found
+
+
+def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Ended:
+    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several)."""
+    errors = _read(run, stage, "error", task)
+    told = {report["rank"] for report in errors}
+    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
+    culprits = [left for left in killed if left.code != -signal.SIGABRT]
+    blamed = [report for report in errors if report["code"] != Exit.PEER_LOST]
+    if blamed and not culprits:
+        report = min(blamed, key=lambda report: float(report["time"]))
+        code, rank, host = Exit(report["code"]), report["rank"], report["host"]
+        message = f"rank {rank} on {host}:\n{report['message']}"
+    else:
+        left = (culprits or killed or first)[0]
+        code = Exit(left.code) if left.code in set(Exit) else Exit.CRASHED  # it could not even write its report
+        rank, host = left.rank, left.host or os.uname().nodename
+        log = run.stage_folder(stage) / f"rank-{rank if task is None else task}.log"
+        hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
+        message = left.told or f"rank {rank} on {host} {left}{hints.get(left.code, '')}; its log: {log}"
+    if code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:
+        code, message = Exit.STORAGE, f"{reason}\n{message}"  # ranks cannot report a full disk in files on it
+    return Ended(code, facts={"rank": rank, "host": host, "message": message})
+
+
+def who_hangs(run: Run, stage: str, hosts: Sequence[str]) -> dict[str, Any] | None:
+    """Rank, host and message of the rank that did not arrive; None where none wrote about a hang."""
+    hangs = _read(run, stage, "hang")
+    if not hangs:
+        return None
+    return blame(hangs, hosts, {report["rank"] for report in _read(run, stage, "error")})
+
+
+def blame(hangs: Iterable[Mapping[str, Any]], hosts: Sequence[str], heard: Container[int]) -> dict[str, Any]:
+    """Who did not arrive: rank, host and a message. `hosts`: one for each rank; `heard`: who left other words."""
+    order = sorted(hangs, key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
+    last, front, stuck = order[0], order[-1], {hang["rank"] for hang in order}
+    others = f"the others were in phase '{front['phase']}' of step {front['step']}"
+    silent = [rank for rank in range(len(hosts)) if rank not in stuck and rank not in heard]
+    if silent:
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in silent)
+        message = f"{names} gave no sign of life; {others}"
+        return {"rank": silent[0], "host": hosts[silent[0]], "message": message}
+    where = f"rank {last['rank']} on {last['host']}"
+    if (last["step"], last["number"]) == (front["step"], front["number"]):
+        message = f"all ranks were stuck in phase '{last['phase']}' of step {last['step']}; {where}"
+    else:
+        message = f"{where} did not arrive: it was in phase '{last['phase']}' of step {last['step']}; {others}"
+    if collectives := last["collectives"]:
+        message += f"; its last collective was {collectives[-1]['operation']} number {collectives[-1]['number']}"
+    return {"rank": last["rank"], "host": last["host"], "message": f"{message}\n{last['stacks']}"}
