@@ -157,7 +157,8 @@ def _go(run: Any, executor: Executor, *, again: bool) -> None:
         from slurm.submit.chain import submit_chain
 
         with run.alone():  # two at once: the second finds the jobs of the first
-            raise typer.Exit(submit_chain(run, console, again=again))
+            submit_chain(run, console, again=again)
+        return
     from slurm.show.report import outcome
     from slurm.submit.here import run_chain
 
@@ -215,7 +216,7 @@ def cancel(run: RunPath) -> None:
     opened = Run.open(run)
     everyone = (opened, *points(opened))
     for one in everyone:
-        one.request(one.cancelled_file, f"by pid {os.getpid()}")
+        one.request(one.cancelled_file)
         one.event("cancel_requested")
     jobs, left_alone = cancel_jobs(opened)
     holders = [(one, stage) for one in everyone for stage in STAGES if one.holder(stage) is not None]

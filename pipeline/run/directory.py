@@ -140,6 +140,11 @@ class Run:
             return str(self.path)
 
     @property
+    def title(self) -> str:
+        """The first line of what is shown of it."""
+        return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
+
+    @property
     def resume_command(self) -> str:
         """What a person types to go on."""
         return f"python submit.py resume {shlex.quote(self.name)}"
@@ -208,9 +213,9 @@ class Run:
 
     # -- requests of a person ----------------------------------------------------------------------------
 
-    def request(self, file: Path, who: str) -> None:
+    def request(self, file: Path) -> None:
         """Write a stop or cancel request."""
-        write_atomic(file, f"{now()} {who}\n")
+        write_atomic(file, f"{now()} by pid {os.getpid()}\n")
 
     def refuse_cancelled(self) -> None:
         """Raise UserError where a person cancelled the run."""

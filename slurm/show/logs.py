@@ -39,8 +39,8 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
     """
     if stage not in stages.own_stages(run):
         raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
-    path, lookout = log_file(run, stage, who), Lookout(run)
-    if path is None:
+    lookout = Lookout(run)
+    if log_file(run, stage, who) is None:
         words = _nothing(run, stage, who, rows := lookout.look())
         if not (follow and _goes_on(rows, stage)):
             raise UserError(words)
@@ -51,17 +51,16 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
             if follow and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
                 quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
-            going = follow and quiet < IDLE_LOOKS
-            if shown is not None:
-                at = _print_from(shown, at)
-            if path is not None and path != shown:
-                if shown is not None:
-                    print(f"--- {path}", flush=True)
-                shown, at = path, _print_from(path, 0)
-            if not going:
+            newest = log_file(run, stage, who)  # after the look: what was written before the end is shown
+            for path in filter(None, dict.fromkeys((shown, newest))):
+                if path != shown:
+                    if shown is not None:
+                        print(f"--- {path}", flush=True)
+                    shown, at = path, 0
+                at = _print_from(path, at)
+            if not follow or quiet >= IDLE_LOOKS:
                 return
             time.sleep(POLL_S)
-            path = log_file(run, stage, who)
 
 
 def _print_from(path: Path, start: int) -> int:
