@@ -1,14 +1,17 @@
-"""`report.html`: a run on one page that needs nothing else: tables, a timeline and a loss curve.
+"""`report.html`: what the terminal shows, with a timeline and a loss curve, on one page that needs nothing else.
 
-Only drawing, and the browser does the arithmetic; the figures come from slurm/show/ledger.py. Within an attempt the
-timeline shows its parts one after the other, in the ledger's order: how long they took in all, not when each second of
-them was.
+The tables are rich's own export; of the pictures only the figures are ours (slurm/show/ledger.py), the browser scales
+them. Within an attempt the timeline shows its parts one after the other, in the ledger's order: how long they took in
+all, not when each second of them was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Sequence
 from html import escape
+
+from rich.console import Console, RenderableType
 
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt
@@ -16,11 +19,8 @@ from slurm.show.ledger import PARTS, Attempt
 _SHADES = "#f1f3f5 #dee2e6 #ffd43b #40c057 #99e9f2 #4dabf7 #1971c2 #fa5252 #adb5bd"
 COLOURS = dict(zip(PARTS, _SHADES.split(), strict=True))
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem }
-td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #e9ecef }
-td:first-child, th:first-child { text-align: left; padding-left: 0 } th { font-weight: 600 }
+body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+h2 { font-size: 1.1rem; margin-top: 2rem } pre { font-size: .8rem; overflow-x: auto }
 .key { margin-right: 1rem } .key i { display: inline-block; width: .8rem; height: .8rem; border: 1px solid #ced4da }
 .lane { position: relative; height: 1.3rem; margin: .3rem 0 0 6rem } .lane b { position: absolute; left: -6rem }
 .task { height: .4rem; margin-top: 1px } .task b { top: -.4rem }
@@ -30,22 +30,17 @@ svg { width: 100%; height: 14rem; border: solid #ced4da; border-width: 0 0 1px 1
 _POINTS = 500
 
 
-def page(title: str, lines: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]], pictures: str) -> str:
-    """The whole document; `tables` by their headings, the first row being the header; empty ones are left out."""
-    shown = "".join(f"<h2>{escape(heading)}</h2>{_table(rows)}" for heading, rows in tables.items() if rows[1:])
-    words = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return (
+def page(title: str, shown: Sequence[RenderableType], pictures: str) -> str:
+    """The whole document; `shown`: what is in the terminal."""
+    console = Console(record=True, file=io.StringIO(), width=160)
+    for part in shown:
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+    around = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-        f"<body><h1>{escape(title)}</h1>{words}{pictures}{shown}</body></html>\n"
+        f"<style>{STYLE}</style></head><body>{pictures}<pre>CODE</pre></body></html>\n"
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + line(rows[0], "th") + "".join(line(cells, "td") for cells in rows[1:]) + "</table>"
+    code_format = around.replace("{", "{{").replace("}", "}}").replace("CODE", "{code}")
+    return console.export_html(code_format=code_format, inline_styles=True)
 
 
 def timeline(attempts: Sequence[Attempt]) -> str:

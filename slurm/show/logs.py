@@ -37,6 +37,7 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
 
     Raises UserError, saying how the stage stands, where there is nothing to print.
     """
+    stages.load(stage)  # refuses what is none
     if stage not in stages.own_stages(run):
         raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
     lookout = Lookout(run)
@@ -83,7 +84,9 @@ def _nothing(run: Run, stage: str, who: str, rows: list[Row]) -> str:
     row = next(row for row in rows if row.stage == stage)
     if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
         return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
-    if row.going and row.job:
-        return f"{stage} has not begun: job {row.job} is {row.state}" + (f" ({row.reason})" if row.reason else "")
-    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and row.attempts else ""
+    job, reason = row.cells["job"], row.cells["reason"]
+    if row.going and job:
+        return f"{stage} has not begun: job {job} is {row.state}" + (f" ({reason})" if reason else "")
+    started = row.cells["attempts"] != "0"
+    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and started else ""
     return f"{stage} has no log of {who if who == SUPERVISOR else f'rank {who}'}: it is {row.state}{where}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from pipeline.base.files import read_jsonl, write_atomic
 from pipeline.config.stages import STAGES
@@ -31,8 +31,6 @@ from slurm.show.sweep_table import point_table
 
 Rows = list[list[str]]
 _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
-_WORDS = ("stage", "attempt", "end", "cause", "point")
-"""Columns that begin at the left."""
 
 
 def outcome(run: Run) -> str:
@@ -108,9 +106,11 @@ def _causes(attempts: Sequence[Attempt]) -> Rows:
 
 
 def _evaluations(run: Run) -> Rows:
-    """All evaluations, as a table; only its header where there are none."""
+    """All evaluations, as a table; empty where there are none."""
     results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
-    keys = [key for key, value in (results or [{}])[0].items() if isinstance(value, float)]
+    if not results:
+        return []
+    keys = [key for key, value in results[0].items() if isinstance(value, float)]
     return [["step", *keys], *([str(one["step"]), *(f"{one[key]:.4f}" for key in keys)] for one in results)]
 
 
@@ -134,21 +134,14 @@ def print_report(run: Run, console: Console) -> None:
     """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
     attempts = attempts_of(run)
     training = [a for a in attempts if a.stage == "train"]
-    lines = list(_lines(run, training))
-    tables = {
-        "The ledger": _accounts(attempts),
-        "Attempts of training by cause": _causes(training) if len(training) > 1 else [],
-        "Points of the sweep, the best first": point_table(run),
-    }
-    console.print(run.title, highlight=False)
-    for rows in filter(None, tables.values()):
-        console.print(grid(rows, left=[n for n, name in enumerate(rows[0]) if name in _WORDS]))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run)]
+    shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *_lines(run, training)]
+    for part in shown:
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
     metrics = [m for m in read_jsonl(run.metrics) if m["loss"] is not None]
     pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
-    tables["Evaluation"] = _evaluations(run)
     page = run.path / "report.html"
+    everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(run)]))]
     with suppress(PermissionError):  # somebody else's run
-        write_atomic(page, html.page(run.title, lines, tables, pictures))
+        write_atomic(page, html.page(run.title, everything, pictures))
         console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ directory shows something new, else after 2 s, growing to 30 s while nothing cha
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,8 +41,6 @@ PAUSE_S = (2.0, 30.0)
 IDLE_LOOKS = 2
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
 and while a file system shows the outputs late, it may seem so for a moment."""
-COLUMNS = ("stage", "state", "job", "reason", "nodes", "step", "loss", "ETA", "attempts", "time")
-"""Of the table: fields of a row."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,8 @@ class Row:
     """What is wrong, in words; empty where nothing is."""
     going: bool
     """Whether it runs, or waits in the queue for something that can happen."""
-    job: str
-    reason: str
-    """Slurm's reason for a pending job."""
-    nodes: str
-    step: str
-    loss: str
-    eta: str
-    attempts: int
-    time: str
-    """How long it has run, over all attempts."""
+    cells: Mapping[str, str]
+    """What the table shows besides stage and state, by the names of its columns."""
     slow: str
     """Ranks that keep the others waiting, in words."""
 
@@ -127,8 +118,9 @@ class Lookout:
         for stage in stages.own_stages(self.run):
             row = self._done.get(stage) or self._row(stage, [e for e in events if e.get("stage") == stage])
             vain = [name for name in STAGES[stage].needs if rows[name].state != "done" and not rows[name].going]
-            if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
-                row = replace(row, state="never", going=False, why=f"job {row.job} waits for {', '.join(vain)}")
+            if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
+                why = f"job {row.cells['job']} waits for {', '.join(vain)}"
+                row = replace(row, state="never", going=False, why=why)
             if row.state == "done":
                 self._done[stage] = row
             rows[stage] = row
@@ -160,21 +152,19 @@ class Lookout:
         told = attempts.read(events)
         if running and told.started is not None and told.end is None:
             spent += time.time() - seconds(told.started)
-        return Row(
-            stage=stage,
-            state=state,
-            why=why or ("" if state == "done" else "; ".join(unproven(jobs))),
-            going=going,
-            job=shown.job_id if shown else "",
-            reason=active.reason if active and active.state == "PENDING" else "",
-            nodes=(active.nodes if active else "") or (holder.host if holder else ""),
-            step=f"{far.done}/{far.total}" if STAGES[stage].trains else far.words,
-            loss=far.loss,
-            eta=clock(far.left_s) if running and far.left_s is not None else "",
-            attempts=max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
-            time=clock(spent),
-            slow=slow_ranks(events) if running else "",
-        )
+        starts = Counter(e.get("task") for e in events if e["event"] == "started")
+        cells = {
+            "job": shown.job_id if shown else "",
+            "reason": active.reason if active and active.state == "PENDING" else "",
+            "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
+            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else far.words,
+            "loss": far.loss,
+            "ETA": clock(far.left_s) if running and far.left_s is not None else "",
+            "attempts": str(max(starts.values(), default=0)),
+            "time": clock(spent),
+        }
+        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
+        return Row(stage, state, why, going, cells, slow_ranks(events) if running else "")
 
 
 def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
@@ -199,11 +189,11 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
 
 
-def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
-    """Cells, the first row being the header, as a table for the terminal; the columns `left` begin at the left."""
+def grid(cells: Sequence[Sequence[str]]) -> Table:
+    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(cells[0]):
-        drawn.add_column(name, justify="left" if number in left else "right")
+    for name, *column in zip(*cells, strict=True):
+        drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
     for row in cells[1:]:
         drawn.add_row(*map(Text, row))
     return drawn
@@ -211,14 +201,14 @@ def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
 
 def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
-    columns = [[name, *(str(getattr(row, name.lower())) for row in rows)] for name in COLUMNS]
-    cells = list(zip(*(column for column in columns if any(column[1:])), strict=True))
+    used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
+    cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
     lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {run.resume_command}"))
     points = point_table(run)
-    return Group(Text(run.title), grid(cells, left=range(len(cells[0]))), *lines, *([grid(points)] if points else []))
+    return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:

@@ -167,7 +167,7 @@ def test_parts_add_up_whatever_the_events(
         before[attempt.stage, attempt.task] = attempt
     ettr, progress = ratios(total(found))
     assert 0 <= ettr <= progress <= 1
-    page = html.page("run <x>", [], {}, html.timeline(found))
+    page = html.page("run <x>", ["run <x>"], html.timeline(found))
     assert "<x>" not in page and "nan" not in page
 
 
