@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
@@ -35,24 +36,14 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     return Exit.CRASHED, text
 
 
-def report_error(
-    run: Run | None, stage: str, place: Place | None, code: Exit, message: str, host: str | None = None
-) -> None:
+def report_error(run: Run, stage: str, place: Place, code: Exit, message: str, host: str | None = None) -> None:
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
-    if run is None or place is None or code == Exit.STOPPED:
+    if code == Exit.STOPPED:
         return
-    try:
-        entry = {
-            "time": time.time(),
-            "rank": number(stage, place),
-            "code": int(code),
-            "cause": code.name.lower(),
-            "message": message,
-        }
-        entry["host"] = host or os.uname().nodename
-        write_json(run.stage_folder(stage) / f"error-rank-{entry['rank']}.json", entry)
-    except OSError:
-        pass
+    rank, host = number(stage, place), host or os.uname().nodename
+    entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
+    with suppress(OSError):
+        write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
 def leave_peers(place: Place, code: Exit, message: str) -> None:

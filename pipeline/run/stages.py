@@ -93,5 +93,5 @@ def number(stage: str, place: Place) -> int:
 
     Each task of that array is rank 0 of its own job.
     """
-    task = task_of(stage, place) if stage in STAGES else None
+    task = task_of(stage, place)
     return place.rank if task is None else task
