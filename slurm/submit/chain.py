@@ -12,6 +12,7 @@ has another one submitted behind its end.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 from rich.console import Console
 
@@ -100,6 +101,23 @@ class Chain:
                 f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
                 f"once that is mended: {run.resume_command}"
             )
+
+
+def cancel_run(run: Run) -> list[str]:
+    """Ask what runs to save and leave, and cancel what waits; what is to be said of it."""
+    everyone, held = (run, *points(run)), []
+    for one in everyone:
+        one.request(one.cancelled_file)
+        one.event("cancel_requested")
+    jobs, unknown = cancel_jobs(run)
+    for one, stage in product(everyone, STAGES):
+        if holder := one.holder(stage):
+            holder.terminate()
+            held.append(stage)
+    words = f"{', '.join(held)} saves and leaves" if held else "nothing was running here"
+    if jobs:
+        words = f"jobs {', '.join(jobs)} end"
+    return [f"{run.name} is cancelled: {words}", *unknown]
 
 
 def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:

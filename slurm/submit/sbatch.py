@@ -59,7 +59,8 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     }
     exports = site_variables(site)
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
-    more["requeue" if site.requeue else "no-requeue"] = True
+    more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
+    more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
@@ -68,15 +69,9 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
         more["ntasks"] = wanted.most_nodes * wanted.per_node
-    more.update(distribution=site.distribution, switches=site.switches)
-    if site.mem_gb is not None:
-        more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
-    if site.gpus_per_node and not single:
+    if site.gpus_per_node and site.gpus_as != "none" and not single:
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
-        if site.gpus_as == "gres":
-            more["gres"] = f"gpu:{kind}{site.gpus_per_node}"
-        elif site.gpus_as == "gpus-per-node":
-            more["gpus-per-node"] = f"{kind}{site.gpus_per_node}"
+        more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
     if STAGES[stage].trains and (reason := planned_mismatch(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
