@@ -254,15 +254,10 @@ class Run:
         """Why nothing can be written into the run directory now; None where something can."""
         probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
         try:
-            with open(probe, "wb") as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-                os.fsync(file.fileno())
+            write_atomic(probe, bytes(1 << 16))
+            probe.unlink()
         except OSError as error:
             return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
-        finally:
-            with suppress(OSError):
-                probe.unlink(missing_ok=True)
         return None
 
     def holder(self, stage: str) -> Holder | None:
@@ -325,10 +320,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,9 +23,7 @@ PLAIN_EVERY_S = 10.0
 
 def clock(seconds: float) -> str:
     """Seconds as `1:02:03` or `02:03`."""
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+    return str(timedelta(seconds=int(seconds + 0.5))).removeprefix("0:")
 
 
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:

@@ -35,11 +35,11 @@ def page(title: str, shown: Sequence[RenderableType], pictures: str) -> str:
     console = Console(record=True, file=io.StringIO(), width=160)
     for part in shown:
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
-    around = (
+    before = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>{pictures}<pre>CODE</pre></body></html>\n"
+        f"<style>{STYLE}</style></head><body>{pictures}"
     )
-    code_format = around.replace("{", "{{").replace("}", "}}").replace("CODE", "{code}")
+    code_format = before.replace("{", "{{").replace("}", "}}") + "<pre>{code}</pre></body></html>\n"
     return console.export_html(code_format=code_format, inline_styles=True)
 
 

@@ -28,7 +28,7 @@ first start-up counts as unproductive, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -215,13 +215,9 @@ def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | N
     return max(fitting, key=lambda job: job.start, default=None)
 
 
-def total(attempts: Iterable[Attempt]) -> dict[str, float]:
+def total(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Seconds by part, over several attempts."""
-    sums = dict.fromkeys(PARTS, 0.0)
-    for attempt in attempts:
-        for part, spent in attempt.parts.items():
-            sums[part] += spent
-    return sums
+    return {part: sum(attempt.parts[part] for attempt in attempts) for part in PARTS}
 
 
 def ratios(parts: Mapping[str, float]) -> tuple[float, float]:
