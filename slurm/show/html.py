@@ -52,7 +52,7 @@ def timeline(attempts: Sequence[Attempt]) -> str:
     lanes: dict[tuple[str, int | None], str] = {}
     for a in attempts:
         parts = "".join(
-            f'<i style="flex:{spent:.3f};background:{COLOURS[part]}" title="{escape(f"{part} {clock(spent)}")}"></i>'
+            f'<i style="flex:{1000 * spent:.0f};background:{COLOURS[part]}" title="{part} {clock(spent)}"></i>'
             for part, spent in a.parts.items()
         )
         place = f"left:{100 * (a.begin - begin) / whole:.3f}%;width:{100 * (a.end - a.begin) / whole:.3f}%"
