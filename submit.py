@@ -15,13 +15,16 @@ import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from pipeline.base.errors import Exit, UserError, storage_error
+
+if TYPE_CHECKING:
+    from pipeline.run.directory import Run
 
 
 class SubmitByDefault(TyperGroup):
@@ -66,6 +69,7 @@ def submit(
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
     from pipeline.config.read import load_config
+    from pipeline.run.directory import Run
 
     loaded = load_config(config, overrides or ())
     if dry_run:
@@ -73,8 +77,6 @@ def submit(
 
         print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
-    from pipeline.run.directory import Run
-
     chosen = _choose(executor)
     _go(Run.create(loaded), chosen, again=False)
 
@@ -88,14 +90,13 @@ def resume(
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
     enlarge train.steps."""
-    from pipeline.run.directory import Run
     from pipeline.run.points import points
     from slurm.query.jobs import running
     from slurm.submit.chain import cancel_jobs
 
-    opened = Run.open(run)
+    opened = _open(run)
     opened.refuse_foreign()
-    chosen = _where_it_was(opened) if executor == Executor.AUTO else _choose(executor)
+    chosen = _choose(executor, opened)
     asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
     with opened.alone():  # two at once: the second finds what the first one changed
         if (asked_anew or update_code) and (busy := running(opened)):
@@ -115,49 +116,53 @@ def resume(
     _go(opened, chosen, again=True)
 
 
-def _where_it_was(run: Any) -> Executor:
-    """Where a run goes on by itself. Raises UserError where that was an allocation, and this is a login node."""
+def _open(run: str) -> Run:
+    from pipeline.run.directory import Run
+
+    return Run.open(run)
+
+
+def _choose(executor: Executor, run: Run | None = None) -> Executor:
+    """What `auto` means here: where `run` was, else what there is.
+
+    Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
+    """
     from pipeline.base.place import in_allocation
     from pipeline.run.points import points
     from slurm.query.jobs import uses_slurm
     from slurm.query.states import slurm_answers
 
-    if uses_slurm(run):
-        return Executor.SLURM
-    if in_allocation(os.environ):
-        return Executor.ALLOCATION
-    started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
-    last: dict[str, Any] = max(started, key=lambda event: str(event["time"]), default={})
-    if last.get("slurm_job") and slurm_answers():
-        raise UserError(
-            f"{run.name} ran inside job {last['slurm_job']} (salloc, or a script): go on inside such a one, or say "
-            "--executor slurm for jobs of its own, --executor local for this machine"
-        )
-    return Executor.LOCAL
-
-
-def _choose(executor: Executor) -> Executor:
-    """What `auto` means here. Raises UserError where the executor that was asked for cannot work."""
-    from pipeline.base.place import in_allocation
-    from slurm.query.states import slurm_answers
-
     inside = in_allocation(os.environ)
-    if executor == Executor.AUTO:
-        return Executor.ALLOCATION if inside else Executor.SLURM if slurm_answers() else Executor.LOCAL
     if executor == Executor.ALLOCATION and not inside:
         raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
     if executor == Executor.SLURM and not slurm_answers():
         raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
-    return executor
+    if executor != Executor.AUTO:
+        return executor
+    if run is not None and uses_slurm(run):
+        return Executor.SLURM
+    if inside:
+        return Executor.ALLOCATION
+    if run is None:
+        return Executor.SLURM if slurm_answers() else Executor.LOCAL
+    started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
+    job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
+    if job and slurm_answers():
+        raise UserError(
+            f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
+            "for jobs of its own, --executor local for this machine"
+        )
+    return Executor.LOCAL
 
 
-def _go(run: Any, executor: Executor, *, again: bool) -> None:
+def _go(run: Run, executor: Executor, *, again: bool) -> None:
     console.print(f"run {run.name}", highlight=False, soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.submit.chain import submit_chain
 
         with run.alone():  # two at once: the second finds the jobs of the first
-            raise typer.Exit(submit_chain(run, console, again=again))
+            submit_chain(run, console, again=again)
+        return
     from slurm.show.report import outcome
     from slurm.submit.here import run_chain
 
@@ -172,19 +177,17 @@ def status(
     run: RunPath, live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False
 ) -> None:
     """Show the stages of a run and how they stand."""
-    from pipeline.run.directory import Run
     from slurm.show.status import print_status, watch
 
-    (watch if live else print_status)(Run.open(run), console)
+    (watch if live else print_status)(_open(run), console)
 
 
 @app.command()
 def report(run: RunPath) -> None:
     """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
-    from pipeline.run.directory import Run
     from slurm.show.report import print_report
 
-    print_report(Run.open(run), console)
+    print_report(_open(run), console)
 
 
 @app.command()
@@ -195,38 +198,17 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the stage has ended")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
-    from pipeline.run.directory import Run
-    from pipeline.run.stages import load
     from slurm.show.logs import show
 
-    load(stage)
-    show(Run.open(run), stage, rank, follow)
+    show(_open(run), stage, rank, follow)
 
 
 @app.command()
 def cancel(run: RunPath) -> None:
     """End a run: what runs saves and leaves, nothing starts again until `resume`."""
-    from pipeline.config.stages import STAGES
-    from pipeline.run.directory import Run
-    from pipeline.run.points import points
-    from slurm.submit.chain import cancel_jobs
-    from slurm.submit.here import ask_to_stop
+    from slurm.submit.chain import cancel_run
 
-    opened = Run.open(run)
-    everyone = (opened, *points(opened))
-    for one in everyone:
-        one.request(one.cancelled_file, f"by pid {os.getpid()}")
-        one.event("cancel_requested")
-    jobs, left_alone = cancel_jobs(opened)
-    holders = [(one, stage) for one in everyone for stage in STAGES if one.holder(stage) is not None]
-    for one, stage in holders:
-        ask_to_stop(one, stage)
-    running = [stage for _, stage in holders]
-    words = f"{', '.join(running)} saves and leaves" if running else "nothing was running here"
-    if jobs:
-        words = f"jobs {', '.join(jobs)} end"
-    console.print(f"{opened.name} is cancelled: {words}", highlight=False, soft_wrap=True)
-    for words in left_alone:
+    for words in cancel_run(_open(run)):
         console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -235,10 +217,8 @@ def verify(
     run: RunPath, step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
-    from pipeline.run.directory import Run
-
-    opened = Run.open(run)  # our code, not the run's: it may be anybody's
-    raise _child("verify", str(opened.path), *(["--step", step] if step else []))
+    # our code, not the run's: it may be anybody's
+    raise _child("verify", str(_open(run).path), *(["--step", step] if step else []))
 
 
 def _child(*arguments: str) -> typer.Exit:

@@ -13,6 +13,7 @@ be told from those that followed it.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import gc
 import os
@@ -24,12 +25,11 @@ from typing import Any
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
+from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run, with_absolute_paths
 from pipeline.run.failure import explain, leave_peers, report_error
-
-USAGE = f"usage: python -m pipeline {'|'.join(STAGES)}|verify|plan RUN|CONFIG [--step N] [key=value …]"
 
 
 def main(arguments: list[str]) -> int:
@@ -37,48 +37,37 @@ def main(arguments: list[str]) -> int:
     flag = StopFlag().install()
     gc.disable()  # the collector, walking a growing heap again and again, is a fifth of the time that imports take
     faulthandler.enable()
-    place, run, stage, watched = None, None, "?", "SLUICE_SUPERVISED" in os.environ
-    began, by_hand = time.monotonic(), False
+    asked = parse(arguments)
+    place, run, noting, watched = None, None, False, "SLUICE_SUPERVISED" in os.environ
+    began = time.monotonic()
     try:
-        stage, target, options, overrides = parse(arguments)
-        if stage == "verify":
-            from pipeline.checkpoint.verify import verify
-
-            return verify(Run.open(target), options.get("step"))
-        if stage == "plan":
-            from pipeline.config.read import load_config
-            from pipeline.parallel.plan import plan
-
-            config = Run.open(target).config if Path(target).is_dir() else load_config(Path(target), overrides)
-            print("\n".join(plan(config)))
-            return 0
+        if asked.stage in ("verify", "plan"):
+            look(asked)
+            return Exit.DONE
         place = identify(os.environ)
-        found = find_run(target, overrides, place)
+        found = find_run(asked.target, asked.overrides, place)
         if not watched:  # the supervisor asked already
             found.refuse_foreign()
         run = found
-        work = stages.load(stage)
         if not watched and place.rank == 0:
-            if run.lock(stage) is None:
-                raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
-            note(run, stage, place, "started", ranks=place.world_size, host=os.uname().nodename, pid=os.getpid())
-        by_hand = not watched
-        code = work.main(run, place, options, flag)
-        if by_hand and place.rank == 0:
-            event = "done" if code == Exit.DONE else "stopped"
-            note(run, stage, place, event, exit_code=int(code), seconds=round(time.monotonic() - began, 3))
+            if run.lock(asked.stage) is None:
+                raise UserError(f"{asked.stage} of {run.name} is already running ({run.holder(asked.stage)})")
+            note(run, asked.stage, place, "started", ranks=place.world_size, host=os.uname().nodename, pid=os.getpid())
+        noting = not watched
+        code = stages.load(asked.stage).main(run, place, {"step": asked.step} if asked.step else {}, flag)
+        if noting and place.rank == 0:
+            note_end(run, asked.stage, place, "done" if code == Exit.DONE else "stopped", code, began)
         return code
     except BaseException as error:
         code, message = explain(error)
-        report_error(run, stage, place, code, message, getattr(error, "host", None))
-        if (
-            run is not None
-            and place is not None
-            and by_hand
-            and not (code == Exit.PEER_LOST and (place.rank > 0 or run.read_events(stage)[-1]["event"] == "failed"))
-        ):  # the culprit writes; rank 0 where the culprit could not
-            facts = {"cause": code.name.lower(), "rank": place.rank, "host": os.uname().nodename, "message": message}
-            note(run, stage, place, "failed", exit_code=int(code), seconds=round(time.monotonic() - began, 3), **facts)
+        if run is not None and place is not None:
+            report_error(run, asked.stage, place, code, message, getattr(error, "host", None))
+            if noting:
+                # the culprit writes; rank 0 where the culprit could not
+                written = place.rank > 0 or run.read_events(asked.stage)[-1]["event"] == "failed"
+                if code != Exit.PEER_LOST or not written:
+                    where = {"rank": place.rank, "host": os.uname().nodename, "message": message}
+                    note_end(run, asked.stage, place, "failed", code, began, cause=code.name.lower(), **where)
         if watched or place is None or place.world_size == 1:
             print(message, file=sys.stderr, flush=True)
         else:
@@ -94,26 +83,32 @@ def note(run: Run, stage: str, place: Place, event: str, **facts: Any) -> None:
     )  # fmt: skip
 
 
-def parse(arguments: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
-    """Stage, run or config, options and overrides. Raises UserError with the usage."""
-    words: list[str] = []
-    options: dict[str, str] = {}
-    overrides: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        if word == "--step":
-            options["step"] = next(rest, "")
-        elif word.startswith("--step="):
-            options["step"] = word.removeprefix("--step=")
-        elif word.startswith("-"):
-            raise UserError(f"{word}: no such option\n{USAGE}")
-        elif "=" in word and len(words) == 2:
-            overrides.append(word)
-        else:
-            words.append(word)
-    if len(words) != 2:
-        raise UserError(USAGE)
-    return words[0], words[1], options, overrides
+def note_end(run: Run, stage: str, place: Place, event: str, code: Exit, began: float, **facts: Any) -> None:
+    """The same of an end; `began`: when this process did."""
+    note(run, stage, place, event, exit_code=int(code), seconds=round(time.monotonic() - began, 3), **facts)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What is asked for; a mistake ends the process with the usage, and with the code of a user's mistake."""
+    parser = argparse.ArgumentParser("python -m pipeline", allow_abbrev=False)
+    parser.add_argument("stage", choices=[*STAGES, "verify", "plan"])
+    parser.add_argument("target", metavar="RUN|CONFIG")
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--step", metavar="N")
+    return parser.parse_intermixed_args(arguments)
+
+
+def look(asked: argparse.Namespace) -> None:
+    """Print what `verify` or `plan` has to say."""
+    if asked.stage == "verify":
+        from pipeline.checkpoint.verify import verify
+
+        verify(Run.open(asked.target), asked.step)
+    else:
+        from pipeline.parallel.plan import plan
+
+        path = Path(asked.target)
+        print("\n".join(plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides))))
 
 
 def find_run(target: str, overrides: list[str], place: Place) -> Run:
@@ -123,8 +118,6 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
         if overrides:
             raise UserError(f"{overrides[0]}: a run's config is frozen; change it with submit.py resume")
         return Run.open(path)
-    from pipeline.config.read import load_config
-
     config = with_absolute_paths(load_config(path, overrides))
     run_folder = config.run.root / config.run.name
     if place.rank == 0:

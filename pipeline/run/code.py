@@ -47,21 +47,16 @@ def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> 
 
 def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
     new.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
-    for entry in _SNAPSHOT:
-        source = CODE_ROOT / entry
+    unwanted = ("__pycache__", "*.pyc", "*.egg-info")
+    sources: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: unwanted for name in _SNAPSHOT}
+    if model is not None and model.root.name not in _SNAPSHOT:
+        sources[model.root] = (*unwanted, ".*", "*.h5", "*.hdf5", not_this)
+    for source, names in sources.items():
         if source.is_dir():
-            shutil.copytree(source, new / entry, ignore=ignore)
+            shutil.copytree(source, new / source.name, ignore=shutil.ignore_patterns(*names))
         elif source.is_file():
-            shutil.copy2(source, new / entry)
-    if model is not None and not (new / model.root.name).exists():
-        if model.root.is_dir():
-            no_code = shutil.ignore_patterns(".*", "__pycache__", "*.h5", "*.hdf5", not_this)
-            shutil.copytree(model.root, new / model.root.name, ignore=no_code)
-        else:
-            shutil.copy2(model.root, new)
-    commit = _git("rev-parse", "HEAD")
-    if commit is not None:
+            shutil.copy2(source, new)
+    if (commit := _git("rev-parse", "HEAD")) is not None:
         (new / "COMMIT").write_bytes(commit)
         (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
 

@@ -43,6 +43,7 @@ from pipeline.run.code import CODE_ROOT, copy_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
 _MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
+"""What `resume` takes besides a larger `train.steps`."""
 
 
 def now() -> str:
@@ -85,6 +86,7 @@ class Run:
         self.stop_file = self.path / "stop"
         self.save_file = self.path / "save"
         self.cancelled_file = self.path / "cancelled"
+        self._config: Config | None = None
 
     # -- making and finding ------------------------------------------------------------------------------
 
@@ -105,17 +107,15 @@ class Run:
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
-                differences = describe_differences(load_config(run.config_file), config)
-                if differences:
+                if differences := describe_differences(load_config(run.config_file), config):
                     raise UserError(
-                        f"{run.name} exists with another config:\n  "
-                        + "\n  ".join(differences)
+                        "\n  ".join([f"{run.name} exists with another config:", *differences])
                         + f"\nchoose another run.name, or go on with the run as it is: {run.resume_command}"
                     )
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
-            run.__dict__["config"] = config  # as it would be read back
+            run._config = config  # as it would be read back
             run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
@@ -140,6 +140,11 @@ class Run:
             return str(self.path)
 
     @property
+    def title(self) -> str:
+        """The first line of what is shown of it."""
+        return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
+
+    @property
     def resume_command(self) -> str:
         """What a person types to go on."""
         return f"python submit.py resume {shlex.quote(self.name)}"
@@ -150,13 +155,15 @@ class Run:
 
     # -- config ------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def config(self) -> Config:
         """The config as it holds now: config.yaml with all changes of `resume` applied."""
-        values = load_config(self.config_file).model_dump(mode="json")
-        for change in read_jsonl(self.changes):
-            values = merge(values, change.get("set", {}))
-        return config_from_mapping(values, self.config_file.name)
+        if self._config is None:
+            values = load_config(self.config_file).model_dump(mode="json")
+            for change in read_jsonl(self.changes):
+                values = merge(values, change.get("set", {}))
+            self._config = config_from_mapping(values, self.config_file.name)
+        return self._config
 
     def change(self, overrides: Sequence[str]) -> None:
         """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*`, `recovery.*`, a larger `train.steps`.
@@ -167,24 +174,20 @@ class Run:
             return
         changes = parse_overrides(overrides)
         for key, value in flatten(changes).items():
-            if key == "train.steps":
-                if not isinstance(value, int) or value < self.config.train.steps:
-                    raise UserError(
-                        f"train.steps={value}: resume can only make it larger than the {self.config.train.steps} "
-                        "steps of this run"
-                    )
-            elif not key.startswith(_MAY_CHANGE):
+            if key == "train.steps" and (not isinstance(value, int) or value < self.config.train.steps):
+                steps = self.config.train.steps
+                raise UserError(f"{key}={value}: resume can only make it larger than the {steps} steps of this run")
+            if key != "train.steps" and not key.startswith(_MAY_CHANGE):
                 raise UserError(
-                    f"{key}: resume cannot change it without changing the result; it takes parallel.*, stages.*, "
-                    "site.*, recovery.*, data.max_rejected, data.verify and a larger train.steps. For anything else "
-                    "start a new run (another run.name)"
+                    f"{key}: resume cannot change it without changing the result; it takes a larger train.steps, and "
+                    f"{', '.join(_MAY_CHANGE)}. For anything else start a new run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
         point_configs(changed)
         found_for(changed, [self.code])
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))
         self.event("changed", set=flatten(changes))
-        self.__dict__["config"] = changed
+        self._config = changed
 
     @cached_property
     def user_model(self) -> UserModel | None:
@@ -208,9 +211,9 @@ class Run:
 
     # -- requests of a person ----------------------------------------------------------------------------
 
-    def request(self, file: Path, who: str) -> None:
+    def request(self, file: Path) -> None:
         """Write a stop or cancel request."""
-        write_atomic(file, f"{now()} {who}\n")
+        write_atomic(file, f"{now()} by pid {os.getpid()}\n")
 
     def refuse_cancelled(self) -> None:
         """Raise UserError where a person cancelled the run."""
@@ -251,15 +254,10 @@ class Run:
         """Why nothing can be written into the run directory now; None where something can."""
         probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
         try:
-            with open(probe, "wb") as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-                os.fsync(file.fileno())
+            write_atomic(probe, bytes(1 << 16))
+            probe.unlink()
         except OSError as error:
             return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
-        finally:
-            with suppress(OSError):
-                probe.unlink(missing_ok=True)
         return None
 
     def holder(self, stage: str) -> Holder | None:
@@ -281,7 +279,7 @@ class Run:
         """
         with open(open_lock(self.path / ".creating"), "rb") as lock:
             flock(lock.fileno(), fcntl.LOCK_EX)
-            self.__dict__.pop("config", None)
+            self._config = None
             yield
 
     def snapshot_code(self) -> None:
@@ -305,12 +303,16 @@ class Run:
 
 def with_absolute_paths(config: Config) -> Config:
     """The config with every path made absolute: jobs run in another working directory than the person."""
+
+    def absolute(path: str) -> str:
+        return path if path == "python-stdlib" else os.path.abspath(os.path.expanduser(path))
+
     values = config.model_dump(mode="json")
-    values["run"]["root"] = os.path.abspath(os.path.expanduser(values["run"]["root"]))
-    sources = [s if s == "python-stdlib" else os.path.abspath(os.path.expanduser(s)) for s in config.data.sources]
-    values["data"]["source"] = sources[0] if isinstance(config.data.source, str) else sources
-    if config.data.tokenizer.path is not None:
-        values["data"]["tokenizer"]["path"] = os.path.abspath(os.path.expanduser(config.data.tokenizer.path))
+    data, source = values["data"], config.data.source
+    values["run"]["root"] = absolute(values["run"]["root"])
+    data["source"] = absolute(source) if isinstance(source, str) else [absolute(one) for one in source]
+    if data["tokenizer"]["path"] is not None:
+        data["tokenizer"]["path"] = absolute(data["tokenizer"]["path"])
     return Config.model_validate(values)
 
 
@@ -318,10 +320,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -14,7 +14,7 @@ from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
 from pipeline.base.place import Place, step_id
 from pipeline.run.directory import Run
-from pipeline.run.stages import number
+from pipeline.run.stages import task_of
 
 PEERS_LEAVE_S = 5
 """How long ranks that were started by hand may take to leave after one of them failed."""
@@ -37,16 +37,15 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     return Exit.PEER_LOST if lost else Exit.CRASHED, text
 
 
-def report_error(
-    run: Run | None, stage: str, place: Place | None, code: Exit, message: str, host: str | None = None
-) -> None:
+def report_error(run: Run, stage: str, place: Place, code: Exit, message: str, host: str | None = None) -> None:
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
-    if run is None or place is None or code == Exit.STOPPED:
+    if code == Exit.STOPPED:
         return
-    rank, cause, host = number(stage, place), code.name.lower(), host or os.uname().nodename
-    entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": cause, "message": message, "host": host}
+    task, host = task_of(stage, place), host or os.uname().nodename
+    rank = place.rank if task is None else task  # in an array each is rank 0 of its own job
+    entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
     with suppress(OSError):
-        write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", entry)
+        write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
 def leave_peers(place: Place, code: Exit, message: str) -> None:

@@ -86,12 +86,3 @@ def ranks(run: Run, stage: str, granted: int | None = None) -> int:
 def task_of(stage: str, place: Place) -> int | None:
     """In a stage's own array, whose tasks are one rank each of the same run: which one this is."""
     return place.array[0] if STAGES[stage].array and place.array else None
-
-
-def number(stage: str, place: Place) -> int:
-    """The number that the log and the error report of a process bear: its rank, or its task in the stage's array.
-
-    Each task of that array is rank 0 of its own job.
-    """
-    task = task_of(stage, place) if stage in STAGES else None
-    return place.rank if task is None else task

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,9 +34,6 @@ NETWORK_FILE_SYSTEMS = {
 }  # fmt: skip
 Verdict = Literal["ok", "note", "problem"]
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-_NO_PREEMPTION, _BY_QOS = "preempt/none", "preempt/qos"
-_NO_SLURM = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
-_NO_ANSWER = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
 _CHECK_S = 60
 _QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 
@@ -100,9 +97,12 @@ def number(settings: Mapping[str, str], name: str, behind: str = "^", default: i
     return int(match[1]) if match else default
 
 
-def note_unless(good: bool) -> Verdict:
-    """Whether something is worth knowing."""
-    return "ok" if good else "note"
+def counted(
+    config: Mapping[str, str], what: str, setting: str, meaning: str, least: int = 0, unit: str = " s", **more: Any
+) -> Finding:
+    """What the number in a setting means, which is worth a note where it is less than `least`; `more`: see number."""
+    found = number(config, setting, **more)
+    return Finding(what, f"{found}{unit}", meaning, "ok" if found >= least else "note")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -110,37 +110,32 @@ def judge(facts: Facts) -> Iterator[Finding]:
     config = facts.config
     version = config.get("SLURM_VERSION", "?")
     tried = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
-    yield Finding("Slurm", version, "22.05 and later are known to work", note_unless(tried))
-    yield from (_partition(partition, facts) for partition in facts.partitions)
-    if config.get("PreemptType", _NO_PREEMPTION) != _NO_PREEMPTION:
-        yield from _preemption(facts)
-    meaning = "Sluice asks for it with each job (--requeue), unless site.requeue is false"
-    yield Finding("JobRequeue", config.get("JobRequeue", "?"), meaning)
-    again = number(config, "AuthInfo", "cred_expire=", default=120) + 1
-    yield Finding("after a requeue", f"{again} s", "a requeued job waits so long before it may start (cred_expire)")
-    grace, meaning = number(config, "KillWait"), "from TERM to KILL; site.signal_s gives a save more time than that"
-    yield Finding("KillWait", f"{grace} s", meaning, note_unless(grace >= 30))
+    yield Finding("Slurm", version, "22.05 and later are known to work", "ok" if tried else "note")
+    yield from _preemption(facts)
+    meaning = "cred_expire: a requeued job waits so long, and a second, before it may start"
+    yield counted(config, "after a requeue", "AuthInfo", meaning, behind="cred_expire=", default=120)
+    meaning = "from TERM to KILL; site.signal_s gives a save more time than that"
+    yield counted(config, "KillWait", "KillWait", meaning, 30)
+    meaning = "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
+    yield counted(config, "MaxJobCount", "MaxJobCount", meaning, 1000, "")
+    yield counted(config, "MinJobAge", "MinJobAge", "squeue and scontrol know a job for so long after its end", 60)
     if (tasks := number(config, "MaxArraySize")) > 1:
         yield Finding("MaxArraySize", str(tasks), f"stages.shard.tasks may be up to {tasks}")
     else:
         yield Finding("MaxArraySize", str(tasks), "no job arrays: set stages.shard.tasks to 1", "problem")
-    jobs, meaning = number(config, "MaxJobCount"), "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
-    yield Finding("MaxJobCount", str(jobs), meaning, note_unless(jobs >= 1000))
     storage, enforced = (config.get(f"AccountingStorage{name}", "none") for name in ("Type", "Enforce"))
     if storage in ("accounting_storage/none", "none", "(null)"):
         meaning = "no sacct: Slurm forgets ended jobs after MinJobAge, then the run directory alone tells what happened"
         yield Finding("accounting", "off", meaning, "note")
     else:
-        meaning = f"{enforced} enforced: site.account must be yours"
-        yield Finding("accounting", storage, "sacct knows jobs that ended" if enforced == "none" else meaning)
-    age, meaning = number(config, "MinJobAge"), "squeue and scontrol know a job for so long after its end"
-    yield Finding("MinJobAge", f"{age} s", meaning, note_unless(age >= 60))
+        account = "" if enforced == "none" else f"; {enforced} enforced: site.account must be yours"
+        yield Finding("accounting", storage, f"sacct knows jobs that ended{account}")
     if config.get("EnforcePartLimits", "NO") == "NO":
         meaning = "a job that asks for more than its partition has is accepted and waits for ever: see `status`"
         yield Finding("EnforcePartLimits", "NO", meaning, "note")
     pmi = next((f"srun --mpi={name}" for name in facts.mpi if name.startswith("pm")), None)
     meaning = f"MPI ranks can be started by {pmi or 'mpirun (Slurm has no PMI here)'}; NCCL and Gloo need none of it"
-    yield Finding("srun --mpi", ", ".join(facts.mpi) or "nothing", meaning, note_unless(pmi is not None))
+    yield Finding("srun --mpi", ", ".join(facts.mpi) or "nothing", meaning, "ok" if pmi else "note")
     topology = config.get("TopologyPlugin", "topology/none")
     if topology in ("", "topology/none", "topology/default", "topology/flat"):
         yield Finding("TopologyPlugin", topology, "Slurm knows no switches: site.switches does nothing", "note")
@@ -151,33 +146,30 @@ def judge(facts: Facts) -> Iterator[Finding]:
 
 
 def _preemption(facts: Facts) -> Iterator[Finding]:
-    """Who makes room for whom where QOS say so, and how jobs are told."""
-    config = facts.config
-    where = "`sacctmgr show qos`" if config["PreemptType"] == _BY_QOS else "the partitions"
-    yield Finding("preemption", config["PreemptType"], f"jobs may have to make room for others: see {where}")
-    for qos in facts.qos:
+    """The partitions, and who makes room for whom: partitions or QOS say so, by PreemptType."""
+    config, kind = facts.config, facts.config.get("PreemptType", "preempt/none")
+    for partition in facts.partitions:
+        name, state, mode = (partition.get(key, "?") for key in ("PartitionName", "State", "PreemptMode"))
+        what = f"partition {name}" + (" (default)" if partition.get("Default") == "YES" else "")
+        found = f"{partition.get('TotalNodes')} nodes, time {partition.get('MaxTime')}, a job's nodes "
+        found += f"{partition.get('MaxNodes')}, gres {facts.gres.get(name, 'none')}"
+        if state != "UP":
+            yield Finding(what, found, f"its state is {state}: jobs do not start here", "problem")
+        elif kind == "preempt/qos":
+            yield Finding(what, found, "the QOS of a job says whether it may be preempted: see `sacctmgr show qos`")
+        elif kind == "preempt/none" or mode == "OFF":
+            yield Finding(what, found, "jobs here are not preempted")
+        else:
+            yield _preempted(what, found, mode, number(partition, "GraceTime"))
+    for qos in facts.qos if kind == "preempt/qos" else ():
         if by := [other["Name"] for other in facts.qos if qos["Name"] in other["Preempt"].split(",")]:
             mode = config.get("PreemptMode", "?") if qos["PreemptMode"] == "cluster" else qos["PreemptMode"].upper()
             grace = parse_time(qos["GraceTime"]) if ":" in qos["GraceTime"] else 0
             yield _preempted(f"QOS {qos['Name']}", f"may be preempted by {', '.join(by)}", mode, grace)
-    at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
-    meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
-    yield Finding("preempt_send_user_signal", "on" if at_once else "off", meaning)
-
-
-def _partition(partition: Mapping[str, str], facts: Facts) -> Finding:
-    name, state, mode = (partition.get(key, "?") for key in ("PartitionName", "State", "PreemptMode"))
-    what = f"partition {name}" + (" (default)" if partition.get("Default") == "YES" else "")
-    found = f"{partition.get('TotalNodes')} nodes, time {partition.get('MaxTime')}, a job's nodes "
-    found += f"{partition.get('MaxNodes')}, gres {facts.gres.get(name, 'none')}"
-    preempts = facts.config.get("PreemptType", _NO_PREEMPTION)
-    if state != "UP":
-        return Finding(what, found, f"its state is {state}: jobs do not start here", "problem")
-    if preempts == _BY_QOS:
-        return Finding(what, found, "the QOS of a job says whether it may be preempted")
-    if preempts == _NO_PREEMPTION or mode == "OFF":
-        return Finding(what, found, "jobs here are not preempted")
-    return _preempted(what, found, mode, number(partition, "GraceTime"))
+    if kind != "preempt/none":
+        at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
+        meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
+        yield Finding("preempt_send_user_signal", "on" if at_once else "off", meaning)
 
 
 def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
@@ -197,24 +189,24 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
 
     `unseen`: why compute nodes do not see it, "" where they do, None where nobody looked.
     """
-    shared = kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")
-    rules: tuple[tuple[object, Verdict, str], ...] = (
-        (unseen, "problem", f"compute nodes do not share it: {unseen}"),
-        (unseen is not None, "ok", "compute nodes see it"),
-        (shared, "ok", "a network file system; --check-nodes asks whether compute nodes see it"),
-        (not nodes, "ok", "runs stay on this machine"),
-        (True, "problem", "no network file system: if compute nodes do not share it no job starts; "
-         "--check-nodes finds out"),
-    )  # fmt: skip
-    verdict, meaning = next((verdict, meaning) for holds, verdict, meaning in rules if holds)
+    verdict: Verdict = "ok"
+    if unseen:
+        verdict, meaning = "problem", f"compute nodes do not share it: {unseen}"
+    elif unseen is not None:
+        meaning = "compute nodes see it"
+    elif kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse."):
+        meaning = "a network file system; --check-nodes asks whether compute nodes see it"
+    elif not nodes:
+        meaning = "runs stay on this machine"
+    else:
+        verdict, meaning = "problem", "if compute nodes do not share it no job starts; --check-nodes finds out"
     yield Finding("run.root", f"{folder}: {kind or 'unknown file system'}", meaning, verdict)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Finding("file locks", "flock works", "two jobs cannot run the same stage at once")
     except OSError as error:
-        meaning = "nothing keeps two jobs from running the same stage at once"
-        meaning += ", and events.jsonl may lose lines" if kind.startswith("nfs") else ""
+        meaning = "two jobs may run the same stage at once; on NFS, events.jsonl may lose lines, too"
         yield Finding("file locks", str(error), meaning, "note")
 
 
@@ -250,25 +242,24 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
         raise UserError(f"{folder} is no folder; name the one that will hold the runs (run.root)")
     folder = folder.resolve()
     kind = file_system_type(folder)
-    config = call("scontrol", "show", "config")
-    if config is None:
-        lacks = Finding("Slurm", "no scontrol on PATH", _NO_SLURM, "note")
+    if (config := call("scontrol", "show", "config")) is None:
+        meaning = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
+        lacks = Finding("Slurm", "no scontrol on PATH", meaning, "note")
         if shutil.which("scontrol"):
-            lacks = Finding("Slurm", "no answer", _NO_ANSWER, "problem")
+            meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
+            lacks = Finding("Slurm", "no answer", meaning, "problem")
         return [lacks, *file_system(folder, 0, kind, None)]
-    known = parse_config(config)
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
     gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
-    listing = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}")
-    qos = (call(*listing) if known.get("PreemptType") == _BY_QOS else None) or ""
-    facts = Facts(known, partitions, parse_gres(gres), parse_mpi(mpi), parse_qos(qos))
+    qos = call("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}") or ""
+    facts = Facts(parse_config(config), partitions, parse_gres(gres), parse_mpi(mpi), parse_qos(qos))
     nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
     unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
-    found = [*judge(facts), *file_system(folder, nodes, kind, unseen)]
+    findings = [*judge(facts), *file_system(folder, nodes, kind, unseen)]
     if refused:
         meaning = "the nodes could not be asked; try later, or with --site PROFILE (its partition, account, QOS)"
-        found.append(Finding("--check-nodes", refused, meaning, "note"))
-    return found
+        findings.append(Finding("--check-nodes", refused, meaning, "note"))
+    return findings
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:

@@ -28,20 +28,24 @@ first start-up counts as unproductive, too.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from pipeline.config.stages import STAGES
-from slurm.query.attempts import ENDS, GOES_ON
+from slurm.query import attempts
+from slurm.query.attempts import GOES_ON
 
 Event = Mapping[str, Any]
 PARTS = ("idle", "queue", "startup", "compute", "data", "communication", "checkpoint", "lost", "ending")
 PRODUCTIVE = ("compute", "data", "communication")
 WAITING = ("idle", "queue")
+_STEPS = (*PRODUCTIVE, "checkpoint", "lost")
 _IN_STEP = {"data": "data_wait_s", "communication": "exposed_comm_s", "checkpoint": "checkpoint_s"}
+_ASKS = ("submitted", "resumed")
+_SILENT = "no word of its end"
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,8 @@ class Attempt:
     end: float = 0.0
     cause: str = ""
     """How it ended: done, or the cause."""
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Seconds by the names in `PARTS`; they add up to `end - begin`."""
-
-    @property
-    def wall(self) -> float:
-        """Seconds in all."""
-        return self.end - self.begin
 
 
 def seconds(event: Event) -> float:
@@ -82,10 +81,10 @@ def seconds(event: Event) -> float:
 
 def ledger(
     events: Sequence[Event],
-    metrics: Iterable[Event],
+    metrics: Sequence[Event],
     stages: Sequence[str],
     now: float,
-    going: Iterable[str] = (),
+    going: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[Attempt]:
     """The attempts of these stages, in this order, tasks one by one.
@@ -94,70 +93,60 @@ def ledger(
     """
     found: list[Attempt] = []
     for stage in stages:
-        parents = STAGES[stage].needs
-        ready_at = max((seconds(e) for e in events if e.get("stage") in parents and e["event"] == "done"), default=0.0)
+        row = STAGES[stage]
         own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
-        array_ends = 0.0
+        since = [seconds(e) for e in events if e.get("stage") in row.needs and e["event"] == "done"]
         tasks = {e.get("task") for e in own if e["event"] == "started"}
         for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
             mine = [e for e in own if "task" not in e or e["task"] == task]
-            since = max(ready_at, array_ends) if task is None else ready_at
-            found += _stage(stage, task, mine, list(metrics) if STAGES[stage].trains else [], since, jobs)
-            if task is not None:  # the job behind an array waits for all of it
-                array_ends = max(array_ends, found[-1].end)
-            if stage in going and found[-1].cause == _SILENT:
-                last = found[-1]
+            if task is None:  # the job behind an array waits for all of it
+                since += [attempt.end for attempt in found if attempt.stage == stage]
+            found += _attempts(stage, task, mine, metrics if row.trains else (), max(since, default=0.0), jobs)
+            last = found[-1]
+            if stage in going and last.cause == _SILENT:
                 last.parts["compute" if last.parts["compute"] else "startup"] += max(0.0, now - last.end)
                 last.end, last.cause = max(now, last.end), "running"
     return found
 
 
-_SILENT = "no word of its end"
-
-
-def _stage(
-    stage: str, task: int | None, events: list[Event], metrics: list[Event], ready_at: float, jobs: Sequence[JobRun]
+def _attempts(
+    stage: str, task: int | None, events: list[Event], metrics: Sequence[Event], ready_at: float, jobs: Sequence[JobRun]
 ) -> list[Attempt]:
-    starts = [i for i, e in enumerate(events) if e["event"] == "started"]
-    steps = _steps_of_attempts(events, starts, metrics)
-    begun: list[Attempt] = []
-    for number, at in enumerate(starts):
-        started, own = events[at], events[at + 1 : starts[number + 1] if number + 1 < len(starts) else None]
-        before = events[starts[number - 1] + 1 if number else 0 : at]
-        start = seconds(started)
-        if not begun:
-            asked = [seconds(e) for e in before if e["event"] in ("submitted", "resumed")]
-            begin = min(start, max(asked[0], min(ready_at, start))) if asked else start
-        else:
-            begin = begun[-1].end
-        job = _job_run(jobs, started, start)
-        start = max(begin, min(start, job.start) if job else start)
-        attempt = Attempt(stage, task, number + 1, started.get("ranks", 1), begin)
-        attempt.parts = dict.fromkeys(PARTS, 0.0)
+    """The attempts of a task; `ready_at`: when what it waits for was done."""
+    chunks: list[list[Event]] = [[]]  # what came before the first attempt, then what each one began with and said
+    for event in events:
+        if event["event"] == "started":
+            chunks.append([])
+        chunks[-1].append(event)
+    found: list[Attempt] = []
+    for (before, own), (kept, lost) in zip(pairwise(chunks), _steps_of(chunks[1:], metrics), strict=True):
+        told = seconds(own[0])
+        asked = next((seconds(e) for e in before if e["event"] in _ASKS), told)
+        begin = found[-1].end if found else min(told, max(asked, ready_at))
+        job = _job_run(jobs, own[0], told)
+        start = max(begin, min(told, job.start) if job else told)
         asked_at = min(max(_asked(before, begin), begin), start)
-        attempt.parts |= {"idle": asked_at - begin, "queue": start - asked_at}
-        end = next((e for e in own if e["event"] in ENDS), None)
-        kept, lost = steps[number]
-        ready = max(start, _time_of(own, ("ready", "restored"), start))
+        ready = next((seconds(e) for name in ("ready", "restored") for e in own if e["event"] == name), None)
+        end = attempts.read(own).end
         if end is not None and not end.get("noticed_later"):
-            attempt.end = max(start, seconds(end))
-        else:  # its supervisor died with it: Slurm's word, else the last sign of life
-            asks = ("submitted", "resumed")
-            signs = [seconds(e) for e in own if not e.get("noticed_later") and e["event"] not in asks]
-            signs += [ready + sum(line["step_time_s"] for line in [*kept, *lost]), start]
-            attempt.end = max(start, job.end) if job and job.end else max(signs)
+            ends = [seconds(end)]
+        elif job and job.end:  # its supervisor died with it: Slurm's word
+            ends = [job.end]
+        else:  # the last sign of life
+            ends = [seconds(e) for e in own if not e.get("noticed_later") and e["event"] not in _ASKS]
+            ends.append(max(start, ready or 0.0) + sum(line["step_time_s"] for line in [*kept, *lost]))
+        attempt = Attempt(stage, task, len(found) + 1, own[0].get("ranks", 1), begin, max(start, *ends))
         attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
-        if not STAGES[stage].trains:
-            attempt.parts["compute"] = attempt.end - start
-        elif not any(e["event"] in ("ready", "restored") for e in own) and not kept and not lost:
-            attempt.parts["startup"] = attempt.end - start
+        attempt.parts |= {"idle": asked_at - begin, "queue": start - asked_at}
+        if STAGES[stage].trains and ready is not None:
+            _divide(attempt, start, min(max(start, ready), attempt.end), kept, lost, own)
         else:
-            _training(attempt, start, min(ready, attempt.end), kept, lost, own)
-        begun.append(attempt)
-    return begun
+            attempt.parts["startup" if STAGES[stage].trains else "compute"] = attempt.end - start
+        found.append(attempt)
+    return found
 
 
-def _training(
+def _divide(
     attempt: Attempt, start: float, ready: float, kept: list[Event], lost: list[Event], own: Sequence[Event]
 ) -> None:
     """Divide the running time of an attempt with steps."""
@@ -171,9 +160,9 @@ def _training(
             rest -= spent
         parts["compute"] += rest
     parts["lost"] = sum(line["step_time_s"] for line in lost)
-    known = sum(parts[name] for name in (*PRODUCTIVE, "checkpoint", "lost"))
+    known = sum(parts[name] for name in _STEPS)
     if known > left:  # clocks of several hosts: what the steps took cannot be more than there was
-        for name in (*PRODUCTIVE, "checkpoint", "lost"):
+        for name in _STEPS:
             parts[name] *= left / known
         known = left
     saved = max((seconds(e) for e in own if e["event"] == "saved"), default=0.0)
@@ -182,32 +171,27 @@ def _training(
     parts["ending"] = left - known - last_save
 
 
-def _steps_of_attempts(
-    events: Sequence[Event], starts: Sequence[int], metrics: Sequence[Event]
-) -> list[tuple[list[Event], list[Event]]]:
+def _steps_of(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> list[tuple[list[Event], list[Event]]]:
     """For each attempt the metric lines of its steps: those that count, and those that were done again.
 
     An attempt that restores step s writes lines from s + 1; lines beyond s of those before it were moved to its
     `lost_work` event. So a line belongs to the newest attempt that began before its step.
     """
-    steps: list[tuple[list[Event], list[Event]]] = [([], []) for _ in starts]
-    began: list[int] = []  # ascending: the step that each attempt in `who` began after
-    who: list[int] = []
-    for number, at in enumerate(starts):
-        first = None
-        for event in events[at : starts[number + 1] if number + 1 < len(starts) else None]:
-            if event["event"] == "lost_work":
-                for line in event["lines"]:
-                    if owner := bisect_left(began, line["step"]):
-                        steps[who[owner - 1]][1].append(line)
-            elif event["event"] in ("restored", "ready"):
-                first = event["step"]
-        if first is not None:
-            keep = bisect_left(began, first)
-            began[keep:], who[keep:] = [first], [number]
+    steps: list[tuple[list[Event], list[Event]]] = [([], []) for _ in chunks]
+    began: list[float] = []
+
+    def give(line: Event, again: bool) -> None:
+        made_by = next((n for n in reversed(range(len(began))) if began[n] < line["step"]), None)
+        if made_by is not None:
+            steps[made_by][again].append(line)
+
+    for chunk in chunks:
+        for line in (line for event in chunk if event["event"] == "lost_work" for line in event["lines"]):
+            give(line, True)
+        firsts = [event["step"] for event in chunk if event["event"] in ("restored", "ready")]
+        began.append(firsts[-1] if firsts else math.inf)
     for line in metrics:
-        if owner := bisect_left(began, line["step"]):
-            steps[who[owner - 1]][0].append(line)
+        give(line, False)
     return steps
 
 
@@ -216,18 +200,9 @@ def _asked(before: Sequence[Event], begin: float) -> float:
     for event in before:
         if event["event"] in GOES_ON:
             return begin
-        by_hand = event["event"] == "resumed" or (event["event"] == "submitted" and event.get("kind") != "afternotok")
-        if by_hand and seconds(event) >= begin:
+        if event["event"] in _ASKS and event.get("kind") != "afternotok" and seconds(event) >= begin:
             return seconds(event)
     return begin
-
-
-def _time_of(events: Sequence[Event], names: Sequence[str], default: float) -> float:
-    for name in names:
-        for event in events:
-            if event["event"] == name:
-                return seconds(event)
-    return default
 
 
 def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | None:
@@ -240,13 +215,9 @@ def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | N
     return max(fitting, key=lambda job: job.start, default=None)
 
 
-def total(attempts: Iterable[Attempt]) -> dict[str, float]:
+def total(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Seconds by part, over several attempts."""
-    sums = dict.fromkeys(PARTS, 0.0)
-    for attempt in attempts:
-        for part, spent in attempt.parts.items():
-            sums[part] += spent
-    return sums
+    return {part: sum(attempt.parts[part] for attempt in attempts) for part in PARTS}
 
 
 def ratios(parts: Mapping[str, float]) -> tuple[float, float]:

@@ -37,10 +37,11 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
 
     Raises UserError, saying how the stage stands, where there is nothing to print.
     """
+    stages.load(stage)  # refuses what is none
     if stage not in stages.own_stages(run):
         raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
-    path, lookout = log_file(run, stage, who), Lookout(run)
-    if path is None:
+    lookout = Lookout(run)
+    if log_file(run, stage, who) is None:
         words = _nothing(run, stage, who, rows := lookout.look())
         if not (follow and _goes_on(rows, stage)):
             raise UserError(words)
@@ -51,17 +52,16 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
             if follow and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
                 quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
-            going = follow and quiet < IDLE_LOOKS
-            if shown is not None:
-                at = _print_from(shown, at)
-            if path is not None and path != shown:
-                if shown is not None:
-                    print(f"--- {path}", flush=True)
-                shown, at = path, _print_from(path, 0)
-            if not going:
+            newest = log_file(run, stage, who)  # after the look: what was written before the end is shown
+            for path in filter(None, dict.fromkeys((shown, newest))):
+                if path != shown:
+                    if shown is not None:
+                        print(f"--- {path}", flush=True)
+                    shown, at = path, 0
+                at = _print_from(path, at)
+            if not follow or quiet >= IDLE_LOOKS:
                 return
             time.sleep(POLL_S)
-            path = log_file(run, stage, who)
 
 
 def _print_from(path: Path, start: int) -> int:
@@ -84,7 +84,9 @@ def _nothing(run: Run, stage: str, who: str, rows: list[Row]) -> str:
     row = next(row for row in rows if row.stage == stage)
     if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
         return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
-    if row.going and row.job:
-        return f"{stage} has not begun: job {row.job} is {row.state}" + (f" ({row.reason})" if row.reason else "")
-    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and row.attempts else ""
+    job, reason = row.cells["job"], row.cells["reason"]
+    if row.going and job:
+        return f"{stage} has not begun: job {job} is {row.state}" + (f" ({reason})" if reason else "")
+    started = row.cells["attempts"] != "0"
+    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and started else ""
     return f"{stage} has no log of {who if who == SUPERVISOR else f'rank {who}'}: it is {row.state}{where}"

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from pipeline.base.files import read_jsonl, write_atomic
-from pipeline.checkpoint.saved import saved_steps
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import read_result, result_words
+from pipeline.evaluate.result import newest_result, result_words
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -30,16 +29,14 @@ from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 from slurm.show.status import Lookout, grid
 from slurm.show.sweep_table import point_table
 
+Rows = list[list[str]]
 _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
 
 
 def outcome(run: Run) -> str:
     """What the newest evaluation says."""
-    for step in saved_steps(run.checkpoints):
-        result = read_result(run, step)
-        if result is not None:
-            return result_words(result)
-    return "not evaluated yet"
+    result = newest_result(run)
+    return result_words(result) if result else "not evaluated yet"
 
 
 def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
@@ -76,32 +73,29 @@ def attempts_of(run: Run) -> list[Attempt]:
     return found
 
 
-def _accounts(attempts: Sequence[Attempt]) -> list[list[str]]:
+def _accounts(attempts: Sequence[Attempt]) -> Rows:
     """The ledger as a table, header first: attempts one by one, tasks of an array or points together, sums by stage."""
     parts = [part for part in PARTS if any(a.parts[part] >= 0.5 for a in attempts)] or ["compute"]
-    rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
-
-    def add(stage: str, number: str, ranks: str, end: str, members: Sequence[Attempt]) -> None:
-        sums = total(members)
-        spent = [clock(sums[part]) if sums[part] >= 0.5 else "·" for part in parts]
-        rows.append([stage, number, ranks, end, *spent, clock(sum(sums.values()))])
-
+    lines: list[tuple[str, str, str, str, Sequence[Attempt]]] = []
     for stage in dict.fromkeys(a.stage for a in attempts):
         own = [a for a in attempts if a.stage == stage]
         array, single = [a for a in own if a.task is not None], [a for a in own if a.task is None]
         if array:
-            ends = ", ".join(sorted({a.cause for a in array}))
             ranks = {a.task: a.ranks for a in array}  # of the last attempt
             name = f"{len(ranks)} points" if STAGES[stage].per_point else f"array of {len(ranks)}"
-            add(stage, name, str(sum(ranks.values())), ends, array)
-        for a in single:
-            add(stage, str(a.number), str(a.ranks), a.cause, [a])
+            lines.append((stage, name, str(sum(ranks.values())), ", ".join(sorted({a.cause for a in array})), array))
+        lines += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in single]
         if len(single) > 1:
-            add(stage, "all", "", "", single)
+            lines.append((stage, "all", "", "", single))
+    rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
+    for *words, members in lines:
+        sums = total(members)
+        spent = [clock(sums[part]) if sums[part] >= 0.5 else "·" for part in parts]
+        rows.append([*map(str, words), *spent, clock(sum(sums.values()))])
     return rows
 
 
-def _causes(attempts: Sequence[Attempt]) -> list[list[str]]:
+def _causes(attempts: Sequence[Attempt]) -> Rows:
     """How attempts ended, and what that cost, as a table."""
     rows = [["cause", "attempts", "lost", "ending", "in all"]]
     for cause in sorted({a.cause for a in attempts}):
@@ -111,52 +105,43 @@ def _causes(attempts: Sequence[Attempt]) -> list[list[str]]:
     return rows
 
 
+def _evaluations(run: Run) -> Rows:
+    """All evaluations, as a table; empty where there are none."""
+    results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
+    if not results:
+        return []
+    keys = [key for key, value in results[0].items() if isinstance(value, float)]
+    return [["step", *keys], *([str(one["step"]), *(f"{one[key]:.4f}" for key in keys)] for one in results)]
+
+
+def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
+    """What is to be said of the training and the evaluation."""
+    if run.config.sweep is None:
+        redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
+        yield f"training: {stages.load('train').progress(run).words}; {redone} steps were lost and done again"
+    if training:
+        ettr, progress = ratios(total(training))
+        yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
+    if run.config.sweep is None:
+        yield outcome(run)
+    if (own_times := own_times_file(run)).exists():
+        slowest = sorted(json.loads(own_times.read_bytes()).items(), key=lambda item: -item[1])[:8]
+        hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
+        yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
+
+
 def print_report(run: Run, console: Console) -> None:
     """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
     attempts = attempts_of(run)
     training = [a for a in attempts if a.stage == "train"]
-    title = f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")
-    metrics = list(read_jsonl(run.metrics))
-    redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
-    points, steps = point_table(run), stages.load("train").progress(run).words
-    lines = [] if points else [f"training: {steps}; {redone} steps were lost and done again", outcome(run)]
-    if training:
-        ettr, progress = ratios(total(training))
-        ratio = f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
-        lines.insert(1, ratio)
-    if (own_times := own_times_file(run)).exists():
-        ratios_of = sorted(json.loads(own_times.read_bytes()).items(), key=lambda item: -item[1])
-        slowest = ", ".join(f"{host} {ratio:.2f}" for host, ratio in ratios_of[:8])
-        lines.append(f"hosts by their own time in a step, 1 being the median, slowest first: {slowest}")
-    accounts = _accounts(attempts)
-    console.print(title, highlight=False)
-    console.print(grid(accounts, left=(0, 1, 3)))
-    if len(training) > 1:
-        console.print(grid(_causes(training)))
-    if points:
-        console.print(grid(points))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    known = [m for m in metrics if m["loss"] is not None]
-    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in known], [m["loss"] for m in known])
-    tables = [("The ledger", accounts)]
-    if training:
-        tables.append(("Attempts of training by cause", _causes(training)))
-    if points:
-        tables.append(("Points of the sweep, the best first", points))
-    if results := _evaluations(run):
-        tables.append(("Evaluation", results))
+    tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run)]
+    shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *_lines(run, training)]
+    for part in shown:
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+    metrics = [m for m in read_jsonl(run.metrics) if m["loss"] is not None]
+    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
     page = run.path / "report.html"
-    try:
-        write_atomic(page, html.page(title, lines, tables, pictures))
-    except PermissionError:  # somebody else's run
-        return
-    console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
-
-
-def _evaluations(run: Run) -> list[list[str]]:
-    found = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
-    shown = ("loss", "perplexity", "bits_per_byte") if run.config.model.target is None else found[0] if found else ()
-    keys = [key for key in shown if key not in ("step", "samples", "entries", "checkpoint")]
-    rows = [[str(result["step"]), *(f"{result[key]:.4f}" for key in keys)] for result in found]
-    return [["step", *keys], *rows] if rows else []
+    everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(run)]))]
+    with suppress(PermissionError):  # somebody else's run
+        write_atomic(page, html.page(run.title, everything, pictures))
+        console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)

@@ -10,14 +10,15 @@ directory shows something new, else after 2 s, growing to 30 s while nothing cha
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +32,7 @@ from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, Claim, JobState
 from slurm.show.follow import clock
+from slurm.show.ledger import seconds
 from slurm.show.sweep_table import point_table
 
 LOOK_S = 2.0
@@ -48,21 +50,13 @@ class Row:
     stage: str
     state: str
     """done, running, pending …: a word of Slurm's while its job is active, else how it ended; never: waits in vain."""
-    why: str = ""
+    why: str
     """What is wrong, in words; empty where nothing is."""
-    job: str = ""
-    nodes: str = ""
-    reason: str = ""
-    """Slurm's reason for a pending job."""
-    step: str = ""
-    loss: str = ""
-    eta: str = ""
-    attempts: int = 0
-    seconds: float = 0.0
-    """How long it has run, over all attempts."""
-    going: bool = False
+    going: bool
     """Whether it runs, or waits in the queue for something that can happen."""
-    slow: str = ""
+    cells: Mapping[str, str]
+    """What the table shows besides stage and state, by the names of its columns."""
+    slow: str
     """Ranks that keep the others waiting, in words."""
 
 
@@ -74,31 +68,30 @@ def judge(
     `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
     """
     told = attempts.read(events)
-    end = told.end
+    slurm = "" if job is None or job.state == FORGOTTEN else job.state
+    name = f"job {job.job_id}" if job else ""
     if missing is None and (not held or told.done):
         return "done", "", False
     if job is not None and job.dead:
-        return "never", f"job {job.job_id} waits for what cannot happen any more ({job.reason})", False
+        return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
     if job is not None and job.active:
-        return job.state.lower(), "", True
+        return slurm.lower(), "", True
     if held:
         return "running", "", True
-    slurm = "" if job is None or job.state == FORGOTTEN else job.state
     if slurm == "COMPLETED" or told.done:
-        who = f"job {job.job_id} is COMPLETED" if job is not None and slurm else "its supervisor said done"
-        return "incomplete", f"{who}, but {missing}", False
-    if end is not None:
-        words = f"({end.get('cause')}): {str(end.get('message', '')).rstrip()}"
-        return str(end["event"]), words if end["event"] == "failed" else "", False
-    began = told.started is not None
-    if job is not None and slurm:
-        word = "cancelled" if slurm == "CANCELLED" else "died" if began else "failed"
-        how = "its supervisor left no word" if began else "it ended before its supervisor began"
-        return word, "" if word == "cancelled" else f"job {job.job_id} is {slurm}: {how}", False
-    if began:
-        return "died", "it ended without a word", False
+        return "incomplete", f"{f'{name} is COMPLETED' if slurm else 'its supervisor said done'}, but {missing}", False
+    if told.end is not None:
+        words = f"({told.end.get('cause')}): {str(told.end.get('message', '')).rstrip()}"
+        return told.end["event"], words if told.end["event"] == "failed" else "", False
+    if slurm == "CANCELLED":
+        return "cancelled", "", False
+    if told.started is not None:
+        how = f"{name} is {slurm}: its supervisor left no word" if slurm else "it ended without a word"
+        return "died", how, False
+    if slurm:
+        return "failed", f"{name} is {slurm}: it ended before its supervisor began", False
     if job is not None:
-        return "unknown", job.reason or f"Slurm does not know job {job.job_id}", False
+        return "unknown", job.reason or f"Slurm does not know {name}", False
     return "waiting", "", False
 
 
@@ -107,66 +100,71 @@ class Lookout:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.points_going = False
+        """Whether any point of a sweep goes on, when Slurm was last asked."""
         self._forgotten: dict[Claim, JobState] = {}
         self._jobs: list[Submitted] = []
         self._done: dict[str, Row] = {}
-        self.points_going = False
-        """Whether any point of a sweep goes on, when Slurm was last asked."""
         self._seen: object = None
-        self._pause, self._ask_at, self._size = PAUSE_S[0], 0.0, -1
+        self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
 
     def look(self) -> list[Row]:
         """The stages as they stand now."""
-        self._ask_slurm()
+        events = self.run.read_events()
+        if len(events) != self._events or time.monotonic() >= self._ask_at:
+            self._events = len(events)
+            self._ask_slurm()
         rows: dict[str, Row] = {}
         for stage in stages.own_stages(self.run):
-            row = self._row(stage)
+            row = self._done.get(stage) or self._row(stage, [e for e in events if e.get("stage") == stage])
             vain = [name for name in STAGES[stage].needs if rows[name].state != "done" and not rows[name].going]
-            if row.going and row.reason == "Dependency" and vain:  # Slurm says so of the next job in a chain only
-                row = replace(row, state="never", going=False, why=f"job {row.job} waits for {', '.join(vain)}")
+            if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
+                why = f"job {row.cells['job']} waits for {', '.join(vain)}"
+                row = replace(row, state="never", going=False, why=why)
+            if row.state == "done":
+                self._done[stage] = row
             rows[stage] = row
         return list(rows.values())
 
     def _ask_slurm(self) -> None:
-        now, size = time.monotonic(), self.run.events.stat().st_size if self.run.events.exists() else 0
-        if now < self._ask_at and size == self._size:
-            return
         points = sweep.points(self.run)
         self._jobs = jobs_of((self.run, *points), self._forgotten) if uses_slurm(self.run) else []
         self.points_going = bool(points) and (
             any(STAGES[job.stage].per_point and job.state.active for job in self._jobs)
             or any(point.holder(stage) for point in points for stage in stages.point_stages())
         )
-        seen = (size, self._jobs, self.points_going)
+        seen = (self._events, self._jobs, self.points_going)
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
-        self._seen, self._size, self._ask_at = seen, size, now + self._pause
+        self._seen, self._ask_at = seen, time.monotonic() + self._pause
 
-    def _row(self, stage: str) -> Row:
-        if stage in self._done:
-            return self._done[stage]
+    def _row(self, stage: str, events: Sequence[Mapping[str, Any]]) -> Row:
         run, work = self.run, stages.load(stage)
-        events, holder = run.read_events(stage), run.holder(stage)
+        holder, missing, far = run.holder(stage), work.missing(run), work.progress(run)
         jobs = [job for job in self._jobs if job.stage == stage]
-        job = _shown(jobs)
+        shown = _shown(jobs)
+        job = shown.state if shown else None
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
-        missing = work.missing(run)
-        state, why, going = judge(missing, holder is not None, events[since + 1 :], job.state if job else None)
-        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
+        state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
-        far, trains = work.progress(run), STAGES[stage].trains
-        step = f"{far.done}/{far.total}" if trains else far.words
-        eta = clock(far.left_s) if state == "running" and far.left_s is not None else ""
-        nodes = (job.state.nodes if job and going else "") or (holder.host if holder else "")
-        row = Row(
-            stage, state, why, job.job_id if job else "", nodes,
-            job.state.reason if job and going and job.state.state == "PENDING" else "", step, far.loss, eta,
-            max(Counter(e.get("task") for e in events if e["event"] == "started").values(), default=0),
-            _running_time(events, state == "running"), going, slow_ranks(events) if state == "running" else "",
-        )  # fmt: skip
-        if state == "done":
-            self._done[stage] = row
-        return row
+        active, running = job if going else None, state == "running"
+        spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
+        told = attempts.read(events)
+        if running and told.started is not None and told.end is None:
+            spent += time.time() - seconds(told.started)
+        starts = Counter(e.get("task") for e in events if e["event"] == "started")
+        cells = {
+            "job": shown.job_id if shown else "",
+            "reason": active.reason if active and active.state == "PENDING" else "",
+            "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
+            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else far.words,
+            "loss": far.loss,
+            "ETA": clock(far.left_s) if running and far.left_s is not None else "",
+            "attempts": str(max(starts.values(), default=0)),
+            "time": clock(spent),
+        }
+        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
+        return Row(stage, state, why, going, cells, slow_ranks(events) if running else "")
 
 
 def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
@@ -175,15 +173,6 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
     running = [job for job in active if job.state.state != "PENDING"]
     dead = [job for job in jobs if job.state.dead]
     return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
-
-
-def _running_time(events: Sequence[Mapping[str, Any]], running: bool) -> float:
-    """Seconds of all attempts; of the one that runs, since it began."""
-    spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
-    told = attempts.read(events)
-    if running and told.started is not None and told.end is None:
-        spent += (datetime.now(UTC) - datetime.fromisoformat(told.started["time"])).total_seconds()
-    return spent
 
 
 def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
@@ -200,11 +189,11 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
 
 
-def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
-    """Cells, the first row being the header, as a table for the terminal; the columns `left` begin at the left."""
+def grid(cells: Sequence[Sequence[str]]) -> Table:
+    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(cells[0]):
-        drawn.add_column(name, justify="left" if number in left else "right")
+    for name, *column in zip(*cells, strict=True):
+        drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
     for row in cells[1:]:
         drawn.add_row(*map(Text, row))
     return drawn
@@ -212,27 +201,14 @@ def grid(cells: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Table:
 
 def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
-    columns = {
-        "stage": [row.stage for row in rows],
-        "state": [row.state for row in rows],
-        "job": [row.job for row in rows],
-        "reason": [row.reason for row in rows],
-        "nodes": [row.nodes for row in rows],
-        "step": [row.step for row in rows],
-        "loss": [row.loss for row in rows],
-        "ETA": [row.eta for row in rows],
-        "attempts": [str(row.attempts) for row in rows],
-        "time": [clock(row.seconds) for row in rows],
-    }
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = grid([list(kept), *map(list, zip(*kept.values(), strict=True))], left=range(len(kept)))
-    lines: list[RenderableType] = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
+    cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
+    lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {run.resume_command}"))
-    if points := point_table(run):
-        lines.append(grid(points))
-    return Group(Text(f"run {run.name}" + (f"  code {run.commit[:12]}" if run.commit else "")), drawn, *lines)
+    points = point_table(run)
+    return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
@@ -244,14 +220,11 @@ def print_status(run: Run, console: Console) -> None:
 def watch(run: Run, console: Console) -> None:
     """A live table, until the run is done or nothing of it runs or waits any more; Ctrl-C only stops watching."""
     lookout, idle = Lookout(run), 0
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()
             live.update(table(run, rows, lookout.points_going), refresh=True)
             if all(row.state == "done" for row in rows) and run.config.sweep is None:
                 return
             idle = 0 if lookout.points_going or any(row.going for row in rows) else idle + 1
-            try:
-                time.sleep(LOOK_S)
-            except KeyboardInterrupt:
-                return
+            time.sleep(LOOK_S)

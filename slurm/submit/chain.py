@@ -11,102 +11,113 @@ has another one submitted behind its end.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 from rich.console import Console
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import attempts
 from slurm.query.causes import leaving
-from slurm.query.jobs import Submitted, jobs_of, unproven
+from slurm.query.jobs import jobs_of, unproven
 from slurm.query.states import cancel
+from slurm.submit.sweeps import submit_sweep
 
 
-def submit_chain(run: Run, console: Console, *, again: bool) -> Exit:
+def submit_chain(run: Run, console: Console, *, again: bool) -> None:
     """Submit what is missing and not under way. `again`: a person said `resume`, so failed stages are tried again.
 
     Raises UserError where the run was cancelled, or a stage failed and nobody said to try again.
     """
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
-    known = jobs_of([run])
-    for words in unproven(known):
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
-    cancel(job.state for job in known if job.state.dead)
-    waiting: dict[str, str] = {}
-    fresh: set[str] = set()
+    chain = Chain(run, console, again)
     for stage in stages.own_stages(run):
-        _submit_stage(run, stage, known, waiting, fresh, console, again)
+        chain.submit(stage)
     if run.config.sweep is not None:
-        from slurm.submit.sweeps import submit_sweep
-
-        failed = (lambda point, stage: None) if again else _failed
-        submit_sweep(run, waiting, fresh, console, failed)
-    if waiting:
-        console.print(f"watch it: python submit.py status {run.name}", highlight=False, soft_wrap=True)
-    return Exit.DONE
+        submit_sweep(run, chain.waiting, chain.fresh, chain.say, chain.refuse_failed)
+    if chain.waiting:
+        chain.say(f"watch it: python submit.py status {run.name}")
 
 
-def _submit_stage(
-    run: Run,
-    stage: str,
-    known: list[Submitted],
-    waiting: dict[str, str],
-    fresh: set[str],
-    console: Console,
-    again: bool,
-) -> None:
-    """Submit one stage, if it is missing and not under way; `waiting` gets the job that later stages wait for."""
-    from slurm.submit.sbatch import submit
+class Chain:
+    """The jobs of one run, while those that are missing are submitted."""
 
-    work, row = stages.load(stage), STAGES[stage]
-    if work.missing(run) is None and not set(row.needs) & waiting.keys():
-        console.print(f"{stage:9} done: {work.progress(run).words}", highlight=False, soft_wrap=True)
-        return
-    alive = [job for job in known if job.stage == stage and job.state.active and job.step is None]
-    counts = alive[:1] if row.trains else alive[-1:]  # behind a training stand its successors
-    ending = [job.job_id for job in counts if leaving(run, stage, job.state)]
-    replaced = bool(fresh.intersection(row.needs)) and all(job.state.state == "PENDING" for job in alive)
-    if counts and not ending and not replaced:
-        waiting[stage] = counts[0].job_id
-        console.print(f"{stage:9} job {counts[0].job_id} {counts[0].state.state.lower()}", highlight=False)
-        return
-    if not again and (reason := _failed(run, stage)) is not None:
-        raise UserError(reason)
-    # they wait for a job that was replaced just now, or is to be
-    cancel(job.state for job in alive if job.job_id not in ending)
-    fresh.add(stage)
-    parents = [waiting[parent] for parent in row.needs if parent in waiting]
-    after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
-    tasks = run.config.stages.of(stage).array_tasks
-    if tasks > 1:
-        array = submit(run, stage, after, kind=kind, tasks=tasks)
-        console.print(f"{stage:9} job {array}: array of {tasks}{_after(after)}", highlight=False)
-        waiting[stage] = submit(run, stage, [array], kind="afterany")
-        console.print(f"{stage:9} job {waiting[stage]}: validates, after {array}", highlight=False)
-    else:
-        waiting[stage] = submit(run, stage, after, kind=kind)
-        console.print(f"{stage:9} job {waiting[stage]}{_after(after)}", highlight=False)
-    if row.trains and not run.config.site.requeue:
-        heir = submit(run, stage, [waiting[stage]], kind="afternotok")
-        console.print(f"{stage:9} job {heir}: takes over if {waiting[stage]} does not end well", highlight=False)
+    def __init__(self, run: Run, console: Console, again: bool) -> None:
+        self.run, self.again = run, again
+        self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        self.known = jobs_of([run])
+        self.waiting: dict[str, str] = {}
+        """By stage, the job that later stages wait for."""
+        self.fresh: set[str] = set()
+        """The stages that were submitted just now."""
+        for words in unproven(self.known):
+            self.say(words)
+        cancel(job.state for job in self.known if job.state.dead)
+
+    def submit(self, stage: str) -> None:
+        """Submit a stage, if it is missing and not under way."""
+        from slurm.submit.sbatch import submit
+
+        run, work, row = self.run, stages.load(stage), STAGES[stage]
+        if work.missing(run) is None and self.waiting.keys().isdisjoint(row.needs):
+            self.say(f"{stage:9} done: {work.progress(run).words}")
+            return
+        alive = [job for job in self.known if job.stage == stage and job.state.active and job.step is None]
+        counts = alive[:1] if row.trains else alive[-1:]  # behind a training stand its successors
+        ending = [job.job_id for job in counts if leaving(run, stage, job.state)]
+        replaced = not self.fresh.isdisjoint(row.needs) and all(job.state.state == "PENDING" for job in alive)
+        if counts and not ending and not replaced:
+            self.waiting[stage] = counts[0].job_id
+            self.say(f"{stage:9} job {counts[0].job_id} {counts[0].state.state.lower()}")
+            return
+        self.refuse_failed(run, stage)
+        # they wait for a job that was replaced just now, or is to be
+        cancel(job.state for job in alive if job.job_id not in ending)
+        self.fresh.add(stage)
+        parents = [self.waiting[parent] for parent in row.needs if parent in self.waiting]
+        after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
+        behind, tasks = f", after {', '.join(after)}" if after else "", run.config.stages.of(stage).array_tasks
+        if tasks > 1:
+            array = submit(run, stage, after, kind=kind, tasks=tasks)
+            self.say(f"{stage:9} job {array}: array of {tasks}{behind}")
+            after, kind, behind = [array], "afterany", f": validates, after {array}"
+        self.waiting[stage] = job = submit(run, stage, after, kind=kind)
+        self.say(f"{stage:9} job {job}{behind}")
+        if row.trains and not run.config.site.requeue:
+            heir = submit(run, stage, [job], kind="afternotok")
+            self.say(f"{stage:9} job {heir}: takes over if {job} does not end well")
+
+    def refuse_failed(self, run: Run, stage: str) -> None:
+        """Raise UserError where a stage of the run, or of a point, failed and nobody said to try again."""
+        told = attempts.read(run.read_events(stage))
+        if told.failed and not self.again:
+            end = told.told
+            raise UserError(
+                f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
+                f"once that is mended: {run.resume_command}"
+            )
 
 
-def _failed(run: Run, stage: str) -> str | None:
-    """Why a stage is not submitted again without `resume`: it failed; None where it did not."""
-    told = attempts.read(run.read_events(stage))
-    if not told.failed or (end := told.end) is None:
-        return None
-    return (
-        f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-        f"once that is mended: {run.resume_command}"
-    )
-
-
-def _after(parents: list[str]) -> str:
-    return f", after {', '.join(parents)}" if parents else ""
+def cancel_run(run: Run) -> list[str]:
+    """Ask what runs to save and leave, and cancel what waits; what is to be said of it."""
+    everyone, held = (run, *points(run)), []
+    for one in everyone:
+        one.request(one.cancelled_file)
+        one.event("cancel_requested")
+    jobs, unknown = cancel_jobs(run)
+    for one, stage in product(everyone, STAGES):
+        if holder := one.holder(stage):
+            holder.terminate()
+            held.append(stage)
+    words = f"{', '.join(held)} saves and leaves" if held else "nothing was running here"
+    if jobs:
+        words = f"jobs {', '.join(jobs)} end"
+    return [f"{run.name} is cancelled: {words}", *unknown]
 
 
 def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:

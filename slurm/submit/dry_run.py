@@ -54,21 +54,16 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     """
     points = len(config.sweep.points()) if config.sweep else 0
     config = masked(with_absolute_paths(config))
-    run = Run(config.run.root / config.run.name)
-    train, ranks, own = config.train, config.stages.train.ranks, found_for(config, [Path.cwd(), CODE_ROOT])
-    model, length = config.model, config.data.sequence_length
-    arrays, batch = f"sequences of {length} tokens", f"sequences ({train.global_batch * length:,} tokens)"
-    what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
-    if own is not None:
-        arrays, batch, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
+    run, train = Run(config.run.root / config.run.name), config.train
+    own = found_for(config, [Path.cwd(), CODE_ROOT])
+    unit = f"sequences ({train.global_batch * config.data.sequence_length:,} tokens)" if own is None else "samples"
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
-        f"data      {', '.join(config.data.sources)}: {arrays}",
-        f"model     {what}, {train.precision}",
-        f"training  {train.steps} steps of {train.global_batch} {batch}: {ranks} ranks × "
+        f"training  {train.steps} steps of {train.global_batch} {unit}: {config.stages.train.ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
     ]
+    on_slurm = []
     for stage, row in STAGES.items():
         wanted, nodes = config.stages.of(stage), ""
         if wanted.most_nodes > 1:
@@ -77,15 +72,14 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         after = "".join(f", after {parent}" for parent in row.needs)
         each = f", for each of {points} points" if points and row.per_point else ""
         words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
-        lines.append(f"{stage:9} {nodes}{words}")
-        lines.append(f"          python -m slurm {stage} {shlex.quote(run.name)}")
+        lines += [f"{stage:9} {nodes}{words}", f"          python -m slurm {stage} {shlex.quote(run.name)}"]
+        tasks = (points or 1) if row.per_point else wanted.array_tasks
+        on_slurm.append((stage, stage, tasks))
+        if row.array and tasks > 1:
+            on_slurm.append((stage, f"{stage}, behind the array: does what it left, validates", 1))
+        elif row.trains and not points and not config.site.requeue:
+            on_slurm.append((stage, f"{stage}, its successor: takes over if it does not end well", 1))
     lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
-    for stage, row in STAGES.items() if scripts else ():
-        tasks = (points or 1) if row.per_point else config.stages.of(stage).array_tasks
-        lines += ["", f"# ---- on Slurm: {stage}", script(run, config, stage, tasks).rstrip()]
-        behind = "after the array: does what it left, validates" if row.array and tasks > 1 else ""
-        if row.trains and not points and not config.site.requeue:
-            behind = "its successor: takes over if it does not end well"
-        if behind:
-            lines += ["", f"# ---- on Slurm: {stage}, {behind}", script(run, config, stage).rstrip()]
+    for stage, heading, tasks in on_slurm if scripts else ():
+        lines += ["", f"# ---- on Slurm: {heading}", script(run, config, stage, tasks).rstrip()]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -8,8 +8,7 @@ watching: the stage goes on with its save by itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +20,9 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import attempts
+from slurm.query.attempts import Attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
+from slurm.show.follow import clock, follow
 
 
 def run_chain(run: Run, console: Console) -> Exit:
@@ -31,71 +32,56 @@ def run_chain(run: Run, console: Console) -> Exit:
     if in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, highlight=False, soft_wrap=True)
     flag = StopFlag().install()
-    code = _run_stages(run, stages.own_stages(run), flag, console)
-    for point in points(run) if code == Exit.DONE else ():
-        console.print(f"point {point.path.name}", highlight=False)
-        if (code := _run_stages(point, stages.point_stages(), flag, console)) != Exit.DONE:
-            break
-    return code
-
-
-def _run_stages(run: Run, names: Sequence[str], flag: StopFlag, console: Console) -> Exit:
-    for stage in names:
-        work = stages.load(stage)
-        if run.holder(stage) is None and work.missing(run) is None:
-            console.print(f"{stage:9} done: {work.progress(run).words}", highlight=False, soft_wrap=True)
-            continue
-        code = run_stage(run, stage, flag, console)
-        if code != Exit.DONE:
-            return code
+    own = [(run, stages.own_stages(run))]
+    for one, names in own + [(point, stages.point_stages()) for point in points(run)]:
+        if one is not run:
+            console.print(f"point {one.path.name}", highlight=False)
+        for stage in names:
+            if (code := run_stage(one, stage, flag, console)) != Exit.DONE:
+                return code
     return Exit.DONE
 
 
 def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
-    """Submit one stage (or join the one that runs), follow it to its end and say how it ended."""
-    from slurm.show.follow import follow
+    """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
     from slurm.submit.local_job import submit_local
 
-    interrupts = Interrupts(run, stage, flag, console)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    work, asked = stages.load(stage), False
+    job: Any = None
+
+    def going() -> bool:
+        """Whether it runs and is watched: a first signal is passed on, a second one ends the watching."""
+        nonlocal asked
+        alive = not job.done() if job else run.holder(stage) is not None
+        if not alive:
+            return False
+        if flag and not asked:
+            asked = True
+            ask_to_stop(run, stage)
+            say("stopping: the stage saves at its next step boundary …")
+        return flag.count < 2
+
     while True:
         run.refuse_cancelled()
         holder = run.holder(stage)
-        job = None if holder else submit_local(run, stage)
+        if holder is None and work.missing(run) is None:
+            say(f"{stage:9} done: {work.progress(run).words}")
+            return Exit.DONE
         if holder:
-            console.print(f"{stage:9} is already running ({holder}); following it", highlight=False)
-        seconds = follow(run, stage, job, interrupts.tick, console)
-        if interrupts.left:
-            console.print(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}", highlight=False)
+            say(f"{stage:9} is already running ({holder}); following it")
+        job = None if holder else submit_local(run, stage)
+        seconds = follow(run, stage, going, console)
+        if flag.count > 1:
+            say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return Exit.STOPPED
-        events = run.read_events(stage)
-        end = attempts.read(e for e in events if job is None or e.get("job_id") == job.job_id).end
-        began = job is None or any(e["event"] == "started" and e.get("job_id") == job.job_id for e in events)
-        if not began and run.holder(stage) is not None:
-            continue  # somebody else's attempt began in the same moment: join that one
-        if end is not None and end["event"] == "stopped" and job is None and not interrupts.asked:
+        events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
+        told = attempts.read(events)
+        if told.end is None and (work.missing(run) is None or (job and not told.started and run.holder(stage))):
+            continue  # it is done, or somebody else's attempt began in the same moment: join that one
+        if told.end and told.end["event"] == "stopped" and job is None and not asked:
             continue  # it was stopping already when we joined it; we were asked to go on
-        return tell(run, stage, end, seconds, job.log if job else None, console)
-
-
-class Interrupts:
-    """What Ctrl-C and SIGTERM to submit.py mean while a stage runs: ask it to stop; the second time, stop watching."""
-
-    def __init__(self, run: Run, stage: str, flag: StopFlag, console: Console) -> None:
-        self.run, self.stage, self.flag, self.console = run, stage, flag, console
-        self.asked = False
-
-    def tick(self) -> bool:
-        """Pass a first signal on, once; whether to go on watching."""
-        if self.flag and not self.asked:
-            self.asked = True
-            ask_to_stop(self.run, self.stage)
-            self.console.print("stopping: the stage saves at its next step boundary …", highlight=False)
-        return not self.left
-
-    @property
-    def left(self) -> bool:
-        """Whether the person said it twice."""
-        return self.flag.count > 1
+        return tell(run, stage, told, seconds, job, say)
 
 
 def ask_to_stop(run: Run, stage: str) -> None:
@@ -103,43 +89,30 @@ def ask_to_stop(run: Run, stage: str) -> None:
 
     The file reaches a supervisor that is only just starting; the signal reaches one that runs at once.
     """
-    run.request(run.stop_file, f"by pid {os.getpid()}")
-    holder = run.holder(stage)
-    if holder is not None:
+    run.request(run.stop_file)
+    if holder := run.holder(stage):
         holder.terminate()
 
 
-def tell(
-    run: Run, stage: str, end: Mapping[str, Any] | None, seconds: float, log: Path | None, console: Console
-) -> Exit:
-    """Say how the stage ended and what to do next; returns its exit code."""
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
-
-    if end is None and stages.load(stage).missing(run) is None:
-        say(f"{stage:9} done: {stages.load(stage).progress(run).words}")
-        return Exit.DONE
+def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> Exit:
+    """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
+    end, words = told.end, stages.load(stage).progress(run).words
     if end is None:
-        say(f"{stage:9} ended without a word of its supervisor; its log: {log or run.jobs / stage}", "red")
-        if log is not None and log.exists():
+        log = job.paths.stdout if job else run.jobs / stage
+        say(f"{stage:9} ended without a word of its supervisor; its log: {log}", style="red")
+        if log.is_file():
             lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
-            say("\n".join(lines[-15:]), "red")
+            say("\n".join(lines[-15:]), style="red")
         say(f"to try again: {run.resume_command}")
         return Exit.CRASHED
-    again = [e["cause"] for e in run.read_events(stage, "retried") if e["job_id"] == end["job_id"]]
-    if again:
+    if again := [e["cause"] for e in run.read_events(stage, "retried") if e["job_id"] == end["job_id"]]:
         say(f"{stage:9} went on by itself after: {', '.join(again)}")
     if end["event"] == "done":
-        from slurm.show.follow import clock
-
-        say(f"{stage:9} done in {clock(seconds)}: {stages.load(stage).progress(run).words}")
+        say(f"{stage:9} done in {clock(seconds)}: {words}")
         return Exit.DONE
-    if end["event"] in ("stopped", "cancelled", "preempted"):
-        say(f"{stage:9} {end['event']}: {stages.load(stage).progress(run).words}")
-        say(f"to go on: {run.resume_command}")
+    if end["event"] != "failed":
+        say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
         return Exit.STOPPED
-    say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", "red")
-    say(f"logs: {run.jobs / stage}")
-    say(f"once that is mended: {run.resume_command}")
+    say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
+    say(f"logs: {run.jobs / stage}\nonce that is mended: {run.resume_command}")
     return Exit(end["exit_code"])

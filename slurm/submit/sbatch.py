@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.slurm.slurm import _make_sbatch_string
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import outside_job
@@ -32,12 +31,8 @@ from slurm.query.topology import planned_mismatch
 from slurm.submit.local_job import become
 
 
-def _python() -> str:
-    """The supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone."""
-    return f"exec {shlex.quote(sys.executable)}"
-
-
-def _job_name(config: Config, stage: str) -> str:
+def job_name(config: Config, stage: str) -> str:
+    """The name of a stage's jobs."""
     return f"{config.run.name}-{stage}"
 
 
@@ -45,7 +40,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
     site, wanted, single = config.site.of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
-        "job_name": _job_name(config, stage),
+        "job_name": job_name(config, stage),
         "time": math.ceil(parse_time(wanted.time) / 60),
         "nodes": wanted.most_nodes,
         "ntasks_per_node": wanted.per_node,
@@ -55,6 +50,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "qos": site.qos,
         "constraint": site.constraint or None,
         "comment": comment_of(run.path),
+        "array_parallelism": (config.sweep.at_most if config.sweep and STAGES[stage].per_point else None) or 1000,
         "dependency": after,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
@@ -63,7 +59,8 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     }
     exports = site_variables(site)
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
-    more["requeue" if site.requeue else "no-requeue"] = True
+    more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
+    more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
@@ -72,15 +69,9 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
         more["ntasks"] = wanted.most_nodes * wanted.per_node
-    more.update(distribution=site.distribution, switches=site.switches)
-    if site.mem_gb is not None:
-        more["mem"] = f"{math.ceil(site.mem_gb * 1024)}M"
-    if site.gpus_per_node and not single:
+    if site.gpus_per_node and site.gpus_as != "none" and not single:
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
-        if site.gpus_as == "gres":
-            more["gres"] = f"gpu:{kind}{site.gpus_per_node}"
-        elif site.gpus_as == "gpus-per-node":
-            more["gpus-per-node"] = f"{kind}{site.gpus_per_node}"
+        more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
     if STAGES[stage].trains and (reason := planned_mismatch(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
@@ -105,59 +96,54 @@ def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
         raise UserError(f"{run}: Slurm takes a % in the path of a log for a pattern; choose another run.root")
 
 
-def _at_once(config: Config, stage: str) -> int:
-    """How many tasks of a stage's array may run at the same time."""
-    return (config.sweep.at_most if config.sweep and STAGES[stage].per_point else None) or 1000
+class JobExecutor(submitit.SlurmExecutor):
+    """submitit's executor for one stage, which can write the script where there is no Slurm, too."""
+
+    def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
+        # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
+        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(sys.executable)}")
+        self.update_parameters(**parameters(run, config, stage, after))
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Whether it will do here: always."""
+        return 1
 
 
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     """The sbatch script of a stage (`tasks` of it as an array) as submitit writes it; needs no Slurm."""
-    command = f"{_python()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(run.jobs / stage)])}"
-    array: dict[str, Any] = {"map_count": tasks if tasks > 1 else None, "array_parallelism": _at_once(config, stage)}
-    values = parameters(run, config, stage, None)
-    return str(_make_sbatch_string(command=command, folder=run.jobs / stage, **array, **values))
+    executor = JobExecutor(run, config, stage)
+    executor.parameters["map_count"] = tasks if tasks > 1 else None
+    return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
 def submit(
-    run: Run, stage: str, after: Sequence[str], *, kind: str = "afterok", tasks: int = 1, step: int | None = None
+    run: Run, stage: str, after: Sequence[str], *, kind: str, tasks: int = 1, points: Sequence[Run] = (), **more: Any
 ) -> str:
     """Submit a stage's supervisor (`tasks` of them as an array); the job's id.
 
-    `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency). `step`: the checkpoint
-    that made an evaluation necessary (slurm/supervise/evaluations.py).
+    `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency). `points`: those of a
+    sweep's points that the tasks of the array are for; each notes its own. `more` facts go into the event.
     """
-    job_id = _submit(run, stage, after, kind, [run] * tasks).split("_")[0]
-    more = identity(_job_name(run.config, stage)) | ({} if step is None else {"step": step})
-    run.event("submitted", stage, job_id=job_id, executor="slurm", after=list(after), kind=kind, tasks=tasks, **more)
-    return job_id
-
-
-def submit_points(run: Run, stage: str, points: Sequence[Run], after: Sequence[str], *, kind: str = "afterok") -> str:
-    """Submit a stage of some points of a sweep as one array; its id. Each point notes its own task."""
-    array = _submit(run, stage, after, kind, points).split("_")[0]
-    more = identity(_job_name(run.config, stage))
-    for number, point in enumerate(points):
-        job_id = f"{array}_{number}" if len(points) > 1 else array
-        waits = [f"{job}_{number}" for job in after] if kind == "aftercorr" and len(points) > 1 else list(after)
-        point.event("submitted", stage, job_id=job_id, executor="slurm", after=waits, kind=kind, tasks=1, **more)
+    array = _submit(run, stage, after, kind, points or [run] * tasks).split("_")[0]
+    more |= {"executor": "slurm", "kind": kind, "tasks": tasks} | identity(job_name(run.config, stage))
+    for number, target in enumerate(points or [run]):
+        task = f"_{number}" if len(points) > 1 else ""
+        waits = [f"{job}{task}" for job in after] if kind == "aftercorr" else list(after)
+        target.event("submitted", stage, job_id=array + task, after=waits, **more)
     return array
 
 
 def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
     """One sbatch call; the id of its first job."""
-    executor = submitit.SlurmExecutor(run.stage_folder(stage), python=_python())
-    dependency = f"{kind}:{':'.join(after)}" if after else None
-    values = parameters(run, run.config, stage, dependency)
+    run.stage_folder(stage)
+    executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
     if (avoided := at_submission(targets, stage)) is not None:
-        values["additional_parameters"]["exclude"] = avoided
-    executor.update_parameters(**values, array_parallelism=_at_once(run.config, stage))
+        executor.parameters["additional_parameters"]["exclude"] = avoided
     try:
-        with outside_job():
-            if len(targets) == 1:
-                return str(executor.submit(become, stage, str(targets[0].path), str(run.code)).job_id)
-            with executor.batch():
-                jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
-            return str(jobs[0].job_id)
+        with outside_job(), executor.batch():
+            jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
+        return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"{stage}: sbatch refused the job: {_reason(error)}") from error
 

@@ -9,90 +9,82 @@ and leaves the others alone. `resume` submits the points that are missing, again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Set
 
-from rich.console import Console
-
-from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.causes import leaving
-from slurm.query.states import Claim, JobState, cancel, claims, query
-
-
-def job_of(point: Run, stage: str) -> Claim | None:
-    """The job that was submitted last for a point's stage (not for one checkpoint: slurm/supervise/evaluations.py)."""
-    submitted = [one for event, one in claims(point) if event["stage"] == stage and "step" not in event]
-    return submitted[-1] if submitted else None
+from slurm.query.states import JobState, cancel, claims, query
 
 
 def submit_sweep(
     run: Run,
     waiting: Mapping[str, str],
-    fresh: Container[str],
-    console: Console,
-    failed: Callable[[Run, str], str | None],
+    fresh: Set[str],
+    say: Callable[[str], None],
+    refuse_failed: Callable[[Run, str], None],
 ) -> None:
     """Submit the points that are missing and not under way.
 
     `waiting`: the jobs of the stages that the points share; `fresh`: those whose jobs replace others just now, for
-    which what is pending waits in vain. `failed(point, stage)`: why a stage may not be tried again without `resume`.
-    Raises UserError with that.
+    which what is pending waits in vain. `refuse_failed(point, stage)` raises UserError where a stage may not be tried
+    again without `resume`.
     """
-    from slurm.submit.sbatch import submit_points
+    from slurm.submit.sbatch import submit
 
-    all_points, names = points(run), stages.point_stages()
+    everyone, names = points(run), stages.point_stages()
     own = {stage: [parent for parent in STAGES[stage].needs if parent in names] for stage in names}
-    states = query(one for point in all_points for stage in names if (one := job_of(point, stage)))
+    # the newest job of each, but for those that evaluate one checkpoint (slurm/supervise/evaluations.py)
+    known = {(point, e["stage"]): job for point in everyone for e, job in claims(point) if "step" not in e}
+    states = query(known.values())
     wanted: dict[str, list[Run]] = {stage: [] for stage in names}
-    jobs: dict[tuple[Run, str], str] = {}
+    going: dict[tuple[Run, str], str] = {}
     vain: list[JobState] = []
     ending: list[str] = []
-    done = busy = 0
-    for point in all_points:
+    for point in everyone:
         for stage in names:
-            known = job_of(point, stage)
-            state = states.get(known) if known else None
-            alive = state is not None and (state.active or state.dead)
             replaced = any(point in wanted[parent] for parent in own[stage])
-            stale = state is not None and state.state == "PENDING" and any(n in fresh for n in STAGES[stage].needs)
-            if state is not None and alive and (replaced or stale or state.dead):
-                vain.append(state)
-            elif state is not None and alive and leaving(point, stage, state):
-                ending.append(state.job_id)
-            elif state is not None and alive:
-                jobs[point, stage] = state.job_id
-                continue
-            tied = any((point, parent) in jobs for parent in own[stage])
+            state = states[known[point, stage]] if (point, stage) in known else None
+            if state is not None and (state.active or state.dead):
+                stale = state.state == "PENDING" and not fresh.isdisjoint(STAGES[stage].needs)
+                if replaced or stale or state.dead:
+                    vain.append(state)
+                elif leaving(point, stage, state):
+                    ending.append(state.job_id)
+                else:
+                    going[point, stage] = state.job_id
+                    continue
+            tied = any((point, parent) in going for parent in own[stage])
             if replaced or tied or stages.load(stage).missing(point) is not None:
-                if not own[stage] and (reason := failed(point, stage)) is not None:
-                    raise UserError(reason)
+                if not own[stage]:
+                    refuse_failed(point, stage)
                 wanted[stage].append(point)
-        if not any(point in lacking for lacking in wanted.values()):
-            going = any((point, stage) in jobs for stage in names)
-            done, busy = done + (not going), busy + going
-    console.print(f"sweep     {len(all_points)} points: {done} done, {busy} under way")
+    lacking = {point for found in wanted.values() for point in found}
+    busy = {point for point, _ in going} - lacking
+    say(f"sweep     {len(everyone)} points: {len(everyone) - len(lacking | busy)} done, {len(busy)} under way")
     cancel(vain)
     arrays: dict[str, tuple[str, list[Run]]] = {}
     for stage in names:
-        array = arrays.get(own[stage][0]) if own[stage] else None
-        together = [p for p in wanted[stage] if array is None or p in array[1]] if array or not own[stage] else []
+        array, members = arrays.get(own[stage][0], ("", [])) if own[stage] else ("", wanted[stage])
+        together = [point for point in wanted[stage] if point in members]
         if together:
-            after = [waiting[parent] for parent in STAGES[stage].needs if parent in waiting]
-            if array is not None:
-                kind = "aftercorr" if len(together) > 1 else "afterok"
-                job = submit_points(run, stage, together, [array[0]], kind=kind)
-                words = f"array over the same points, each after its {own[stage][0]}"
-            else:
-                job = submit_points(run, stage, together, after or ending, kind="afterok" if after else "afterany")
-                words = f"array over {len(together)} points"
-            console.print(f"{stage:9} job {job}: {words}", highlight=False)
+            after, kind = _behind([waiting[name] for name in STAGES[stage].needs if name in waiting], ending)
+            words = f"over {len(together)} points"
+            if array:
+                after, kind = [array], "aftercorr" if len(together) > 1 else "afterok"
+                words = f"over the same points, each after its {own[stage][0]}"
+            job = submit(run, stage, after, kind=kind, points=together)
+            say(f"{stage:9} job {job}: array {words}")
             arrays[stage] = job, together
         for point in wanted[stage]:
             if point not in together:
-                tied_to = [jobs[point, parent] for parent in own[stage] if (point, parent) in jobs]
-                kind = "afterok" if tied_to else "afterany"
-                jobs[point, stage] = submit_points(run, stage, [point], tied_to or ending, kind=kind)
-                console.print(f"{stage:9} job {jobs[point, stage]}: point {point.path.name}", highlight=False)
+                after, kind = _behind([going[point, name] for name in own[stage] if (point, name) in going], ending)
+                going[point, stage] = submit(run, stage, after, kind=kind, points=[point])
+                say(f"{stage:9} job {going[point, stage]}: point {point.path.name}")
+
+
+def _behind(parents: list[str], ending: list[str]) -> tuple[list[str], str]:
+    """What to wait for, and how: what is read, else the end of the jobs that still save."""
+    return (parents, "afterok") if parents else (ending, "afterany")

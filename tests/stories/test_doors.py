@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import pytest
@@ -270,10 +269,9 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
 def test_where_there_is_no_terminal_progress_is_plain_lines(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
-    job: Any = SimpleNamespace(running=True)
     console = Console(file=io.StringIO(), width=160)
     ticks = iter([True, True, False])
-    follow.follow(Run.open(finished / "runs/tiny"), "train", job, lambda: next(ticks), console)
+    follow.follow(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
     shown = cast(io.StringIO, console.file).getvalue()
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 

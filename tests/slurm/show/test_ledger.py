@@ -121,9 +121,9 @@ def test_every_second_is_where_it_was_spent(plan: list[dict[str, Any]]) -> None:
         run.attempt(part, number == 0, number == len(plan) - 1)
     found = ledger(run.events, run.lines, STAGES, run.clock)
     assert len(found) == len(plan)
-    assert sum(a.wall for a in found) == pytest.approx(run.clock - T0, abs=0.01)
+    assert sum(a.end - a.begin for a in found) == pytest.approx(run.clock - T0, abs=0.01)
     for attempt, truth, part in zip(found, run.truth, plan, strict=True):
-        assert sum(attempt.parts.values()) == pytest.approx(attempt.wall, abs=1e-6)
+        assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin, abs=1e-6)
         slack = 0.01 * (2 + len(part["steps"]))
         expected = dict(truth)
         if not part["steps"] and part["save"] and attempt.parts["ending"] < expected["ending"] - slack:
@@ -161,13 +161,13 @@ def test_parts_add_up_whatever_the_events(
     before: dict[tuple[str, int | None], Attempt] = {}
     for attempt in found:
         assert set(attempt.parts) == set(PARTS) and min(attempt.parts.values()) >= -1e-9
-        assert sum(attempt.parts.values()) == pytest.approx(attempt.wall, abs=1e-5)
+        assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin, abs=1e-5)
         last = before.get((attempt.stage, attempt.task))
         assert last is None or attempt.begin == last.end, "accounts follow each other without a gap"
         before[attempt.stage, attempt.task] = attempt
     ettr, progress = ratios(total(found))
     assert 0 <= ettr <= progress <= 1
-    page = html.page("run <x>", [], [], html.timeline(found))
+    page = html.page("run <x>", ["run <x>"], html.timeline(found))
     assert "<x>" not in page and "nan" not in page
 
 
@@ -195,9 +195,9 @@ def test_the_last_attempt_goes_on_until_now() -> None:
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
     (attempt,) = ledger(run.events, run.lines, STAGES, run.clock + 50, ["train"])
-    assert attempt.cause == "running" and attempt.wall == pytest.approx(2 + 3 + 1 + 50, abs=0.01)
+    assert attempt.cause == "running" and attempt.end - attempt.begin == pytest.approx(2 + 3 + 1 + 50, abs=0.01)
     (silent,) = ledger(run.events, run.lines, STAGES, run.clock + 50)
-    assert silent.cause == "no word of its end" and silent.wall == pytest.approx(6, abs=0.01)
+    assert silent.cause == "no word of its end" and silent.end - silent.begin == pytest.approx(6, abs=0.01)
 
 
 def test_steps_cannot_take_longer_than_there_was_time() -> None:
@@ -207,5 +207,6 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     run.attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)
     run.events[-1]["time"] = stamp(run.clock - 2)
     (attempt,) = ledger(run.events, run.lines, STAGES, run.clock)
-    assert attempt.wall == pytest.approx(7, abs=0.01) and sum(attempt.parts.values()) == pytest.approx(attempt.wall)
+    assert attempt.end - attempt.begin == pytest.approx(7, abs=0.01)
+    assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin)
     assert attempt.parts["compute"] == pytest.approx(2 * 9 / 16, abs=0.01) and attempt.parts["ending"] == 0

@@ -147,7 +147,7 @@ def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: P
     console = Console(width=150, record=True)
     print_report(run, console)
     assert "0/30" in console.export_text()
-    run.request(run.cancelled_file, "by a test")
+    run.request(run.cancelled_file)
     assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
 
 

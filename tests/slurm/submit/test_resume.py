@@ -65,7 +65,7 @@ class Queue:
         """What it prints, without a real one's names of runs."""
         console = Console(width=200, record=True)
         run.event("resumed")
-        assert chain.submit_chain(run, console, again=True) == Exit.DONE
+        chain.submit_chain(run, console, again=True)
         return console.export_text()
 
 

@@ -305,8 +305,7 @@ def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: st
         ({"MinJobAge": "2 sec"}, "MinJobAge", "note", "after its end"),
         (DBD, "accounting", "ok", "site.account"),
         ({"AuthInfo": "(null)"}, "after a requeue", "ok", "cred_expire"),
-        ({"PreemptType": "preempt/qos"}, "partition p", "ok", "QOS"),
-        ({"PreemptType": "preempt/qos"}, "preemption", "ok", "sacctmgr show qos"),
+        ({"PreemptType": "preempt/qos"}, "partition p", "ok", "sacctmgr show qos"),
         ({"PreemptType": "preempt/partition_prio"}, "partition p", "note", "treated with SUSPEND"),
         ({}, "partition p", "ok", "not preempted"),
         ({}, "srun --mpi", "note", "mpirun"),
@@ -316,7 +315,7 @@ def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: st
 def test_doctor_knows_other_clusters(config: dict[str, str], what: str, verdict: str, words: str) -> None:
     finding = judged(config, PreemptMode="SUSPEND,GANG")[what]
     assert finding.verdict == verdict and words in finding.meaning + finding.found
-    assert judged({"AuthInfo": "(null)"})["after a requeue"].found == "121 s"
+    assert judged({"AuthInfo": "(null)"})["after a requeue"].found == "120 s"
 
 
 def test_doctor_judges_qos_that_are_preempted() -> None:
