@@ -2,7 +2,7 @@
 
 The engine composes the parallelisms, the trainer the loop, the evaluator the sums; all that they need to know of the
 model is here: how a part of it is built, cut, filled and named, what it takes of a batch, what the loss is. A batch is
-what the loader gives: `tokens_BT1` (int64, shape (B, sequence_length + 1)) for the decoder, else a dict of arrays.
+what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape (B, sequence_length + 1)).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipeline.base.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UserModel
+from pipeline.data.loader import Batch
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.model.decoder import Decoder, cut, flops_per_token, init_weights, loss_sum, parameter_seed, put
 
-Batch = Any
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -82,11 +82,12 @@ class Task:
 
     def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """The batch in pieces of `size` samples."""
-        return list(batch.split(size))
+        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
+        return [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
 
     def rows(self, batch: Batch, rows_B: Tensor) -> Batch:
         """These samples of the batch."""
-        return batch[rows_B]
+        return {name: array[rows_B] for name, array in batch.items()}
 
     def entries(self, batch: Batch) -> Tensor | None:
         """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
@@ -94,11 +95,11 @@ class Task:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model's forward takes."""
-        return (batch[:, :-1],)
+        return (batch["tokens"][:, :-1],)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Summed loss: an fp32 scalar."""
-        return loss_sum(outputs, batch[:, 1:])
+        return loss_sum(outputs, batch["tokens"][:, 1:])
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Further sums of an evaluation, by name."""
@@ -108,7 +109,7 @@ class Task:
         """A batch of zeros that a forward pass takes; with compile of the size of a micro-batch."""
         full = self.config.train.compile
         shape = (self.config.train.micro_batch, self.length + 1) if full else (1, 2)
-        return torch.zeros(shape, dtype=torch.int64, device=device)
+        return {"tokens": torch.zeros(shape, dtype=torch.int64, device=device)}
 
 
 class _UserTask(Task):
@@ -182,25 +183,21 @@ class _UserTask(Task):
     def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return part.named_parameters()
 
-    def micro_batches(self, batch: dict[str, Tensor], size: int) -> Sequence[dict[str, Tensor]]:
+    def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """Padded arrays are cut to the longest sample of their piece."""
-        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
-        found = [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
+        found = super().micro_batches(batch, size)
         for piece in found if self.facts.padded else ():
             longest = int(piece[LENGTHS].max())
-            piece |= {name: piece[name][:, :longest] for name in self.facts.padded}
+            piece.update({name: piece[name][:, :longest] for name in self.facts.padded})
         return found
 
-    def rows(self, batch: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
-        return {name: array[rows_B] for name, array in batch.items()}
-
-    def entries(self, batch: dict[str, Tensor]) -> Tensor | None:
+    def entries(self, batch: Batch) -> Tensor | None:
         return batch[LENGTHS].sum(dtype=torch.int64) if self.facts.has_lengths else None
 
-    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return tuple(batch[name] for name in self.facts.inputs)
 
-    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Raises UserError for what is no sum."""
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -210,7 +207,7 @@ class _UserTask(Task):
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
 
-    def smallest(self, device: torch.device) -> dict[str, Tensor]:
+    def smallest(self, device: torch.device) -> Batch:
         """Lengths are those of whole samples."""
         rows = self.config.train.micro_batch if self.config.train.compile else 1
         batch = {

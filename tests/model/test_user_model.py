@@ -241,9 +241,9 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
     from pipeline.data.check import manifest_of
+    from pipeline.data.loader import GlobalOrderSampler
     from pipeline.data.order import sample_indices
     from pipeline.data.samples import SampleDataset
-    from pipeline.data.tokens import GlobalOrderSampler
 
     run = new_run(series, "dealt", text=RAGGED)
     dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]
