@@ -15,26 +15,25 @@ to the sample, spread over all files, the same for every seed of a run, with no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from data_prep.inputs.folder import AGAIN, DataFolder, Log
+from data_prep.inputs.folder import DataFolder, Log
 from data_prep.inputs.sources import Input, find_inputs
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json
 from pipeline.config.sections import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel
-from pipeline.data.manifest import Array, SampleFile, SampleManifest, load, write_manifest
+from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
 
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
-class ArraysFolder(DataFolder[SampleManifest]):
+class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
     """The data folder of a run with a model of its own."""
 
     words = "files of samples"
-    manifest = SampleManifest
+    prepared_kind = manifest_kind = SampleManifest
     endings: ClassVar = {".h5": "hdf5", ".hdf5": "hdf5"}
 
     def __init__(self, data: DataConfig, path: Path, package: Path, model: UserModel) -> None:
@@ -49,26 +48,14 @@ class ArraysFolder(DataFolder[SampleManifest]):
         return sha256_json({**wanted, "code": self.code})
 
     @property
-    def whole_key(self) -> str:
-        """The same for everything."""
-        return self.key
-
-    @cached_property
-    def found(self) -> SampleManifest:
-        """What `prepare` found. Raises InputError where that is missing, damaged or of another config or code."""
-        found = load(self.path / "prepare.json", SampleManifest, AGAIN)
-        self.fits("prepare.json", found.key, self.key)
-        return found
-
-    @property
     def inputs(self) -> list[Input]:
         """The files."""
-        return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.found.train]
+        return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.prepared.train]
 
     @property
     def count(self) -> int:
         """A unit is a file."""
-        return len(self.found.train)
+        return len(self.prepared.train)
 
     def fix(self, log: Log) -> None:
         """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
@@ -88,29 +75,29 @@ class ArraysFolder(DataFolder[SampleManifest]):
     def unit(self, number: int) -> SampleManifest | None:
         """One file's entry with its hash, None where no task has made it, or the file is another one now."""
         try:
-            made = load(self.unit_path(number), SampleManifest)
+            made = self.fitting(self.unit_path(number), SampleManifest, self.prepared.key)
         except InputError:
             return None
         seen = tuple(entry.model_copy(update={"sha256": ""}) for entry in made.train)
-        return made if seen == (self.found.train[number],) else None
+        return made if seen == (self.prepared.train[number],) else None
 
     def make(self, unit: int) -> bool:
         """Hash one file."""
         if self.unit(unit) is not None:
             return False
-        entry = self.found.train[unit].model_copy(update={"sha256": sha256_file(self.found.train[unit].file)})
+        entry = self.prepared.train[unit].model_copy(update={"sha256": sha256_file(self.prepared.train[unit].file)})
         self.inputs[unit].check()
-        write_manifest(self.unit_path(unit), SampleManifest(key=self.found.key, train=(entry,)))
+        write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
         return True
 
     def whole(self, units: Sequence[SampleManifest], log: Log) -> None:
         """Put all files into one manifest. Raises UserError where no sample is left to train on."""
-        samples = self.found.samples
+        samples = self.prepared.samples
         held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
         if held_out >= samples:
             raise UserError(f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on")
         files = tuple(entry for unit in units for entry in unit.train)
-        whole = SampleManifest(key=self.found.key, train=files, held_out_samples=held_out)
+        whole = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
         write_manifest(self.path / "manifest.json", whole)
         log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
 
@@ -145,8 +132,7 @@ def _look(source: Input, model: UserModel) -> SampleFile:
             lengths: Any = file[LENGTHS][...]
             if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
                 raise UserError(f"{path}: {LENGTHS} should hold one integer per sample, not {arrays[LENGTHS]}")
-            if lengths.min() < 1 or (longest is not None and lengths.max() > longest):
-                raise UserError(
-                    f"{path}: {LENGTHS} go from {lengths.min()} to {lengths.max()}, not from 1 to {longest}"
-                )
+            least, most = lengths.min(), lengths.max()
+            if least < 1 or (longest is not None and most > longest):
+                raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)

@@ -20,14 +20,14 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 
-def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any]:
+def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
     """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
     if run.user_model is None:
         return TextFolder(run.config.data, run.data, package)
     return ArraysFolder(run.config.data, run.data, package, run.user_model)
 
 
-def seen_from_outside(run: Run) -> DataFolder[Any]:
+def seen_from_outside(run: Run) -> DataFolder[Any, Any]:
     """The same for whoever only looks: it is filled by the run's own copy of the code."""
     return folder_of(run, run.code / "data_prep")
 

@@ -30,15 +30,17 @@ from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file
 from pipeline.config.sections import DataConfig
 from pipeline.config.site import StripeConfig
-from pipeline.config.types import Section
-from pipeline.data.manifest import SHARDS, Manifest, SampleManifest, load
+from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
 AGAIN = "run the prepare stage again, e.g. `python submit.py resume RUN`"
 
 Log = Callable[[str], None]
-Unit = TypeVar("Unit", bound=Section)
+Kind = TypeVar("Kind", bound=Keyed)
+Prepared = TypeVar("Prepared", bound=Keyed)
+"""`prepare.json`."""
+Unit = TypeVar("Unit", bound=Keyed)
 """The manifest of a unit."""
 
 
@@ -50,13 +52,13 @@ def code_sha256(package: Path) -> str:
     return digest.hexdigest()
 
 
-class DataFolder(ABC, Generic[Unit]):
+class DataFolder(ABC, Generic[Prepared, Unit]):
     """What stands in a data folder, and how it comes there. An object reads what `prepare` fixed once."""
 
     words: ClassVar[str]
     """What `prepare` fixes."""
-    manifest: ClassVar[type[Manifest | SampleManifest]]
-    """What the whole ends in."""
+    prepared_kind: type[Prepared]
+    manifest_kind: ClassVar[type[Manifest | SampleManifest]]
     endings: ClassVar[Mapping[str, str] | None] = None
     """The endings that inputs may have, and their formats; None: those of text."""
 
@@ -70,11 +72,6 @@ class DataFolder(ABC, Generic[Unit]):
     @abstractmethod
     def key(self) -> str:
         """Of `prepare.json`: config and code."""
-
-    @property
-    @abstractmethod
-    def whole_key(self) -> str:
-        """Of `manifest.json`. Raises InputError where `prepare` is not done."""
 
     @property
     @abstractmethod
@@ -118,11 +115,23 @@ class DataFolder(ABC, Generic[Unit]):
         """The manifest of a work unit."""
         return self.path / SHARDS / f"unit-{unit:05d}.json"
 
-    def fits(self, name: str, key: str, wanted: str) -> None:
-        """Raise InputError where the file `name` has another key than is wanted."""
-        if key != wanted:
+    def fitting(self, path: Path, kind: type[Kind], key: str) -> Kind:
+        """The manifest at `path`. Raises InputError where it is missing, damaged or was made from something else."""
+        found = load(path, kind, AGAIN)
+        if found.key != key:
             what = "another data config, tokenizer or code, or from other inputs"
-            raise InputError(f"{self.path / name} was made with {what}: {AGAIN}")
+            raise InputError(f"{path} was made with {what}: {AGAIN}")
+        return found
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """What `prepare` fixed. Raises InputError where that is missing, damaged or of another config or code."""
+        return self.fitting(self.path / "prepare.json", self.prepared_kind, self.key)
+
+    @property
+    def whole_key(self) -> str:
+        """Key of `manifest.json`. Raises InputError as `prepared` does."""
+        return self.prepared.key
 
     def prepare_missing(self) -> str | None:
         """Why prepare is not done; None when all that it fixes is there, whole, and made for this config and code.
@@ -140,9 +149,7 @@ class DataFolder(ABC, Generic[Unit]):
     def shard_missing(self) -> str | None:
         """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
         try:
-            wanted = self.whole_key
-            manifest = load(self.path / "manifest.json", self.manifest)
-            self.fits("manifest.json", manifest.key, wanted)
+            manifest = self.fitting(self.path / "manifest.json", self.manifest_kind, self.whole_key)
             for entry in (*manifest.train, *manifest.held_out):
                 entry.check(self.path, hashes=False)
         except InputError as error:

@@ -70,10 +70,7 @@ class Input(NamedTuple):
     def check(self) -> None:
         """Raise InputError, naming the file, when it is not what was seen."""
         if problem := self.problem():
-            raise InputError(
-                f"{problem}: put it back, or run prepare and shard again on what there is now, e.g. "
-                "`python submit.py resume RUN`"
-            )
+            raise InputError(f"{problem}: put it back, or go on with what there is now: `python submit.py resume RUN`")
 
 
 class Document(NamedTuple):

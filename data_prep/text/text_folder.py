@@ -1,7 +1,7 @@
 """Documents to shards: what `prepare` fixes, what tasks make of each work unit, and the manifest of all.
 
     data_dir/tokenizer.json, units.json           what `prepare` fixes
-    data_dir/prepare.json                         their sizes and hashes, written last   (:class:`Prepared`)
+    data_dir/prepare.json                         their sizes and hashes, written last   (:class:`TextPrepared`)
     data_dir/shards/unit-00003-train-00.h5, ...   the shards of one work unit
     data_dir/shards/unit-00003.json               their sizes and hashes, written last   (:class:`UnitManifest`)
     data_dir/manifest.json                        all shards in unit order               (:class:`Manifest`)
@@ -34,8 +34,7 @@ from data_prep.inputs.sources import Input, read_documents
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
-from pipeline.config.types import Section
-from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Manifest, ShardEntry, load, write_manifest
+from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 
 if TYPE_CHECKING:
     from data_prep.text.tokenizer import Encoder
@@ -44,10 +43,9 @@ _NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the sh
 _BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
 
 
-class UnitManifest(Section):
+class UnitManifest(Keyed):
     """`shards/unit-NNNNN.json`: what one work unit became."""
 
-    key: str
     unit: int
     documents: int
     """Documents with text, held-out ones included."""
@@ -60,10 +58,9 @@ class UnitManifest(Section):
     held_out: tuple[ShardEntry, ...]
 
 
-class Prepared(Section):
+class TextPrepared(Keyed):
     """`prepare.json`: what `prepare` fixed."""
 
-    key: str
     tokenizer: FileEntry
     units: FileEntry
     unit_count: int
@@ -72,11 +69,12 @@ class Prepared(Section):
     dtype: str
 
 
-class TextFolder(DataFolder[UnitManifest]):
+class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     """The data folder of a run on text."""
 
     words = "tokenizer and work units"
-    manifest = Manifest
+    prepared_kind = TextPrepared
+    manifest_kind = Manifest
 
     # -- what prepare fixed ------------------------------------------------------------------------------
 
@@ -91,13 +89,6 @@ class TextFolder(DataFolder[UnitManifest]):
         """Everything that is made from this tokenizer and these units."""
         fixed = self.prepared
         return sha256_json({"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256})
-
-    @cached_property
-    def prepared(self) -> Prepared:
-        """What `prepare` fixed. Raises InputError where that is missing, torn or of another config or code."""
-        prepared = load(self.path / "prepare.json", Prepared, AGAIN)
-        self.fits("prepare.json", prepared.key, self.key)
-        return prepared
 
     @cached_property
     def plan(self) -> Plan:
@@ -138,14 +129,10 @@ class TextFolder(DataFolder[UnitManifest]):
         from data_prep.text.prepare_text import tokenizer_and_plan
 
         encoder, units = tokenizer_and_plan(self.data, self.path, log)
-        tokenizer, plan = (
-            FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
-            for path in (self.path / "tokenizer.json", self.path / "units.json")
-        )
-        prepared = Prepared(
+        prepared = TextPrepared(
             key=self.key,
-            tokenizer=tokenizer,
-            units=plan,
+            tokenizer=FileEntry.of(self.path / "tokenizer.json"),
+            units=FileEntry.of(self.path / "units.json"),
             unit_count=units,
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
@@ -162,14 +149,13 @@ class TextFolder(DataFolder[UnitManifest]):
 
     def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
-        key = self._unit_key(number)
         try:
-            made = load(self.unit_path(number), UnitManifest)
-            for entry in (*made.train, *made.held_out) if made.key == key else ():
+            made = self.fitting(self.unit_path(number), UnitManifest, self._unit_key(number))
+            for entry in (*made.train, *made.held_out):
                 entry.check(self.path, hashes)
         except InputError:
             return None
-        return made if (made.key, made.unit) == (key, number) else None
+        return made
 
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""

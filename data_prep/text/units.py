@@ -65,10 +65,7 @@ def unit_count(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> i
 
 def weights_of(inputs: Sequence[Input], text_field: str) -> Weights:
     """About how many bytes of text each input holds; of parquet, each row group. Raises UserError as reading does."""
-    return [
-        parquet_groups(source.path, text_field) if source.format == "parquet" else [source.text_bytes]
-        for source in inputs
-    ]
+    return [parquet_groups(one.path, text_field) if one.format == "parquet" else [one.text_bytes] for one in inputs]
 
 
 def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Piece, ...], ...]:
@@ -115,7 +112,5 @@ def write_plan(path: Path, plan: Plan) -> None:
 def read_plan(path: Path) -> Plan:
     """Read `units.json` (whose hash the caller has checked)."""
     value = json.loads(path.read_bytes())
-    return Plan(
-        tuple(Input(*row) for row in value["inputs"]),
-        tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"]),
-    )
+    units = tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"])
+    return Plan(tuple(Input(*row) for row in value["inputs"]), units)

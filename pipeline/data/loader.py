@@ -63,9 +63,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         if global_batch % self.num_replicas:
-            raise UserError(
-                f"train.global_batch ({global_batch}) is no multiple of {self.num_replicas} data parallel ranks"
-            )
+            ranks = self.num_replicas
+            raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
         self.lengths, self._size = dataset.lengths, len(dataset)
@@ -97,23 +96,22 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
     A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
     operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
     one, then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
-    `depth` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
+    `DEPTH` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
     there. An exception of the thread is raised by `next` in the place of the block that failed; the end of a finite
     sampler ends the iteration. Use it as a context manager or call :meth:`close`.
     """
 
+    DEPTH = 2
     BLOCK_BYTES = 1 << 20  # handing one over costs little against reading it, and a core's own cache holds it
 
-    def __init__(
-        self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device, depth: int = 2
-    ) -> None:
+    def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
         """Seconds that the consumer waited for the last batch to be read."""
         self._dataset, self._sampler, self._device = dataset, sampler, device
         self._block: list[Batch] = []  # what is left of the block in hand, last batch first
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead
-        for _ in range(depth):
+        for _ in range(self.DEPTH):
             self._room.put(None)
         self._closed = False
         self._end: BaseException | None = None
@@ -156,8 +154,8 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
 
     def _read_ahead(self) -> None:
         """The thread: ask for a block, wait for room, read it, hand it over; whatever ends it is handed over too."""
-        sampler, size = iter(self._sampler), 1
         try:
+            sampler, size = iter(self._sampler), 1
             while asked := list(islice(sampler, size)):
                 self._room.get()
                 if self._closed:

@@ -32,6 +32,11 @@ class FileEntry(Section):
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """What stands at `path` now."""
+        return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
+
     def problem(self, path: Path, hashes: bool = True) -> str | None:
         """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
         try:
@@ -97,12 +102,18 @@ class ShardEntry(DataFile):
         return {"tokens": Array(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
 
 
-class Manifest(Section):
+class Keyed(Section):
+    """A manifest of what was made."""
+
+    key: str
+    """Hash of all that it was made from."""
+
+
+class Manifest(Keyed):
     """`manifest.json`: all shards of a run, in unit order."""
 
     format_version: int = FORMAT_VERSION
     order_version: int = ORDER_VERSION
-    key: str
     source: tuple[str, ...]
     tokenizer_sha256: str
     vocab_size: int
@@ -136,10 +147,9 @@ class SampleFile(DataFile):
     """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
 
 
-class SampleManifest(Section):
+class SampleManifest(Keyed):
     """What `prepare` found, what one task has hashed, or the whole."""
 
-    key: str
     train: tuple[SampleFile, ...]
     held_out_samples: int = 0
 

@@ -61,22 +61,19 @@ class MappedDataset(Dataset[Arrays]):
 
     def __init__(self, files: Sequence[Arrays]) -> None:
         """`files`: their arrays, samples along the first dimension."""
-        self._files = files
+        self._first = files[0]
+        self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
 
     def __len__(self) -> int:
         """Number of samples."""
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> Arrays:
-        """Sample `index`, for code that expects a map-style dataset."""
-        return {name: array[0] for name, array in self.read(np.array([index])).items()}
-
     def buffer(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
         """Host memory for so many samples in the files' types, page-locked with `pin`."""
         return {
             name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, array.dtype.name), pin_memory=pin)
-            for name, array in self._files[0].items()
+            for name, array in self._first.items()
         }
 
     def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
@@ -85,13 +82,14 @@ class MappedDataset(Dataset[Arrays]):
         Raises IndexError for an index outside [0, len(self)).
         """
         if out is None:
-            out = {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
+            out = {name: np.empty((len(indices), *one.shape[1:]), one.dtype) for name, one in self._first.items()}
         places = self._places(indices)
         # The lookup is vectorised, the copy is not: a shuffled batch has few rows of any one file, and then one
         # plain copy per row costs half to a third of one index operation per file.
         for name, rows in out.items():
+            arrays = self._arrays[name]
             for i, (file, row) in enumerate(places):
-                rows[i] = self._files[file][name][row]
+                rows[i] = arrays[file][row]
         return out
 
     def _places(self, indices: Int64Array) -> list[tuple[int, int]]:
@@ -140,14 +138,15 @@ class SampleDataset(MappedDataset):
         super().__init__([map_file(entry) for entry in manifest.train])
         self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
         self._range = range(trained, self._all) if held_out else range(trained)
-        if LENGTHS in self._files[0]:
+        if LENGTHS in self._arrays:
             self.lengths = self._lengths
 
     def __len__(self) -> int:
         return len(self._range)
 
     def _lengths(self, indices: Int64Array) -> Int64Array:
-        return np.array([self._files[file][LENGTHS][row] for file, row in self._places(indices)], dtype=np.int64)
+        lengths = self._arrays[LENGTHS]
+        return np.array([lengths[file][row] for file, row in self._places(indices)], dtype=np.int64)
 
     def _numbers(self, indices: Int64Array) -> Int64Array:
         # a run's own orders are epochs from 0 on

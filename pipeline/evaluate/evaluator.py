@@ -48,7 +48,7 @@ class Evaluator:
         self.agreement = Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
-        self.task = task = task_of(config, run.user_model, run.code, manifest)
+        self.task = task = task_of(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)

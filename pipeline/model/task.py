@@ -8,7 +8,6 @@ what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +25,7 @@ from pipeline.config.user_model import LENGTHS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.model.decoder import Decoder, cut, flops_per_token, init_weights, loss_sum, parameter_seed, put
+from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
@@ -45,6 +45,8 @@ class Task:
         """So many of the unit has a global batch."""
         self.flops = flops_per_token(config.model, vocab_size, self.length)
         """Operations of training on one of them; 0 where they are not known."""
+        self.shapes: Mapping[str, tuple[tuple[int, ...], str]] = {"tokens": ((self.length + 1,), "int64")}
+        """Shape and type of each array of a sample."""
 
     def build(self, layers: range) -> nn.Module:
         """The part with these blocks, on `meta`."""
@@ -106,10 +108,12 @@ class Task:
         return {}
 
     def smallest(self, device: torch.device) -> Batch:
-        """A batch of zeros that a forward pass takes; with compile of the size of a micro-batch."""
-        full = self.config.train.compile
-        shape = (self.config.train.micro_batch, self.length + 1) if full else (1, 2)
-        return {"tokens": torch.zeros(shape, dtype=torch.int64, device=device)}
+        """A batch of zeros that a forward pass takes: one sample; with compile, those of a micro-batch."""
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        return {
+            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in self.shapes.items()
+        }
 
 
 class _UserTask(Task):
@@ -209,11 +213,7 @@ class _UserTask(Task):
 
     def smallest(self, device: torch.device) -> Batch:
         """Lengths are those of whole samples."""
-        rows = self.config.train.micro_batch if self.config.train.compile else 1
-        batch = {
-            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in self.shapes.items()
-        }
+        batch = super().smallest(device)
         if self.facts.has_lengths:
             batch[LENGTHS] += max([1, *(self.shapes[name][0][0] for name in self.facts.padded)])
         return batch
@@ -223,12 +223,12 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def task_of(config: Config, facts: UserModel | None, code: Path, manifest: Manifest | SampleManifest) -> Task:
+def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
-    if facts is None or isinstance(manifest, Manifest):
-        assert isinstance(manifest, Manifest)
-        return Task(config, manifest.vocab_size)
-    return _UserTask(config, facts, facts.load(code), manifest)
+    if isinstance(manifest, Manifest):
+        return Task(run.config, manifest.vocab_size)
+    assert run.user_model is not None
+    return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
 
 
 def recompute(block: nn.Module, kind: str) -> None:

@@ -78,7 +78,7 @@ class Trainer:
         counted = () if vocab is None else traffic(config, self.layout, vocab)  # of one's own model nothing is known
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
-        self.task = task_of(config, run.user_model, run.code, manifest)
+        self.task = task_of(run, manifest)
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)

@@ -96,7 +96,7 @@ def test_reads_what_a_naive_reader_reads(
         assert batch.dtype == dtype
         assert batch.shape == (len(indices), length + 1)
         assert batch.tolist() == [samples[i] for i in indices]
-        assert dataset[len(samples) - 1]["tokens"].tolist() == samples[-1]
+        assert dataset.read(np.array([len(samples) - 1]))["tokens"][0].tolist() == samples[-1]
         with Batches(dataset, [np.array(indices, dtype=np.int64)], CPU) as batches:
             tokens_BT1 = next(batches)["tokens"]
         assert tokens_BT1.dtype == torch.int64
@@ -272,7 +272,7 @@ def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
 
 def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
     with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
-        assert [batch["tokens"][0].tolist() for batch in batches] == [dataset[k]["tokens"].tolist() for k in range(5)]
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
         assert list(batches) == []
 
 

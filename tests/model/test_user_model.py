@@ -102,7 +102,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     from pipeline.train.optimizer import learning_rate
 
     run = Run.open(path)
-    config, facts, manifest = run.config, run.user_model, manifest_of(run)
+    config, facts = run.config, run.user_model
     assert facts is not None
     samples: dict[str, list[Any]] = {name: [] for name in facts.arrays}
     for source in sorted(path.parent.parent.glob("*.h5")):
@@ -111,7 +111,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
                 arrays += list(file[name][...])
     count = len(samples[facts.arrays[0]])
     kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module, task = facts.load(run.code), task_of(config, facts, run.code, manifest)
+    module, task = facts.load(run.code), task_of(run, manifest_of(run))
     assert str(module.__file__).startswith(str(run.code)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.fill(model, torch.device("cpu"))
