@@ -161,8 +161,8 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
                 if self._closed:
                     return
                 block = self._read(asked)
-                self._ready.put(block)
                 batch_bytes = sum(array.nbytes for array in block[0].values())
+                self._ready.put(block)  # the consumer's from here on
                 size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, batch_bytes)))
             raise StopIteration
         except BaseException as error:

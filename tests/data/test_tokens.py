@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -274,6 +276,22 @@ def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
     with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
         assert list(batches) == []
+
+
+def test_a_block_is_the_consumers_once_it_is_handed_over(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Greedy(queue.SimpleQueue[Any]):
+        """The consumer took all of a block before the thread goes on."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item.copy() if isinstance(item, list) else item)
+            if isinstance(item, list):
+                item.clear()
+
+    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
+    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
 def test_waiting_is_measured(dataset: TokenDataset) -> None:
