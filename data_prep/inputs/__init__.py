@@ -1,1 +1,1 @@
-"""Input files: which there are, how documents are read from them; and what every data folder keeps, whatever is in it."""
+"""Input files: which there are, how documents are read from them; and what every data folder keeps."""
