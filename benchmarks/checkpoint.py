@@ -39,9 +39,9 @@ def train(place: Place, run_path: Path, mode: str, steps: int) -> tuple[float, f
     marks, inside = [], []
     step, save = trainer.step, trainer.save
 
-    def timed_step(number, tokens_BT1):  # type: ignore[no-untyped-def]
+    def timed_step(number, batch):  # type: ignore[no-untyped-def]
         marks.append(time.perf_counter())
-        return step(number, tokens_BT1)
+        return step(number, batch)
 
     def timed_save(number: int) -> None:
         if mode == "none":

@@ -84,7 +84,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     tokens_BT1 = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1)).to(world.device)
 
     def step(number: int) -> float:
-        loss = engine.backward(tokens_BT1, number)
+        loss = engine.backward({"tokens": tokens_BT1}, number)
         norm = engine.clip(config.optimizer.clip_norm)
         values: list[float] = torch.stack([loss, norm.double()]).tolist()
         engine.update(values[1])

@@ -29,8 +29,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.table import write_table
+from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.manifest import ShardEntry
 from pipeline.data.order import sample_indices
-from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.data.samples import TokenDataset
 
 SAMPLES, LENGTH, SHARDS, BATCH = 20_480, 2_048, 8, 8
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ RAW = ("raw memmap, per sample", "raw memmap, whole batch")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def make_data(folder: Path) -> tuple[list[ShardSpan], Path]:
+def make_data(folder: Path) -> tuple[list[ShardEntry], Path]:
     """HDF5 shards, and one flat file with the same samples (each shard's last token is the next one's first)."""
     tokens = np.random.default_rng(0).integers(0, 65536, SAMPLES * LENGTH + 1, dtype=np.uint16)
     spans, size = [], SAMPLES // SHARDS * LENGTH
@@ -47,7 +49,8 @@ def make_data(folder: Path) -> tuple[list[ShardSpan], Path]:
         path = folder / f"tokens-{i}.h5"
         with h5py.File(path, "w") as file:
             shard = file.create_dataset("tokens", data=tokens[i * size : (i + 1) * size + 1])
-            spans.append(ShardSpan(path, len(shard), shard.id.get_offset(), "uint16"))
+            place = {"tokens": len(shard), "offset": shard.id.get_offset(), "dtype": "uint16"}
+            spans.append(ShardEntry.model_construct(file=str(path), **place))
     flat = folder / "tokens.bin"
     tokens.tofile(flat)
     return spans, flat
@@ -75,7 +78,7 @@ class WholeBatch(PerSample):
         return widened(self.tokens[np.array(indices)[:, None] * LENGTH + np.arange(LENGTH + 1)])
 
 
-def loaders(spans: list[ShardSpan], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
+def loaders(spans: list[ShardEntry], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
     """Each reads one epoch when it is called: (what it delivers, name) to iterator over batches."""
     dataset, tokens = TokenDataset(spans, LENGTH), np.memmap(flat, np.uint16, "r")
     order = sample_indices(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
@@ -88,15 +91,15 @@ def loaders(spans: list[ShardSpan], flat: Path) -> dict[tuple[str, str], Callabl
     def batches() -> Iterator[Pair]:
         sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
         with Batches(dataset, sampler, CPU) as reader:
-            for tokens_BT1 in islice(reader, len(sampler)):
-                yield tokens_BT1[:, :-1], tokens_BT1[:, 1:]
+            for batch in islice(reader, len(sampler)):
+                yield batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
     return {
         (ARRAYS, RAW[0]): lambda: (
             np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in indices]) for indices in order
         ),
         (ARRAYS, RAW[1]): lambda: (tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)] for indices in order),
-        (ARRAYS, "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices) for indices in order),
+        (ARRAYS, "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices)["tokens"] for indices in order),
         (PAIRS, RAW[0]): lambda: map(stacked, order),
         (PAIRS, RAW[1]): lambda: (whole_batch.__getitems__(indices) for indices in order.tolist()),
         (PAIRS, "DataLoader, no workers, per sample"): lambda: iter(
@@ -137,7 +140,7 @@ def main() -> None:
                 for _batch in read():
                     pass
                 seconds[key].append(time.process_time() - start)
-        opens = {opened[str(span.path)] for span in spans}
+        opens = {opened[str(span.file)] for span in spans}
     rows = []
     for (kind, name), values in seconds.items():
         ratios = [statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW]

@@ -82,7 +82,7 @@ def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
 
     for step in (1, 2):
         tokens = torch.zeros((2, config.data.sequence_length + 1), dtype=torch.int64)
-        engine.backward(tokens, step, look)
+        engine.backward({"tokens": tokens}, step, look)
         engine.update(engine.clip(1.0).item())
     gradients, gathered = between[-3]  # forward, backward, *forward*, backward, reduce
     weights = sum(local_bytes(t) for name, t in state.items() if name.startswith("model."))

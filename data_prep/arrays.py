@@ -10,91 +10,103 @@ out is to put it back.
 
 **Held out** are the samples at the last positions of one fixed permutation of all rows (:data:`SPLIT_SEED`): a fraction
 to the sample, spread over all files, the same for every seed of a run, with no list of rows to keep.
-
-h5py is imported only where a file is opened: a login node asks the other questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from data_prep.inputs.seen import PACKAGE, code_sha256, input_problem, unit_path
-from data_prep.inputs.sources import find_inputs
+from data_prep.inputs.folder import DataFolder, Log
+from data_prep.inputs.sources import Input, find_inputs
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json
 from pipeline.config.sections import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel
-from pipeline.data.manifest import Array, SampleFile, SampleManifest, check_file, load_sample_manifest
+from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
 
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
-def _key(data: DataConfig, model: UserModel, package: Path) -> str:
-    wanted = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
-    return sha256_json({**wanted, "code": code_sha256(package)})
+class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
+    """The data folder of a run with a model of its own."""
+
+    words = "files of samples"
+    prepared_kind = manifest_kind = SampleManifest
+    endings: ClassVar = {".h5": "hdf5", ".hdf5": "hdf5"}
+
+    def __init__(self, data: DataConfig, path: Path, package: Path, model: UserModel) -> None:
+        super().__init__(data, path, package)
+        self.model = model
+
+    @property
+    def key(self) -> str:
+        """Config, what the model takes, and code."""
+        data, model = self.data, self.model
+        wanted = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
+        return sha256_json({**wanted, "code": self.code})
+
+    @property
+    def inputs(self) -> list[Input]:
+        """The files."""
+        return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.prepared.train]
+
+    @property
+    def count(self) -> int:
+        """A unit is a file."""
+        return len(self.prepared.train)
+
+    def fix(self, log: Log) -> None:
+        """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
+        files = tuple(_look(source, self.model) for source in find_inputs(self.data, self.endings))
+        for entry in files[1:]:
+            for name, array in entry.arrays.items():
+                first = files[0].arrays[name]
+                if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+                    raise UserError(
+                        f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
+                        f"{first.shape}: all files need the same type and, but for the number of samples, shape"
+                    )
+        found = SampleManifest(key=self.key, train=files)
+        write_manifest(self.path / "prepare.json", found)
+        log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
+
+    def unit(self, number: int) -> SampleManifest | None:
+        """One file's entry with its hash, None where no task has made it, or the file is another one now."""
+        try:
+            made = self.fitting(self.unit_path(number), SampleManifest, self.prepared.key)
+        except InputError:
+            return None
+        seen = tuple(entry.model_copy(update={"sha256": ""}) for entry in made.train)
+        return made if seen == (self.prepared.train[number],) else None
+
+    def make(self, unit: int) -> bool:
+        """Hash one file."""
+        if self.unit(unit) is not None:
+            return False
+        entry = self.prepared.train[unit].model_copy(update={"sha256": sha256_file(self.prepared.train[unit].file)})
+        self.inputs[unit].check()
+        write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
+        return True
+
+    def whole(self, units: Sequence[SampleManifest], log: Log) -> None:
+        """Put all files into one manifest. Raises UserError where no sample is left to train on."""
+        samples = self.prepared.samples
+        held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
+        if held_out >= samples:
+            raise UserError(f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on")
+        files = tuple(entry for unit in units for entry in unit.train)
+        whole = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
+        write_manifest(self.path / "manifest.json", whole)
+        log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
 
 
-def prepare_missing(data: DataConfig, model: UserModel, data_dir: Path, package: Path = PACKAGE) -> str | None:
-    """Why prepare is not done; None when the files that it found are as they were, or all hashed already."""
-    try:
-        found = load_sample_manifest(data_dir / "prepare.json")
-    except InputError as error:
-        return str(error)
-    if found.key != _key(data, model, package):
-        return f"{data_dir / 'prepare.json'} was made with another data config or other code"
-    if shard_missing(data, model, data_dir, package) is None:
-        return None
-    problems = (input_problem(entry.file, entry.size, entry.mtime_ns) for entry in found.train)
-    return next(filter(None, problems), None)
-
-
-def shard_missing(data: DataConfig, model: UserModel, data_dir: Path, package: Path = PACKAGE) -> str | None:
-    """Why the manifest is not done; None when it fits config and code, and each file has its recorded size."""
-    try:
-        manifest = load_sample_manifest(data_dir / "manifest.json")
-        if manifest.key != _key(data, model, package):
-            return f"{data_dir / 'manifest.json'} was made with another data config or other code"
-        for entry in manifest.train:
-            check_file(entry, hashes=False)
-    except InputError as error:
-        return str(error)
-    return None
-
-
-def progress(data_dir: Path) -> tuple[int, int]:
-    """Files that are hashed, and files in all; (0, 0) before `prepare`."""
-    try:
-        found = load_sample_manifest(data_dir / "prepare.json")
-    except InputError:
-        return 0, 0
-    return sum(_hashed(data_dir, found, unit) is not None for unit in range(len(found.train))), len(found.train)
-
-
-def prepare(data: DataConfig, model: UserModel, data_dir: Path, log: Callable[[str], None]) -> None:
-    """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
-    if prepare_missing(data, model, data_dir) is None:
-        return
-    inputs = find_inputs(data, {".h5": "hdf5", ".hdf5": "hdf5"})
-    files = tuple(_look(source.path, source.size, source.mtime_ns, model) for source in inputs)
-    for entry in files[1:]:
-        for name, array in entry.arrays.items():
-            first = files[0].arrays[name]
-            if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
-                raise UserError(
-                    f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
-                    f"{first.shape}: all files need the same type and, but for the number of samples, shape"
-                )
-    found = SampleManifest(key=_key(data, model, PACKAGE), train=files)
-    found.write(data_dir / "prepare.json")
-    log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(model.arrays)}")
-
-
-def _look(path: str, size: int, mtime_ns: int, model: UserModel) -> SampleFile:
-    """What stands in one file."""
+def _look(source: Input, model: UserModel) -> SampleFile:
+    """What stands in one file. Raises UserError naming the dataset that will not do."""
     import h5py
 
+    path = source.path
     with reading(path), h5py.File(path, "r") as file:
         arrays: dict[str, Array] = {}
         for name in model.arrays:
@@ -116,46 +128,11 @@ def _look(path: str, size: int, mtime_ns: int, model: UserModel) -> SampleFile:
             sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise UserError(f"{path}: the arrays have different numbers of samples: {sizes}")
         if model.has_lengths:
-            longest = min((arrays[name].shape[1:2] or (0,))[0] for name in model.padded) if model.padded else None
+            longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
             lengths: Any = file[LENGTHS][...]
             if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
                 raise UserError(f"{path}: {LENGTHS} should hold one integer per sample, not {arrays[LENGTHS]}")
-            if lengths.min() < 1 or (longest is not None and lengths.max() > longest):
-                raise UserError(
-                    f"{path}: {LENGTHS} go from {lengths.min()} to {lengths.max()}, not from 1 to {longest}"
-                )
-    return SampleFile(file=path, size=size, mtime_ns=mtime_ns, samples=counts.pop(), arrays=arrays)
-
-
-def _hashed(data_dir: Path, found: SampleManifest, unit: int) -> SampleFile | None:
-    """One file's entry with its hash, None where no task has made it, or the file is another one now."""
-    try:
-        (entry,) = load_sample_manifest(unit_path(data_dir, unit)).train
-    except (InputError, ValueError):
-        return None
-    return entry if entry == found.train[unit].model_copy(update={"sha256": entry.sha256}) else None
-
-
-def shard(data_dir: Path, task: int, tasks: int, log: Callable[[str], None]) -> None:
-    """Hash the files of one task. Raises InputError naming a file that is not what `prepare` saw."""
-    found = load_sample_manifest(data_dir / "prepare.json")
-    for unit in range(task, len(found.train), tasks):
-        entry = found.train[unit]
-        if _hashed(data_dir, found, unit) is None:
-            sha256 = sha256_file(entry.file)
-            if problem := input_problem(entry.file, entry.size, entry.mtime_ns):
-                raise InputError(f"{problem}: run prepare again, e.g. `python submit.py resume RUN`")
-            done = entry.model_copy(update={"sha256": sha256})
-            SampleManifest(key=found.key, train=(done,)).write(unit_path(data_dir, unit))
-            log(f"shard: {entry.file}: {entry.samples:,} samples")
-
-
-def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> None:
-    """Write the manifest of all files, once each is hashed. Raises UserError where no sample is left to train on."""
-    found = load_sample_manifest(data_dir / "prepare.json")
-    files = tuple(entry for unit in range(len(found.train)) if (entry := _hashed(data_dir, found, unit)))
-    held_out = max(1, round(data.held_out * found.samples)) if data.held_out else 0
-    if held_out >= found.samples:
-        raise UserError(f"data.held_out {data.held_out} of {found.samples} samples leaves none to train on")
-    SampleManifest(key=found.key, train=files, held_out_samples=held_out).write(data_dir / "manifest.json")
-    log(f"shard: {found.samples - held_out:,} samples to train on, {held_out:,} held out")
+            least, most = lengths.min(), lengths.max()
+            if least < 1 or (longest is not None and most > longest):
+                raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
+    return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)

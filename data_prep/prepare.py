@@ -1,15 +1,18 @@
-"""Stage prepare: fix the tokenizer and the work units before anything is sharded (one process).
+"""Stage prepare: fix what work units are made from before anything is sharded (one process).
 
-For a model of the user's own: list and look at the files of its arrays.
+For text that is the tokenizer and the cuts; for a model of the user's own, the files of its arrays.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from data_prep import arrays
-from data_prep.text.state import prepare_missing
+from data_prep.arrays import ArraysFolder
+from data_prep.inputs.folder import PACKAGE, DataFolder
+from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
@@ -17,33 +20,38 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 
+def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
+    """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
+    if run.user_model is None:
+        return TextFolder(run.config.data, run.data, package)
+    return ArraysFolder(run.config.data, run.data, package, run.user_model)
+
+
+def seen_from_outside(run: Run) -> DataFolder[Any, Any]:
+    """The same for whoever only looks: it is filled by the run's own copy of the code."""
+    return folder_of(run, run.code / "data_prep")
+
+
+def log(text: str) -> None:
+    """Say something in the log."""
+    print(text, flush=True)
+
+
 def missing(run: Run) -> str | None:
-    """Why prepare is not done; None when tokenizer and units validate."""
-    if run.user_model is not None:
-        return arrays.prepare_missing(run.config.data, run.user_model, run.data, run.code / "data_prep")
-    return prepare_missing(run.config.data, run.data, run.code / "data_prep")
+    """Why prepare is not done; None when what it fixes validates."""
+    return seen_from_outside(run).prepare_missing()
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    what = "tokenizer and work units" if run.user_model is None else "files of samples"
-    return Progress(f"{what} fixed" if missing(run) is None else "-")
+    folder = seen_from_outside(run)
+    return Progress(f"{folder.words} fixed" if folder.prepare_missing() is None else "-")
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
-    """Train or read the tokenizer and cut the source into work units; ranks beyond the first have nothing to do."""
-    from data_prep.text.prepare_text import prepare
-
+    """Do it; ranks beyond the first have nothing to do."""
     gc.enable()
     flag.leave_at_once()
-    if place.rank > 0:
-        return Exit.DONE
-
-    def log(text: str) -> None:
-        print(text, flush=True)
-
-    if run.user_model is not None:
-        arrays.prepare(run.config.data, run.user_model, run.data, log)
-    else:
-        prepare(run.config.data, run.data, log)
+    if place.rank == 0:
+        folder_of(run).prepare(log)
     return Exit.DONE

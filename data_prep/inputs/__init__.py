@@ -1,1 +1,1 @@
-"""Input files: which there are, how documents are read from them, and whether they are still what was seen."""
+"""Input files: which there are, how documents are read from them; and what every data folder keeps."""

@@ -18,16 +18,16 @@ text. Empty documents and blank lines are no documents: they are neither used no
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import gzip
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
 from pipeline.config.sections import DataConfig
 
@@ -39,8 +39,7 @@ _BLOCK = 1 << 20
 _JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One input file as it was when it was listed: absolute path, size in bytes, time in ns, format (see above)."""
 
     path: str
@@ -58,9 +57,23 @@ class Input:
         """About how many bytes of text it holds."""
         return self.size * FORMATS[self.format].expansion
 
+    def problem(self) -> str | None:
+        """How the file differs from what was seen, None when it does not."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return f"input {self.path} is gone since it was prepared"
+        if (found.st_size, found.st_mtime_ns) != (self.size, self.mtime_ns):
+            return f"input {self.path} has changed since it was prepared"
+        return None
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Document:
+    def check(self) -> None:
+        """Raise InputError, naming the file, when it is not what was seen."""
+        if problem := self.problem():
+            raise InputError(f"{problem}: put it back, or go on with what there is now: `python submit.py resume RUN`")
+
+
+class Document(NamedTuple):
     """One line, row or whole file: its text, or the reason why there is none."""
 
     line: int
@@ -69,6 +82,10 @@ class Document:
     """The text; empty for a blank line or a rejected document."""
     reason: str | None = None
     """Why the document is rejected."""
+
+
+class Rejected(ValueError):
+    """Why there is no document in a line or row."""
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
@@ -128,27 +145,47 @@ def read_documents(source: Input, start: int, end: int, text_field: str) -> Iter
 
 def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with open(path, "rb") as file:
-        yield _whole_file(file.read())
+        content = file.read()
+    try:
+        yield Document(1, content.decode())
+    except UnicodeDecodeError as error:
+        yield Document(content.count(b"\n", 0, error.start) + 1, "", _bad_byte(error))
 
 
 def _line_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with open(path, "rb") as file:
-        yield from (_text_line(number, line) for number, line in enumerate(_lines_from(file, start, end), 1))
+        lines = _lines_from(file, start, end)
+        yield from _documents(lines, lambda line: line.removesuffix(b"\n").removesuffix(b"\r").decode())
 
 
 def _jsonl_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with open(path, "rb") as file:
-        yield from _json_lines(_lines_from(file, start, end), field)
+        yield from _documents(_lines_from(file, start, end), partial(_json_text, field))
 
 
 def _gzip_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with gzip.open(path) as file:
-        yield from _json_lines(file, field)
+        yield from _documents(file, partial(_json_text, field))
 
 
 def _zstd_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with open(path, "rb") as file:
-        yield from _json_lines(_split_lines(_zstd_blocks(file, path)), field)
+        yield from _documents(_split_lines(_zstd_blocks(file, path)), partial(_json_text, field))
+
+
+def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str]) -> Iterator[Document]:
+    """A document for each line or row; `text_of` raises Rejected or UnicodeDecodeError where there is none."""
+    for number, content in enumerate(contents, 1):
+        try:
+            yield Document(number, text_of(content))
+        except UnicodeDecodeError as error:
+            yield Document(number, "", _bad_byte(error))
+        except Rejected as error:
+            yield Document(number, "", str(error))
+
+
+def _bad_byte(error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start}"
 
 
 def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
@@ -194,49 +231,26 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _decode(data: bytes) -> tuple[str, str | None]:
-    try:
-        return data.decode(), None
-    except UnicodeDecodeError as error:
-        return "", f"invalid UTF-8: byte 0x{data[error.start]:02x} at byte {error.start}"
-
-
-def _whole_file(data: bytes) -> Document:
-    try:
-        return Document(1, data.decode())
-    except UnicodeDecodeError as error:
-        return Document(data.count(b"\n", 0, error.start) + 1, "", _decode(data)[1])
-
-
-def _text_line(number: int, line: bytes) -> Document:
-    text, reason = _decode(line.removesuffix(b"\n").removesuffix(b"\r"))
-    return Document(number, text, reason)
-
-
-def _json_lines(lines: Iterable[bytes], field: str) -> Iterator[Document]:
-    return (_json_line(number, line, field) for number, line in enumerate(lines, 1))
-
-
-def _json_line(number: int, line: bytes, field: str) -> Document:
-    source, reason = _decode(line.strip(_JSON_SPACE))
-    if not source:  # blank or not UTF-8
-        return Document(number, "", reason)
+def _json_text(field: str, line: bytes) -> str:
+    source = line.strip(_JSON_SPACE).decode()
+    if not source:
+        return ""
     try:
         value = json.loads(source)
     except (ValueError, RecursionError) as error:
-        return Document(number, "", f"broken JSON: {getattr(error, 'msg', error)}")
+        raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(value, dict):
-        return Document(number, "", f"not a JSON object but {type(value).__name__}")
+        raise Rejected(f"not a JSON object but {type(value).__name__}")
     if field not in value:
-        return Document(number, "", f"no field {field!r}")
+        raise Rejected(f"no field {field!r}")
     text = value[field]
     if not isinstance(text, str):
-        return Document(number, "", f"field {field!r} is no string but {type(text).__name__}")
+        raise Rejected(f"field {field!r} is no string but {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON's \ud800 can name half a character
-        return Document(number, "", f"field {field!r} holds a lone surrogate")
-    return Document(number, text)
+        raise Rejected(f"field {field!r} holds a lone surrogate") from None
+    return text
 
 
 def _parquet(path: str, column: str) -> Any:
@@ -262,32 +276,33 @@ def _parquet(path: str, column: str) -> Any:
 def parquet_groups(path: str, column: str) -> list[int]:
     """Bytes of text in each row group, uncompressed. Raises UserError for what is no parquet file with the column."""
     with reading(path), _parquet(path, column) as file:
-        place = file.schema_arrow.names.index(column)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         if file.metadata.num_columns != len(file.schema_arrow.names):  # nested columns: leaves are not columns
-            return [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
-        groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+            return [group.total_byte_size for group in groups]
+        place = file.schema_arrow.names.index(column)
         return [group.column(place).total_uncompressed_size for group in groups]
 
 
 def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
     import pyarrow
 
-    number = 0
+    def text_of(row: bytes | None) -> str:
+        if row is None:
+            raise Rejected(f"field {column!r} is null")
+        return row.decode()
+
     with _parquet(path, column) as file:
+        batches = file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column])
+        # As bytes: Arrow does not check that a string column holds UTF-8, and one bad row must not take its whole
+        # batch along.
+        rows = (row for batch in batches for row in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
         try:
-            for batch in file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column]):
-                # As bytes: Arrow does not check that a string column holds UTF-8, and one bad row must not
-                # take its whole batch along.
-                for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                    number += 1
-                    text, reason = ("", f"field {column!r} is null") if data is None else _decode(data)
-                    yield Document(number, text, reason)
+            yield from _documents(rows, text_of)
         except pyarrow.ArrowException as error:
             raise UserError(f"cannot read {path}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """How the files of a format are read."""
 
     read: Callable[[str, int, int, str], Iterator[Document]]

@@ -26,8 +26,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from pipeline.base.files import fsync, sha256_file
-from pipeline.data.manifest import SHARDS, ShardEntry
+from pipeline.base.files import fsync
+from pipeline.data.manifest import SHARDS, FileEntry, ShardEntry
 
 
 class ShardWriter:
@@ -68,14 +68,13 @@ class ShardWriter:
         path = self._data_dir / name
         offset = write_shard(path, self._tokens[: self._filled], documents, self._attributes)
         entry = ShardEntry(
+            **FileEntry.of(path).model_dump(),
             file=name,
             tokens=self._filled,
             documents=len(self._starts),
             bytes=self._bytes,
             offset=offset,
             dtype=self._dtype,
-            size=path.stat().st_size,
-            sha256=sha256_file(path),
         )
         self._entries.append(entry)
         self._filled, self._starts, self._bytes = 0, array("q"), 0
@@ -130,8 +129,6 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, attribute
             if disk.error is not None:
                 raise disk.error
             os.fsync(disk.fileno())
-        if offset is None:
-            raise RuntimeError(f"{path}: HDF5 gave the dataset `tokens` no place in the file")
         os.replace(temporary, path)
     except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
         temporary.unlink(missing_ok=True)

@@ -14,19 +14,23 @@ one input is a :class:`Piece`. `units.json` holds the inputs and the units.
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_prep.inputs.sources import Input
+from data_prep.inputs.sources import Input, parquet_groups
 from pipeline.base.files import write_atomic
 
 MIN_UNITS = 4  # so that a few tasks have something to share on small data
 MIN_UNIT_BYTES = 1 << 16
 _FILL = 0.9  # of a shard; the rest is room for texts that need more tokens than the sample did
+
+
+Weights = Sequence[Sequence[int]]
+"""Bytes of text of each part of each input that is not cut further (a row group of parquet; else all of it)."""
 
 
 class Piece(NamedTuple):
@@ -38,12 +42,19 @@ class Piece(NamedTuple):
     end: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The inputs and the work units, each a list of pieces in the order of the inputs."""
 
     inputs: tuple[Input, ...]
     units: tuple[tuple[Piece, ...], ...]
+
+
+def is_held_out(text: bytes, fraction: float) -> bool:
+    """Whether a document (its UTF-8 bytes) is held out: its SHA-256, as a fraction of all hashes, is below `fraction`.
+
+    Only the text decides, so duplicates fall on one side, whatever their file or place.
+    """
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2**64
 
 
 def unit_count(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
@@ -52,29 +63,23 @@ def unit_count(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> i
     return max(1, int(full) + 1, min(MIN_UNITS, total_bytes // MIN_UNIT_BYTES))
 
 
-def total_bytes(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]]) -> int:
-    """About how many bytes of text the inputs hold; `groups` has the row groups' bytes of parquet inputs."""
-    return sum(sum(_atoms(index, source, groups)) for index, source in enumerate(inputs))
+def weights_of(inputs: Sequence[Input], text_field: str) -> Weights:
+    """About how many bytes of text each input holds; of parquet, each row group. Raises UserError as reading does."""
+    return [parquet_groups(one.path, text_field) if one.format == "parquet" else [one.text_bytes] for one in inputs]
 
 
-def _atoms(index: int, source: Input, groups: Mapping[int, Sequence[int]]) -> Sequence[int]:
-    if source.format == "parquet":
-        return groups[index]
-    return [source.text_bytes]
-
-
-def cut(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]], count: int) -> tuple[tuple[Piece, ...], ...]:
+def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Piece, ...], ...]:
     """Cut the inputs into at most `count` units; units that own nothing are left out.
 
     The pieces of one input never overlap and cover it; empty inputs have none.
     """
-    total = total_bytes(inputs, groups)
+    total = sum(map(sum, weights))
     borders = [total * unit // count for unit in range(count + 1)]
     grid = 1 << max(0, (total // count).bit_length() - 7)
     units: list[list[Piece]] = [[] for _ in range(count)]
     position = 0
     for index, source in enumerate(inputs):
-        for number, weight in enumerate(_atoms(index, source, groups)):
+        for number, weight in enumerate(weights[index]):
             first = bisect_right(borders, position) - 1
             if source.splits:
                 stop = position + weight
@@ -89,10 +94,9 @@ def cut(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]], count: int
             elif source.format == "parquet":
                 # A row group of no bytes still has rows to count, at the end of the line too.
                 pieces = units[min(first, count - 1)]
-                if pieces and pieces[-1].input == index and pieces[-1].end == number:
-                    pieces[-1] = Piece(index, pieces[-1].start, number + 1)
-                else:
-                    pieces.append(Piece(index, number, number + 1))
+                goes_on = bool(pieces) and (pieces[-1].input, pieces[-1].end) == (index, number)
+                start = pieces.pop().start if goes_on else number
+                pieces.append(Piece(index, start, number + 1))
             elif weight:
                 units[first].append(Piece(index, 0, source.size))
             position += weight
@@ -100,17 +104,13 @@ def cut(inputs: Sequence[Input], groups: Mapping[int, Sequence[int]], count: int
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write `units.json`, atomically and the same bytes for the same plan."""
-    rows = [json.dumps(dataclasses.astuple(source)) for source in plan.inputs]
-    units = [json.dumps(unit) for unit in plan.units]
-    text = '{"inputs": [\n' + ",\n".join(rows) + '\n],\n"units": [\n' + ",\n".join(units) + "\n]}\n"
-    write_atomic(path, text)
+    """Write `units.json`, atomically and the same bytes for the same plan: a line for each input and unit."""
+    inputs, units = (",\n".join(map(json.dumps, rows)) for rows in plan)
+    write_atomic(path, f'{{"inputs": [\n{inputs}\n],\n"units": [\n{units}\n]}}\n')
 
 
 def read_plan(path: Path) -> Plan:
     """Read `units.json` (whose hash the caller has checked)."""
     value = json.loads(path.read_bytes())
-    return Plan(
-        tuple(Input(*row) for row in value["inputs"]),
-        tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"]),
-    )
+    units = tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"])
+    return Plan(tuple(Input(*row) for row in value["inputs"]), units)

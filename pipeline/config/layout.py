@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, product
@@ -178,11 +179,9 @@ def usable_nodes(config: Config, granted: int) -> int:
     """
     train = config.stages.train
     for nodes in range(min(granted, train.most_nodes), train.fewest_nodes, -1):
-        try:
+        with suppress(LayoutError):
             layout_of(config, nodes * train.tasks_per_node)
-        except LayoutError:
-            continue
-        return nodes
+            return nodes
     return train.fewest_nodes
 
 
@@ -203,10 +202,9 @@ def check(config: Config) -> None:
                 f"stages.{name}.tasks_per_node ({per_node}) is more than site.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
-    if config.optimizer.warmup_steps > config.train.steps:
-        raise ValueError(
-            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) is more than train.steps ({config.train.steps})"
-        )
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if warmup > steps:
+        raise ValueError(f"optimizer.warmup_steps ({warmup}) is more than train.steps ({steps})")
 
 
 def _between_replicas(config: Config) -> str | None:
@@ -305,10 +303,8 @@ def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
             yield f"{schedule} needs two or more stages per rank: parallel.virtual_stages must not be {virtual}"
         rounds = max(1, micro_batches // pipeline)
         if micro_batches % rounds:
-            yield (
-                f"{schedule} needs micro-batches that divide into {rounds} rounds (micro-batches // pipeline "
-                f"{pipeline}); {have}"
-            )
+            divide = f"divide into {rounds} rounds (micro-batches // pipeline {pipeline})"
+            yield f"{schedule} needs micro-batches that {divide}; {have}"
     elif virtual != (stages := 2 if wanted.schedule in V_SCHEDULES else 1):
         yield f"{schedule} needs parallel.virtual_stages (stages per rank) to be {stages}, not {virtual}"
     least = {"1f1b": pipeline, "dualpipe_v": 2 * pipeline}.get(wanted.schedule, 0)

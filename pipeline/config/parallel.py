@@ -11,11 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pipeline.config.types import (
-    NonNegativeInt,
-    PositiveFloat,
-    Section,
-)
+from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
 
 
 class HookConfig(Section):

@@ -22,11 +22,8 @@ KeyPath = tuple[str | int, ...]
 
 _KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "greater than",
-    "maximum": "at most",
-    "exclusiveMaximum": "less than",
-}
+    "minimum": "at least", "exclusiveMinimum": "greater than", "maximum": "at most", "exclusiveMaximum": "less than",
+}  # fmt: skip
 
 
 @cache

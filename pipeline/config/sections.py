@@ -21,15 +21,7 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import StagesConfig
 from pipeline.config.sweep import SweepConfig
-from pipeline.config.types import (
-    Fraction,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    Section,
-    refuse_changed,
-)
+from pipeline.config.types import Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
 
 
 class Sharing(StrEnum):
@@ -216,7 +208,7 @@ class OptimizerConfig(Section):
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""

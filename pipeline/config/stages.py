@@ -135,8 +135,7 @@ class StagesConfig(Section):
     shard: Annotated[ShardResources, Stage("data_prep.shard", needs=("prepare",), array=True)] = ShardResources()
     """Documents to shards."""
     train: Annotated[
-        StageResources,
-        Stage("pipeline.train.train_stage", needs=("shard",), joined=True, per_point=True, trains=True),
+        StageResources, Stage("pipeline.train.train_stage", needs=("shard",), joined=True, per_point=True, trains=True)
     ] = StageResources()
     """Training."""
     evaluate: Annotated[

@@ -6,7 +6,7 @@ writes that one shard again, the same bytes as before. A file of the user's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,14 @@ import torch.distributed as dist
 from pipeline.base.errors import InputError
 from pipeline.base.files import reading
 from pipeline.comm.groups import agree
-from pipeline.data.manifest import (
-    Array,
-    Manifest,
-    SampleFile,
-    SampleManifest,
-    ShardEntry,
-    check_file,
-    check_shard,
-    load_manifest,
-    load_sample_manifest,
-)
+from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, load
 from pipeline.run.directory import Run
 
 
 def manifest_of(run: Run) -> Manifest | SampleManifest:
     """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
-    return (
-        load_manifest(run.data) if run.config.model.target is None else load_sample_manifest(run.data / "manifest.json")
-    )
+    kind: type[Manifest | SampleManifest] = Manifest if run.config.model.target is None else SampleManifest
+    return load(run.data / "manifest.json", kind)
 
 
 def verify_shards(
@@ -48,30 +37,26 @@ def verify_shards(
 
     def check() -> None:
         for entry in shards[rank::size]:
-            if isinstance(entry, SampleFile):
-                check_file(entry, hashes)
-                _check_arrays(run, Path(entry.file), entry.arrays)
-                continue
+            path = run.data / entry.file
             try:
-                check_shard(run.data, entry, hashes)
+                entry.check(run.data, hashes)
             except InputError as error:
-                path = run.data / entry.file
-                with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
-                    path.rename(path.with_name(f"{path.name}.damaged"))
-                run.event("damaged", file=str(path), reason=str(error))
+                if isinstance(entry, ShardEntry):
+                    with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
+                        path.rename(path.with_name(f"{path.name}.damaged"))
+                    run.event("damaged", file=str(path), reason=str(error))
                 raise
-            tokens = Array(offset=entry.offset, dtype=entry.dtype, shape=(entry.tokens,))
-            _check_arrays(run, run.data / entry.file, {"tokens": tokens})
+            _check_arrays(run, path, entry)
 
     agree(group, check)
 
 
-def _check_arrays(run: Run, path: Path, told: Mapping[str, Array]) -> None:
+def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
     """Raise InputError where an array is not what and where the manifest tells."""
     import h5py
 
     with reading(str(path)), h5py.File(path, "r", locking=False) as file:
-        for name, array in told.items():
+        for name, array in entry.arrays.items():
             dataset: Any = file.get(name)
             found = None
             if isinstance(dataset, h5py.Dataset) and (offset := dataset.id.get_offset()) is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pipeline.base.errors import InputError
 from pipeline.base.files import intact, seal, sha256_file, write_json
@@ -20,15 +20,9 @@ from pipeline.config.types import Section
 
 FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
-
-
 ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
-
-
 WAY_OUT = "run the shard stage again, e.g. `python submit.py resume RUN`"
-
-
 SHARDS = "shards"
 
 
@@ -38,16 +32,59 @@ class FileEntry(Section):
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """What stands at `path` now."""
+        return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
 
-class ShardEntry(Section):
+    def problem(self, path: Path, hashes: bool = True) -> str | None:
+        """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if size != self.size:
+            return f"{path} has {size} bytes, its manifest says {self.size}"
+        found = sha256_file(path) if hashes else self.sha256
+        return None if found == self.sha256 else f"{path} is damaged: its sha256 is {found}, not {self.sha256}"
+
+
+class Array(Section):
+    """One dataset of a file."""
+
+    offset: int
+    """Where its data starts in the file, in bytes: map it from here."""
+    dtype: str
+    """Name of its type, little-endian."""
+    shape: tuple[int, ...]
+    """Samples (or tokens) first."""
+
+
+class DataFile(FileEntry):
+    """One HDF5 file that training reads."""
+
+    file: str
+    """Path relative to the data folder, or absolute."""
+    way_out: ClassVar[str] = WAY_OUT
+    """What to do about one that is not what it was."""
+
+    def check(self, data_dir: Path, hashes: bool) -> None:
+        """Compare the file with this: its size, and with `hashes` its sha256 too (which reads all of it).
+
+        Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
+        written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
+        """
+        if problem := self.problem(data_dir / self.file, hashes):
+            raise InputError(f"{problem}: {self.way_out}")
+
+
+class ShardEntry(DataFile):
     """One HDF5 shard.
 
     A document counts in the file where it starts, so `documents` and `bytes` add up over files to the totals
     also where a document runs on into the next file.
     """
 
-    file: str
-    """Path relative to the data folder."""
     tokens: int
     """Length of the dataset `tokens`; never 0."""
     documents: int
@@ -58,18 +95,25 @@ class ShardEntry(Section):
     """Where the data of `tokens` starts in the file, in bytes: map `tokens` items of `dtype` from here."""
     dtype: str
     """`uint16` or `uint32`, little-endian."""
-    size: int
-    """Bytes of the file."""
-    sha256: str
-    """SHA-256 of the file, as 64 hex digits."""
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """What is read of it."""
+        return {"tokens": Array(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
 
 
-class Manifest(Section):
+class Keyed(Section):
+    """A manifest of what was made."""
+
+    key: str
+    """Hash of all that it was made from."""
+
+
+class Manifest(Keyed):
     """`manifest.json`: all shards of a run, in unit order."""
 
-    format_version: int
-    order_version: int
-    key: str
+    format_version: int = FORMAT_VERSION
+    order_version: int = ORDER_VERSION
     source: tuple[str, ...]
     tokenizer_sha256: str
     vocab_size: int
@@ -85,6 +129,39 @@ class Manifest(Section):
     held_out_bytes: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+
+
+SPLIT_SEED = 0
+"""Seed of the permutation that says which samples are held out."""
+
+
+class SampleFile(DataFile):
+    """One HDF5 file of samples, by its absolute path."""
+
+    way_out = "put the file back as it was, or start a new run on what there is now"
+
+    mtime_ns: int
+    samples: int
+    arrays: dict[str, Array]
+    sha256: str = ""
+    """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
+
+
+class SampleManifest(Keyed):
+    """What `prepare` found, what one task has hashed, or the whole."""
+
+    train: tuple[SampleFile, ...]
+    held_out_samples: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All of them, held-out ones included."""
+        return sum(entry.samples for entry in self.train)
+
+    @property
+    def held_out(self) -> tuple[SampleFile, ...]:
+        """The files that held-out samples are in: all of them."""
+        return self.train if self.held_out_samples else ()
 
 
 T = TypeVar("T", bound=Section)
@@ -116,86 +193,3 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
 def load_manifest(data_dir: Path) -> Manifest:
     """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
     return load(data_dir / "manifest.json", Manifest)
-
-
-def file_problem(path: Path, entry: FileEntry | ShardEntry | SampleFile, hashes: bool = True) -> str | None:
-    """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return f"{path} is missing"
-    if size != entry.size:
-        return f"{path} has {size} bytes, its manifest says {entry.size}"
-    found = sha256_file(path) if hashes else entry.sha256
-    return None if found == entry.sha256 else f"{path} is damaged: its sha256 is {found}, not {entry.sha256}"
-
-
-def check_shard(data_dir: Path, entry: ShardEntry | SampleFile, hashes: bool, way_out: str = WAY_OUT) -> None:
-    """Compare a shard with its entry: its size, and with `hashes` its sha256 too (which reads all of it).
-
-    Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
-    written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
-    """
-    if problem := file_problem(data_dir / entry.file, entry, hashes):
-        raise InputError(f"{problem}: {way_out}")
-
-
-SPLIT_SEED = 0
-"""Seed of the permutation that says which samples are held out."""
-
-
-class Array(Section):
-    """One dataset of a file."""
-
-    offset: int
-    """Where its data starts in the file, in bytes."""
-    dtype: str
-    """Name of its type, little-endian."""
-    shape: tuple[int, ...]
-    """Samples first."""
-
-
-class SampleFile(Section):
-    """One HDF5 file."""
-
-    file: str
-    """Its absolute path."""
-    size: int
-    mtime_ns: int
-    samples: int
-    arrays: dict[str, Array]
-    sha256: str = ""
-    """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
-
-
-class SampleManifest(Section):
-    """What `prepare` found, what one task has hashed, or the whole."""
-
-    key: str
-    train: tuple[SampleFile, ...]
-    held_out_samples: int = 0
-
-    @property
-    def samples(self) -> int:
-        """All of them, held-out ones included."""
-        return sum(entry.samples for entry in self.train)
-
-    @property
-    def held_out(self) -> tuple[SampleFile, ...]:
-        """The files that held-out samples are in: all of them."""
-        return self.train if self.held_out_samples else ()
-
-    def write(self, path: Path) -> None:
-        """Write it, atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_manifest(path, self)
-
-
-def load_sample_manifest(path: Path) -> SampleManifest:
-    """One of the manifests. Raises InputError, naming the file, when it is missing, torn or altered."""
-    return load(path, SampleManifest)
-
-
-def check_file(entry: SampleFile, hashes: bool) -> None:
-    """Compare a file with its entry, as `check_shard` does. Raises InputError with what differs."""
-    check_shard(Path("/"), entry, hashes, "put the file back as it was, or start a new run on what there is now")

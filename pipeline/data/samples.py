@@ -1,12 +1,28 @@
-"""Samples of a model of the user's own, in memory: mapped arrays for the loader, and their held-out part.
+"""Samples on disk, mapped into memory: of text, cut from shards of tokens, or a user's own arrays, as they lie.
 
-A sample's number counts through the files; training and evaluation see two parts of one fixed permutation of these
-numbers (data_prep/arrays.py says why), so neither keeps a list.
+A sample is a dict of arrays. Samples are numbered through the files in order.
+
+**A sample of text** is `tokens`: T + 1 consecutive tokens of one shard, T = `sequence_length`: inputs are its first T
+tokens, targets its last T. Sample j of a shard covers tokens [j*T, j*T + T], so neighbours share one token and every
+token but a shard's first is a target once. A shard of n tokens has (n - 1) // T samples. Samples never cross
+shards: the (n - 1) % T tokens left at a shard's end are dropped.
+
+**A sample of a user's own arrays** is one row of each. Training and evaluation see two parts of one fixed permutation
+of the rows (data_prep/arrays.py says why), so neither keeps a list.
+
+**Why it is built so** (figures in `benchmarks/results/loader.md`): a contiguous HDF5 dataset is a plain array at a
+known offset, so it is mapped without HDF5 and opened once per process; a whole batch is looked up at once and copied
+row by row straight into its buffer.
+
+**What must hold:** a file must not be truncated while it is mapped (the operating system kills the reader with
+SIGBUS): shards are written under another name, renamed, and never changed afterwards. Python keeps one file descriptor
+open per mapped array, so `ulimit -n` must exceed the number of shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,70 +30,124 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.base.errors import InputError
+from pipeline.base.errors import InputError, UserError
 from pipeline.config.user_model import LENGTHS
-from pipeline.data.manifest import SPLIT_SEED, SampleManifest
+from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry
 from pipeline.data.order import Int64Array, perm
 
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
+Lengths = Callable[[Int64Array], Int64Array]
 
 
-class SampleDataset(Dataset[Arrays]):
-    """The training samples of `manifest`, or with `held_out` the others, as dicts of arrays."""
+def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
+    """A file's arrays as they lie in it. Raises InputError, naming it, where it is missing or too short."""
+    path = data_dir / entry.file
+    try:
+        return {
+            # np.memmap's own indexing costs twice as much
+            name: np.memmap(path, array.dtype, "r", array.offset, array.shape).view(np.ndarray)
+            for name, array in entry.arrays.items()
+        }
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot map {path}: {error}; {entry.way_out}") from error
 
-    def __init__(self, manifest: SampleManifest, *, held_out: bool = False) -> None:
-        """Map every file. Raises InputError for one that is missing or too short."""
-        self._all = manifest.samples
-        self._first = manifest.samples - manifest.held_out_samples if held_out else 0
-        self._size = manifest.held_out_samples if held_out else manifest.samples - manifest.held_out_samples
-        self._starts = np.cumsum([0] + [entry.samples for entry in manifest.train])  # first sample of each file
-        self._maps: list[Arrays] = []
-        for entry in manifest.train:
-            try:
-                self._maps.append(
-                    {
-                        name: np.memmap(entry.file, array.dtype, "r", array.offset, array.shape).view(np.ndarray)
-                        for name, array in entry.arrays.items()
-                    }
-                )
-            except (OSError, ValueError) as error:
-                raise InputError(f"cannot map {entry.file}: {error}; put the file back as it was") from error
 
-        self.lengths: Callable[[Int64Array], Int64Array] | None = self._lengths if LENGTHS in self._maps[0] else None
-        """How long samples are, by their indices; None where none of them has a length of its own."""
+class MappedDataset(Dataset[Arrays]):
+    """Samples of several files of the same arrays; every file is opened once, here, and stays mapped."""
+
+    lengths: Lengths | None = None
+    """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
+
+    def __init__(self, files: Sequence[Arrays]) -> None:
+        """`files`: their arrays, samples along the first dimension."""
+        self._first = files[0]
+        self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
+        self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
 
     def __len__(self) -> int:
         """Number of samples."""
-        return self._size
+        return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> Arrays:
-        """Sample `index`, for code that expects a map-style dataset."""
-        return {name: array[0] for name, array in self.read(np.array([index])).items()}
-
-    def buffer(self, rows: int, pin: bool) -> dict[str, Tensor]:
-        """Host memory for so many samples, page-locked with `pin`."""
+    def buffer(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
+        """Host memory for so many samples in the files' types, page-locked with `pin`."""
         return {
             name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, array.dtype.name), pin_memory=pin)
-            for name, array in self._maps[0].items()
+            for name, array in self._first.items()
         }
 
     def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
-        """The samples `indices` (int64, shape (B,)), written into `out` where it is given."""
-        out = {name: array.numpy() for name, array in self.buffer(len(indices), False).items()} if out is None else out
-        for i, (file, row) in enumerate(self._places(indices)):
-            for name, array in self._maps[file].items():
-                out[name][i] = array[row]
+        """The samples `indices` (int64, shape (B,)) in the files' types, written into `out` where it is given.
+
+        Raises IndexError for an index outside [0, len(self)).
+        """
+        if out is None:
+            out = {name: np.empty((len(indices), *one.shape[1:]), one.dtype) for name, one in self._first.items()}
+        places = self._places(indices)
+        # The lookup is vectorised, the copy is not: a shuffled batch has few rows of any one file, and then one
+        # plain copy per row costs half to a third of one index operation per file.
+        for name, rows in out.items():
+            arrays = self._arrays[name]
+            for i, (file, row) in enumerate(places):
+                rows[i] = arrays[file][row]
         return out
 
-    def _lengths(self, indices: Int64Array) -> Int64Array:
-        """How long these samples are: int64 of the same shape."""
-        return np.array([self._maps[file][LENGTHS][row] for file, row in self._places(indices)], dtype=np.int64)
-
     def _places(self, indices: Int64Array) -> list[tuple[int, int]]:
-        """File and row of each sample. Raises IndexError for an index outside [0, len(self))."""
-        if len(indices) and (indices.min() < 0 or indices.max() >= self._size):
-            raise IndexError(f"samples {indices.min()} to {indices.max()} asked for; there are {self._size}")
-        numbers = perm(SPLIT_SEED, -1, indices + self._first, self._all)  # a run's own orders are epochs from 0 on
+        """File and row of each sample."""
+        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} asked for; there are {len(self)}")
+        numbers = self._numbers(indices)
         files = np.searchsorted(self._starts, numbers, side="right") - 1
         return list(zip(files.tolist(), (numbers - self._starts[files]).tolist(), strict=True))
+
+    def _numbers(self, indices: Int64Array) -> Int64Array:
+        """Where samples stand in the files, counted through them."""
+        return indices
+
+
+class TokenDataset(MappedDataset):
+    """Samples of `sequence_length` + 1 tokens over a list of shards: an array `tokens` of shape (B, T + 1).
+
+    Raises InputError for a shard that is missing or too short and for token types that are unknown or differ; UserError
+    if there is not a single sample.
+    """
+
+    def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
+        usable = [shard for shard in shards if shard.tokens > sequence_length]
+        if not usable:
+            tokens, longest = sum(s.tokens for s in shards), max((s.tokens for s in shards), default=0)
+            raise UserError(
+                f"no training sample: one takes {sequence_length + 1} tokens of one shard (data.sequence_length "
+                f"{sequence_length}, and one more), but there are {tokens} tokens in {len(shards)} shards, at most "
+                f"{longest} in one; add text or lower data.sequence_length"
+            )
+        kinds = {shard.dtype: shard.file for shard in usable}
+        if len(kinds) > 1 or not kinds.keys() <= {"uint16", "uint32"}:
+            found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())
+            raise InputError(f"shards hold either uint16 or uint32 tokens, all the same; found {found}: shard again")
+        # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
+        window = np.lib.stride_tricks.sliding_window_view
+        maps = (map_file(shard, data_dir)["tokens"] for shard in usable)
+        super().__init__([{"tokens": window(tokens, sequence_length + 1)[::sequence_length]} for tokens in maps])
+
+
+class SampleDataset(MappedDataset):
+    """The training samples of `manifest`, or with `held_out` the others. Raises InputError as `map_file` does."""
+
+    def __init__(self, manifest: SampleManifest, *, held_out: bool = False) -> None:
+        super().__init__([map_file(entry) for entry in manifest.train])
+        self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
+        self._range = range(trained, self._all) if held_out else range(trained)
+        if LENGTHS in self._arrays:
+            self.lengths = self._lengths
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def _lengths(self, indices: Int64Array) -> Int64Array:
+        lengths = self._arrays[LENGTHS]
+        return np.array([lengths[file][row] for file, row in self._places(indices)], dtype=np.int64)
+
+    def _numbers(self, indices: Int64Array) -> Int64Array:
+        # a run's own orders are epochs from 0 on
+        return perm(SPLIT_SEED, -1, indices + self._range.start, self._all)

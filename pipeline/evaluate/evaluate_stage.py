@@ -27,8 +27,7 @@ def wanted(run: Run, which: str | None) -> list[int]:
     if which == "every":
         return steps
     if which == "newest":
-        newest = newest_step(run.checkpoints)
-        return [newest] if newest else []
+        return [newest] if (newest := newest_step(run.checkpoints)) else []
     if not which.isdecimal():
         raise UserError(f"--step {which}: give a step's number, newest or every")
     if int(which) not in steps:

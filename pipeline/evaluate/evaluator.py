@@ -29,7 +29,7 @@ from pipeline.comm import groups
 from pipeline.data.check import verify_shards
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
-from pipeline.evaluate.result import result_words
+from pipeline.evaluate.result import result_file, result_words
 from pipeline.model.task import DTYPES, task_of
 from pipeline.parallel.data_parallel import shard
 from pipeline.resilience.stop import Agreement
@@ -48,7 +48,7 @@ class Evaluator:
         self.agreement = Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
-        self.task = task = task_of(config, run.user_model, run.code, manifest)
+        self.task = task = task_of(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
@@ -57,12 +57,11 @@ class Evaluator:
             shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
         task.fill(self.model, world.device)
-        limit = config.evaluate.max_sequences
-        self.held_out: TextHeldOut | SampleHeldOut = (
-            TextHeldOut(run, manifest, world.device)
-            if isinstance(manifest, Manifest)
-            else SampleHeldOut(task, manifest, limit, world.device)
-        )
+        self.held_out: TextHeldOut | SampleHeldOut
+        if isinstance(manifest, Manifest):
+            self.held_out = TextHeldOut(run, manifest, world.device)
+        else:
+            self.held_out = SampleHeldOut(task, manifest, config.evaluate.max_sequences, world.device)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
@@ -80,7 +79,7 @@ class Evaluator:
             return False
         if self.world.first:
             result = {"step": step, **self.held_out.result(sums), "checkpoint": sealed["sha256"]}
-            write_json(self.run.evaluation / f"{saved.step_name(step)}.json", result)
+            write_json(result_file(self.run, step), result)
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.event("evaluated", "evaluate", step=step, **known)
             print(result_words(result), flush=True)
@@ -89,26 +88,25 @@ class Evaluator:
     @torch.no_grad()
     def _batch_sums(self, step: int) -> list[dict[str, float]] | None:
         """Sums of every batch, in batch order, on every rank; None where the ranks agreed to stop."""
-        size = self.run.config.evaluate.batch
-        batches = range(0, self.held_out.count, size)
+        size, count = self.run.config.evaluate.batch, self.held_out.count
+        batches = -(-count // size)
         mine: dict[int, dict[str, float]] = {}
-        for first in range(0, len(batches), self.world.size):
+        for first in range(0, batches, self.world.size):
             began = time.monotonic()
             self.watchdog.enter(first, "batch")
             self.agreement.start()
             number = first + self.world.rank
-            if number < len(batches):
-                start = batches[number]
-                mine[number] = self.held_out.sums(self.model, start, min(start + size, self.held_out.count))
+            if number < batches:
+                mine[number] = self.held_out.sums(self.model, number * size, min((number + 1) * size, count))
             elif self.split:  # the others gather weights from this rank too
                 self.held_out.sums(self.model, 0, 1)
             if self.agreement.stop():
                 return None
             self.watchdog.stepped(time.monotonic() - began)
             if self.world.first and first // self.world.size % 10 == 0:
-                print(f"evaluating step {step}: batch {first}/{len(batches)}", flush=True)
-        self.watchdog.enter(len(batches), "start")  # what comes now, another checkpoint too, depends on storage
+                print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
+        self.watchdog.enter(batches, "start")  # what comes now, another checkpoint too, depends on storage
         merged: dict[int, dict[str, float]] = {}
         for part in groups.agree(self.group, lambda: mine):
             merged |= part
-        return [merged[number] for number in range(len(batches))]
+        return [merged[number] for number in range(batches)]

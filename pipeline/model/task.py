@@ -2,13 +2,12 @@
 
 The engine composes the parallelisms, the trainer the loop, the evaluator the sums; all that they need to know of the
 model is here: how a part of it is built, cut, filled and named, what it takes of a batch, what the loss is. A batch is
-what the loader gives: `tokens_BT1` (int64, shape (B, sequence_length + 1)) for the decoder, else a dict of arrays.
+what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape (B, sequence_length + 1)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +22,11 @@ from pipeline.base.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UserModel
+from pipeline.data.loader import Batch
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.model.decoder import Decoder, cut, flops_per_token, init_weights, loss_sum, parameter_seed, put
+from pipeline.run.directory import Run
 
-Batch = Any
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -45,6 +45,8 @@ class Task:
         """So many of the unit has a global batch."""
         self.flops = flops_per_token(config.model, vocab_size, self.length)
         """Operations of training on one of them; 0 where they are not known."""
+        self.shapes: Mapping[str, tuple[tuple[int, ...], str]] = {"tokens": ((self.length + 1,), "int64")}
+        """Shape and type of each array of a sample."""
 
     def build(self, layers: range) -> nn.Module:
         """The part with these blocks, on `meta`."""
@@ -82,11 +84,12 @@ class Task:
 
     def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """The batch in pieces of `size` samples."""
-        return list(batch.split(size))
+        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
+        return [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
 
     def rows(self, batch: Batch, rows_B: Tensor) -> Batch:
         """These samples of the batch."""
-        return batch[rows_B]
+        return {name: array[rows_B] for name, array in batch.items()}
 
     def entries(self, batch: Batch) -> Tensor | None:
         """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
@@ -94,21 +97,23 @@ class Task:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model's forward takes."""
-        return (batch[:, :-1],)
+        return (batch["tokens"][:, :-1],)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Summed loss: an fp32 scalar."""
-        return loss_sum(outputs, batch[:, 1:])
+        return loss_sum(outputs, batch["tokens"][:, 1:])
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Further sums of an evaluation, by name."""
         return {}
 
     def smallest(self, device: torch.device) -> Batch:
-        """A batch of zeros that a forward pass takes; with compile of the size of a micro-batch."""
-        full = self.config.train.compile
-        shape = (self.config.train.micro_batch, self.length + 1) if full else (1, 2)
-        return torch.zeros(shape, dtype=torch.int64, device=device)
+        """A batch of zeros that a forward pass takes: one sample; with compile, those of a micro-batch."""
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        return {
+            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in self.shapes.items()
+        }
 
 
 class _UserTask(Task):
@@ -182,25 +187,21 @@ class _UserTask(Task):
     def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return part.named_parameters()
 
-    def micro_batches(self, batch: dict[str, Tensor], size: int) -> Sequence[dict[str, Tensor]]:
+    def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """Padded arrays are cut to the longest sample of their piece."""
-        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
-        found = [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
+        found = super().micro_batches(batch, size)
         for piece in found if self.facts.padded else ():
             longest = int(piece[LENGTHS].max())
-            piece |= {name: piece[name][:, :longest] for name in self.facts.padded}
+            piece.update({name: piece[name][:, :longest] for name in self.facts.padded})
         return found
 
-    def rows(self, batch: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
-        return {name: array[rows_B] for name, array in batch.items()}
-
-    def entries(self, batch: dict[str, Tensor]) -> Tensor | None:
+    def entries(self, batch: Batch) -> Tensor | None:
         return batch[LENGTHS].sum(dtype=torch.int64) if self.facts.has_lengths else None
 
-    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return tuple(batch[name] for name in self.facts.inputs)
 
-    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Raises UserError for what is no sum."""
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -210,13 +211,9 @@ class _UserTask(Task):
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
 
-    def smallest(self, device: torch.device) -> dict[str, Tensor]:
+    def smallest(self, device: torch.device) -> Batch:
         """Lengths are those of whole samples."""
-        rows = self.config.train.micro_batch if self.config.train.compile else 1
-        batch = {
-            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in self.shapes.items()
-        }
+        batch = super().smallest(device)
         if self.facts.has_lengths:
             batch[LENGTHS] += max([1, *(self.shapes[name][0][0] for name in self.facts.padded)])
         return batch
@@ -226,12 +223,12 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def task_of(config: Config, facts: UserModel | None, code: Path, manifest: Manifest | SampleManifest) -> Task:
+def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
-    if facts is None or isinstance(manifest, Manifest):
-        assert isinstance(manifest, Manifest)
-        return Task(config, manifest.vocab_size)
-    return _UserTask(config, facts, facts.load(code), manifest)
+    if isinstance(manifest, Manifest):
+        return Task(run.config, manifest.vocab_size)
+    assert run.user_model is not None
+    return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
 
 
 def recompute(block: nn.Module, kind: str) -> None:

@@ -68,7 +68,7 @@ class Engine:
         self._place = layout.random_place(world.rank)
         self._entries = task.per_step  # what the loss of the global batch is a sum over
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._batch: Batch = None
+        self._batch: Batch = {}
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
         self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
@@ -125,7 +125,7 @@ class Engine:
     ) -> Tensor:
         """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
 
-        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length), the same on
+        batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, (B, T + 1)), the same on
         all ranks of a pipeline and of a tensor parallel group. `enter` is called with the name of each phase that
         begins. Returns the mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all
         ranks; NaN where `hand()` was true on any rank (pipeline/resilience/stop.py), and `loss_again` has the loss

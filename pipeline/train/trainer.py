@@ -28,10 +28,10 @@ from pipeline.comm import groups
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.data.check import verify_shards
+from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.order import ORDER_VERSION
-from pipeline.data.samples import SampleDataset
-from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.model.task import Batch, task_of
 from pipeline.parallel.plan import traffic
 from pipeline.resilience.guard import Guard, recent
@@ -78,7 +78,7 @@ class Trainer:
         counted = () if vocab is None else traffic(config, self.layout, vocab)  # of one's own model nothing is known
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
-        self.task = task_of(config, run.user_model, run.code, manifest)
+        self.task = task_of(run, manifest)
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)
@@ -108,18 +108,17 @@ class Trainer:
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
 
-    def _dataset(self, manifest: Manifest | SampleManifest) -> TokenDataset | SampleDataset:
+    def _dataset(self, manifest: Manifest | SampleManifest) -> MappedDataset:
         if isinstance(manifest, SampleManifest):
             return SampleDataset(manifest)
-        spans = [ShardSpan(self.run.data / s.file, s.tokens, s.offset, s.dtype) for s in manifest.train]
-        return TokenDataset(spans, self.config.data.sequence_length)
+        return TokenDataset(manifest.train, self.config.data.sequence_length, self.run.data)
 
     # -- one step ----------------------------------------------------------------------------------------
 
     def step(self, step: int, batch: Batch) -> dict[str, Any]:
         """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
 
-        batch: global_batch / data parallel size samples, such as `tokens_BT1` (int64, T = sequence_length).
+        batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, shape (B, T + 1)).
         """
         config, engine = self.config, self.engine
         lr = learning_rate(config.optimizer, step, config.train.steps)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,8 +21,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError, UserError
+from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.manifest import ShardEntry
 from pipeline.data.order import sample_indices
-from pipeline.data.tokens import Batches, GlobalOrderSampler, ShardSpan, TokenDataset
+from pipeline.data.samples import TokenDataset
 
 CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
@@ -46,7 +50,12 @@ def no_thread_is_left() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardSpan], list[np.ndarray]]:
+def span(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
+    """What a loader needs to know of a shard."""
+    return ShardEntry.model_construct(file=str(path), tokens=tokens, offset=offset, dtype=dtype)
+
+
+def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardEntry], list[np.ndarray]]:
     """Shards of (tokens, byte offset) as raw files, with tokens over the whole range of the type."""
     random = np.random.default_rng(len(sizes))
     spans, contents = [], []
@@ -54,7 +63,7 @@ def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tupl
         content = random.integers(0, np.iinfo(dtype).max, tokens, dtype=dtype, endpoint=True)
         path = folder / f"{i}.h5"
         path.write_bytes(b"x" * offset + content.tobytes() + b"y" * 5)
-        spans.append(ShardSpan(path, tokens, offset, dtype))
+        spans.append(span(path, tokens, offset, dtype))
         contents.append(content)
     return spans, contents
 
@@ -85,13 +94,13 @@ def test_reads_what_a_naive_reader_reads(
         dataset = TokenDataset(spans, length)
         assert len(dataset) == len(samples) == sum((max(n, 1) - 1) // length for n, _ in sizes)
         indices = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=12))
-        batch = dataset.read(np.array(indices, dtype=np.int64))
+        batch = dataset.read(np.array(indices, dtype=np.int64))["tokens"]
         assert batch.dtype == dtype
         assert batch.shape == (len(indices), length + 1)
         assert batch.tolist() == [samples[i] for i in indices]
-        assert dataset[len(samples) - 1].tolist() == samples[-1]
+        assert dataset.read(np.array([len(samples) - 1]))["tokens"][0].tolist() == samples[-1]
         with Batches(dataset, [np.array(indices, dtype=np.int64)], CPU) as batches:
-            tokens_BT1 = next(batches)
+            tokens_BT1 = next(batches)["tokens"]
         assert tokens_BT1.dtype == torch.int64
         assert tokens_BT1.tolist() == [samples[i] for i in indices]
 
@@ -100,9 +109,9 @@ def test_large_token_ids_survive(tmp_path: Path) -> None:
     for dtype, ids in (("uint16", [0, 32767, 32768, 65535]), ("uint32", [0, 2**31 - 1, 2**31, 2**32 - 1])):
         path = tmp_path / dtype
         path.write_bytes(np.array(ids, dtype=dtype).tobytes())
-        dataset = TokenDataset([ShardSpan(path, 4, 0, dtype)], 3)
+        dataset = TokenDataset([span(path, 4, 0, dtype)], 3)
         with Batches(dataset, [np.array([0])], CPU) as batches:
-            assert next(batches).tolist() == [ids]
+            assert next(batches)["tokens"].tolist() == [ids]
 
 
 def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
@@ -114,19 +123,19 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
         with h5py.File(path, "w") as file:
             file["documents"] = np.arange(7)
             shard = file.create_dataset("tokens", data=content)
-            spans.append(ShardSpan(path, len(content), shard.id.get_offset(), str(shard.dtype)))
+            spans.append(span(path, len(content), shard.id.get_offset(), str(shard.dtype)))
         contents.append(content)
     _opened = []
     try:
         dataset = TokenDataset(spans, 10)
         sampler = GlobalOrderSampler(dataset, global_batch=4, seed=1, num_replicas=1, rank=0)
         with Batches(dataset, sampler, CPU) as batches:
-            read = [next(batches) for _ in range(20)]  # more than two epochs
+            read = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
     finally:
         opened, _opened = _opened, None
-    assert sorted(path for path in opened if path.endswith(".h5")) == [str(span.path) for span in spans]
+    assert sorted(path for path in opened if path.endswith(".h5")) == [one.file for one in spans]
     held = [os.readlink(path) for path in _descriptors()]  # Python's mmap keeps one descriptor
-    assert [held.count(str(span.path)) for span in spans] == [1, 1, 1]
+    assert [held.count(one.file) for one in spans] == [1, 1, 1]
     samples = naive_samples(contents, 10)
     assert torch.cat(read).tolist() == [samples[i] for i in sample_indices(1, 0, 80, 30)]
 
@@ -138,13 +147,13 @@ def _descriptors() -> list[str]:
 def test_wrong_shards_are_named(tmp_path: Path) -> None:
     spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
     with pytest.raises(InputError, match=r"gone\.h5"):
-        TokenDataset([spans[0], ShardSpan(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
+        TokenDataset([spans[0], span(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
     with pytest.raises(InputError, match=r"1\.h5"):
-        TokenDataset([spans[0], ShardSpan(spans[1].path, 300, 8, "uint16")], 5)
+        TokenDataset([spans[0], span(Path(spans[1].file), 300, 8, "uint16")], 5)
     with pytest.raises(InputError, match=r"uint32 \(.*1\.h5\)"):
-        TokenDataset([spans[0], ShardSpan(spans[1].path, 15, 8, "uint32")], 5)
+        TokenDataset([spans[0], span(Path(spans[1].file), 15, 8, "uint32")], 5)
     with pytest.raises(InputError, match="float32"):
-        TokenDataset([ShardSpan(spans[1].path, 15, 8, "float32")], 5)
+        TokenDataset([span(Path(spans[1].file), 15, 8, "float32")], 5)
     with pytest.raises(UserError, match="60 tokens in 2 shards, at most 30 in one"):
         TokenDataset(spans, 30)
     with pytest.raises(UserError, match="no training sample"):
@@ -253,7 +262,7 @@ def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
         raise OSError(5, "the storage failed")
 
     with Batches(dataset, broken(), CPU) as batches:
-        assert next(batches).shape == (1, 11)
+        assert next(batches)["tokens"].shape == (1, 11)
         for _ in range(2):
             with pytest.raises(OSError, match="the storage failed"):
                 next(batches)
@@ -265,8 +274,24 @@ def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
 
 def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
     with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
-        assert [tokens[0].tolist() for tokens in batches] == [dataset[k].tolist() for k in range(5)]
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
         assert list(batches) == []
+
+
+def test_a_block_is_the_consumers_once_it_is_handed_over(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Greedy(queue.SimpleQueue[Any]):
+        """The consumer took all of a block before the thread goes on."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item.copy() if isinstance(item, list) else item)
+            if isinstance(item, list):
+                item.clear()
+
+    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
+    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
 def test_waiting_is_measured(dataset: TokenDataset) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.text.lustre import stripe
-from data_prep.text.prepare_text import prepare
-from data_prep.text.write import shard
+from data_prep.inputs.lustre import stripe
+from data_prep.text.text_folder import TextFolder
 from pipeline.base.files import file_system_type
 from pipeline.config.site import StripeConfig
 from tests.data_prep.test_shards import config, quiet, texts, write_jsonl
@@ -56,11 +55,11 @@ def test_shard_sets_the_stripe_before_it_writes(
 ) -> None:
     (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
     monkeypatch.setattr(
-        "data_prep.text.write.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
+        "data_prep.inputs.folder.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
     )
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
-    prepare(data, tmp_path / "data", quiet)
-    shard(data, tmp_path / "data", 0, 1, quiet)
+    TextFolder(data, tmp_path / "data").prepare(quiet)
+    TextFolder(data, tmp_path / "data").shard(0, 1, quiet)
     assert (fake_lfs / "calls").read_text() == "done\n"
 
 

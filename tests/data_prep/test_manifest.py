@@ -12,21 +12,27 @@ from typing import Any
 
 import pytest
 
-from data_prep.inputs.seen import PACKAGE, code_sha256
-from data_prep.text.prepare_text import prepare
-from data_prep.text.state import prepare_key, prepare_missing, shard_missing, shard_progress
-from data_prep.text.write import finalize, shard
+from data_prep.inputs.folder import PACKAGE, code_sha256
+from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
 from pipeline.base.files import seal
 from pipeline.base.place import Place, identify
 from pipeline.config.sections import DataConfig, TokenizerConfig
-from pipeline.data.manifest import check_shard, load_manifest
+from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
-from tests.data_prep.test_shards import config, quiet, run_tasks, texts, write_jsonl
+from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run
+
+
+def prepare_missing(data: DataConfig, folder: Path) -> str | None:
+    return TextFolder(data, folder).prepare_missing()
+
+
+def shard_missing(data: DataConfig, folder: Path) -> str | None:
+    return TextFolder(data, folder).shard_missing()
 
 
 @pytest.fixture
@@ -46,15 +52,15 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     folder = tmp_path / "data"
     assert "prepare.json is missing" in str(prepare_missing(data, folder))
     assert "prepare.json is missing" in str(shard_missing(data, folder))
-    assert shard_progress(folder) == (0, 0)
+    assert progress(data, folder) == (0, 0)
     prepare(data, folder, quiet)
     assert prepare_missing(data, folder) is None
     assert "manifest.json is missing" in str(shard_missing(data, folder))
-    total = shard_progress(folder)[1]
+    total = progress(data, folder)[1]
     shard(data, folder, 0, 2, quiet)
-    assert shard_progress(folder) == ((total + 1) // 2, total)
+    assert progress(data, folder) == ((total + 1) // 2, total)
     shard(data, folder, 1, 2, quiet)
-    assert shard_progress(folder) == (total, total)
+    assert progress(data, folder) == (total, total)
     written = finalize(data, folder, quiet)
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
@@ -65,20 +71,20 @@ def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -
     entry = load_manifest(done).train[1]
     path = done / entry.file
     whole = path.read_bytes()
-    check_shard(done, entry, hashes=True)
+    entry.check(done, hashes=True)
     for place in (0, entry.offset, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        check_shard(done, entry, hashes=False)
+        entry.check(done, hashes=False)
         with pytest.raises(InputError, match=rf"{path} is damaged: its sha256 .*: .*python submit\.py resume RUN"):
-            check_shard(done, entry, hashes=True)
+            entry.check(done, hashes=True)
     path.write_bytes(whole[:-1])
     with pytest.raises(InputError, match=rf"{path} has {len(whole) - 1} bytes, its manifest says {len(whole)}: run"):
-        check_shard(done, entry, hashes=False)
+        entry.check(done, hashes=False)
     assert f"{path} has" in str(shard_missing(data, done))
-    assert shard_progress(done)[0] == shard_progress(done)[1] - 1
+    assert progress(data, done)[0] == progress(data, done)[1] - 1
     path.unlink()
     with pytest.raises(InputError, match=rf"{path} is missing: run the shard stage again"):
-        check_shard(done, entry, hashes=False)
+        entry.check(done, hashes=False)
     run_tasks(data, done)
     assert path.read_bytes() == whole and shard_missing(data, done) is None
 
@@ -101,7 +107,7 @@ def test_damaged_output_of_prepare_is_found_and_made_again(done: Path, data: Dat
     for damaged, message in ((whole[:-2], "its manifest says"), (whole.replace(b"1", b"2", 1), "is damaged")):
         (done / name).write_bytes(damaged)
         assert message in str(prepare_missing(data, done))
-        with pytest.raises(InputError, match=rf"{name} is missing or damaged: run the prepare stage again"):
+        with pytest.raises(InputError, match=rf"{name} (has|is damaged).*: run the prepare stage again"):
             shard(data, done, 0, 1, quiet)
         prepare(data, done, quiet)
         assert (done / name).read_bytes() == whole and shard_missing(data, done) is None
@@ -137,12 +143,13 @@ def test_changed_input_counts_until_the_shards_are_written(tmp_path: Path, data:
 )
 def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -> None:
     data = DataConfig(source=["python-stdlib"])
-    assert (prepare_key(data.model_copy(update=change)) == prepare_key(data)) is same
+    assert (TextFolder(data.model_copy(update=change), Path()).key == TextFolder(data, Path()).key) is same
 
 
 def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.text.state.code_sha256", lambda package: "0" * 64)
-    assert "other code" in str(prepare_missing(data, done)) and "other code" in str(shard_missing(data, done))
+    monkeypatch.setattr("data_prep.inputs.folder.code_sha256", lambda package: "0" * 64)
+    assert "tokenizer or code" in str(prepare_missing(data, done))
+    assert "tokenizer or code" in str(shard_missing(data, done))
 
 
 def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
@@ -153,7 +160,7 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
         file.write("# another rule\n")
     assert code_sha256(copy) != original
     shutil.copy(PACKAGE / "text/units.py", copy / "text/units.py")
-    (copy / "text/lustre.py").rename(copy / "text/other.py")
+    (copy / "inputs/lustre.py").rename(copy / "inputs/other.py")
     assert code_sha256(copy) != original
 
 
@@ -161,8 +168,8 @@ def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig
     prepared = json.loads((done / "prepare.json").read_text())
     prepared["tokenizer"]["sha256"] = "0" * 64
     (done / "prepare.json").write_text(json.dumps(seal(prepared)))
-    assert "belongs to another tokenizer" in str(shard_missing(data, done))
-    assert shard_progress(done)[0] == 0
+    assert "was made with another data config, tokenizer or code" in str(shard_missing(data, done))
+    assert progress(data, done)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "prepare.json", "shards/unit-00000.json"])
@@ -173,7 +180,7 @@ def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfi
     assert number is not None
     (done / name).write_bytes(whole[: number.start(1)] + b"%d" % (int(number[1]) + 2) + whole[number.end(1) :])
     if name.startswith("shards"):  # the manifest of all does not need it any more
-        assert shard_progress(done)[0] == shard_progress(done)[1] - 1
+        assert progress(data, done)[0] == progress(data, done)[1] - 1
     else:
         reason = str(shard_missing(data, done))
         assert f"{done / name} is damaged: its content does not fit its own hash: run the" in reason
@@ -195,7 +202,7 @@ def test_manifests_from_before_there_were_seals_are_read(done: Path, data: DataC
         del values["sha256"]
         path.write_text(json.dumps(values))
     assert load_manifest(done) == whole and shard_missing(data, done) is None and prepare_missing(data, done) is None
-    assert shard_progress(done)[0] == shard_progress(done)[1]
+    assert progress(data, done)[0] == progress(data, done)[1]
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -234,7 +241,7 @@ def checked_rank(where: Place, path: Path, split: str) -> None:
 
 def test_manifest_module_imports_nothing_heavy() -> None:
     script = (
-        "import sys, data_prep.text.state\n"
+        "import sys, data_prep.shard\n"
         "print([n for n in ('numpy', 'h5py', 'tokenizers', 'torch', 'pyarrow', 'slurm') if n in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=240, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.text import units
-from data_prep.text.prepare_text import is_held_out, prepare
-from data_prep.text.state import shard_progress
+from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder
-from data_prep.text.write import Work, finalize, shard, write_unit
+from data_prep.text.units import is_held_out
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.sections import DataConfig, TokenizerConfig
-from pipeline.data.manifest import Manifest, ShardEntry
+from pipeline.data.manifest import Manifest, ShardEntry, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 
 
@@ -63,6 +62,33 @@ def run_tasks(data: DataConfig, data_dir: Path, tasks: int = 1) -> Manifest:
     for task in reversed(range(tasks)):
         shard(data, data_dir, task, tasks, quiet)
     return finalize(data, data_dir, quiet)
+
+
+def prepare(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> None:
+    """The stage prepare."""
+    TextFolder(data, data_dir).prepare(log)
+
+
+def shard(data: DataConfig, data_dir: Path, task: int, tasks: int, log: Callable[[str], None]) -> None:
+    """One task of the stage shard."""
+    TextFolder(data, data_dir).shard(task, tasks, log)
+
+
+def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Manifest:
+    """What the last task does."""
+    assert TextFolder(data, data_dir).finalize(log)
+    return load_manifest(data_dir)
+
+
+def make(data: DataConfig, data_dir: Path, unit: int) -> bool:
+    """One unit of a task."""
+    (data_dir / "shards").mkdir(exist_ok=True)
+    return TextFolder(data, data_dir).make(unit)
+
+
+def progress(data: DataConfig, data_dir: Path) -> tuple[int, int]:
+    """Units that are done, and units in all."""
+    return TextFolder(data, data_dir).progress()
 
 
 def all_bytes(data_dir: Path) -> dict[str, bytes]:
@@ -207,7 +233,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.config.sections import DataConfig
-from data_prep.text.write import shard
+from data_prep.text.text_folder import TextFolder
 replace, calls, fatal = os.replace, 0, int(sys.argv[3])
 def replace_or_die(source, target):
     global calls
@@ -216,7 +242,7 @@ def replace_or_die(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 os.replace = replace_or_die
-shard(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]), 0, 1, print)
+TextFolder(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).shard(0, 1, print)
 """
 
 
@@ -231,10 +257,9 @@ def test_killed_task_leaves_no_trace_and_only_missing_units_are_redone(tmp_path:
     )
     assert child.returncode == -signal.SIGKILL
     assert [path for path in (killed / "shards").iterdir() if path.suffix == ".tmp"]
-    done, total = shard_progress(killed)
+    done, total = progress(data, killed)
     assert done < total
-    with pytest.raises(InputError, match="units missing or not whole"):
-        finalize(data, killed, quiet)
+    assert TextFolder(data, killed).finalize(quiet) is False and not (killed / "manifest.json").exists()
     lines: list[str] = []
     shard(data, killed, 0, 1, lines.append)
     assert sum("was there already" in line for line in lines) == done
@@ -246,15 +271,13 @@ def test_second_run_writes_nothing_and_a_damaged_shard_is_written_again(tmp_path
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(60)))])
     manifest = run_tasks(data, tmp_path / "data")
     before = all_bytes(tmp_path / "data")
-    units_in_all = shard_progress(tmp_path / "data")[1]
-    assert [write_unit(Work.load(data, tmp_path / "data"), unit) for unit in range(units_in_all)] == [
-        False
-    ] * units_in_all
+    units_in_all = progress(data, tmp_path / "data")[1]
+    assert not any(make(data, tmp_path / "data", unit) for unit in range(units_in_all))
     damaged = tmp_path / "data" / manifest.train[0].file
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert [write_unit(Work.load(data, tmp_path / "data"), unit) for unit in range(units_in_all)].count(True) == 1
+    assert [make(data, tmp_path / "data", unit) for unit in range(units_in_all)].count(True) == 1
     assert all_bytes(tmp_path / "data") == before
 
 
@@ -327,8 +350,8 @@ def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monk
 
     monkeypatch.setattr(Encoder, "encode", encode_and_touch)
     with pytest.raises(InputError, match="has changed"):
-        write_unit(Work.load(data, tmp_path / "data"), 0)
-    assert shard_progress(tmp_path / "data")[0] == 0
+        make(data, tmp_path / "data", 0)
+    assert progress(data, tmp_path / "data")[0] == 0
 
 
 def test_source_may_go_once_the_shards_are_written(tmp_path: Path) -> None:
@@ -372,7 +395,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         (tmp_path / "c.parquet", 5, "invalid UTF-8: byte 0xc3 at byte 0"),
     ]
     manifest = run_tasks(data, tmp_path / "data", 3)
-    assert shard_progress(tmp_path / "data")[1] >= 4
+    assert progress(data, tmp_path / "data")[1] >= 4
     rows = [json.loads(line) for line in (tmp_path / "data" / "rejected.jsonl").read_text().splitlines()]
     assert [(row["file"], row["line"]) for row in rows] == [(str(path), line) for path, line, _ in wanted]
     for row, (_, _, reason) in zip(rows, wanted, strict=True):
@@ -418,13 +441,14 @@ def test_nothing_to_train_on_is_an_error(tmp_path: Path, documents: list[str], m
 def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(150)))], shard_tokens=100_000)
     prepare(data, tmp_path / "data", quiet)
+    (tmp_path / "data/shards").mkdir()
     script = (
         "import resource, signal, sys; from pathlib import Path; from pipeline.config.sections import DataConfig\n"
-        "from data_prep.text.write import Work, write_unit\n"
+        "from data_prep.text.text_folder import TextFolder\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "for limit in (0, 100, 2048, 4096, 20_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
-        "    try: write_unit(Work.load(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])), 0)\n"
+        "    try: TextFolder(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).make(0)\n"
         "    except OSError as error: print(limit, error.errno)\n"
     )
     command = [sys.executable, "-c", script, data.model_dump_json(), str(tmp_path / "data")]
@@ -442,4 +466,4 @@ def test_python_stdlib_gives_shards_without_tests_and_packages(tmp_path: Path) -
     names = [Path(source.path).parts for source in plan.inputs]
     assert not [parts for parts in names if {"site-packages", "dist-packages", "test", "tests"} & set(parts)]
     assert any(parts[-2:] == ("json", "decoder.py") for parts in names)
-    assert write_unit(Work.load(data, tmp_path / "data"), 3)
+    assert make(data, tmp_path / "data", 3)

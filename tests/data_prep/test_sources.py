@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import os
 from itertools import pairwise
@@ -16,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.inputs.sources import Input, find_inputs, parquet_groups, read_documents
-from data_prep.text.prepare_text import prepare, take_sample
-from data_prep.text.units import MIN_UNIT_BYTES, cut, total_bytes, unit_count
+from data_prep.text.prepare_text import take_sample
+from data_prep.text.text_folder import TextFolder
+from data_prep.text.units import MIN_UNIT_BYTES, cut, unit_count, weights_of
 from pipeline.base.errors import UserError
 from pipeline.config.sections import DataConfig, TokenizerConfig
 
@@ -67,9 +67,10 @@ formats = st.sampled_from(["text", "lines", "jsonl", "gzip", "parquet"])
     count=st.integers(1, 10),
 )
 def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[int]]], count: int) -> None:
-    groups = {index: sizes for index, (kind, sizes) in enumerate(files) if kind == "parquet"}
     inputs = [Input(f"f{index}", sizes[0], 0, kind) for index, (kind, sizes) in enumerate(files)]
-    units = cut(inputs, groups, count)
+    groups = {index: sizes for index, (kind, sizes) in enumerate(files) if kind == "parquet"}
+    weights = [groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
+    units = cut(inputs, weights, count)
     assert len(units) <= count and all(units)
     pieces = [piece for unit in units for piece in unit]
     assert pieces == sorted(pieces)
@@ -84,7 +85,7 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
         assert all(start < end for start, end in ends)
         if source.format in ("text", "gzip"):
             assert len(ends) == 1
-    total = total_bytes(inputs, groups)
+    total = sum(map(sum, weights))
     if all(source.splits for source in inputs) and total >= count:
         sizes = [sum(end - start for _, start, end in unit) for unit in units]
         assert max(sizes) - min(sizes) <= max(1, 2 * (total // count // 64) - 1)
@@ -92,8 +93,11 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
 
 def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
     before = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
-    after = [dataclasses.replace(source, size=source.size + 40 * (source.path == "f4")) for source in before]
-    old, new = ([[p for p in unit if p.input != 4] for unit in cut(inputs, {}, 23)] for inputs in (before, after))
+    after = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in before]
+    old, new = (
+        [[piece for piece in unit if piece.input != 4] for unit in cut(inputs, weights_of(inputs, "text"), 23)]
+        for inputs in (before, after)
+    )
     assert old == new
 
 
@@ -134,7 +138,7 @@ def test_source_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match=r"the 1 files of .*empty\.txt hold no text"):
-        prepare(DataConfig(source=str(tmp_path / "empty.txt")), tmp_path / "data", print)
+        TextFolder(DataConfig(source=str(tmp_path / "empty.txt")), tmp_path / "data").prepare(print)
 
 
 def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
@@ -185,25 +189,32 @@ def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
         parquet_groups(str(path), "id")
 
 
+def sample_of(data: DataConfig, limit: int) -> list[str]:
+    """A sample of everything."""
+    inputs = find_inputs(data)
+    return take_sample(data, inputs, weights_of(inputs, "text"), limit)
+
+
 def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
     data = DataConfig(source=str(path), text_documents="line", held_out=0.0, tokenizer=TokenizerConfig(vocab_size=300))
     inputs = find_inputs(data)
-    sample = take_sample(data, inputs, {}, 11_000)
+    weights = weights_of(inputs, "text")
+    sample = take_sample(data, inputs, weights, 11_000)
     assert 9_000 < sum(map(len, sample)) <= 11_000
     places = [int(text[5:]) for text in sample if len(text) == 10]
     assert [sum(1000 * k <= place < 1000 * (k + 1) for place in places) > 50 for k in range(10)] == [True] * 10
-    everything = take_sample(data, inputs, {}, 200_000)
+    everything = take_sample(data, inputs, weights, 200_000)
     assert everything == [f"line {i:05d}" for i in range(10_000)]
-    half = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, {}, 200_000)
+    half = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, weights, 200_000)
     assert 4_700 < len(half) < 5_300
     archive = tmp_path / "b.jsonl.gz"  # one place only: it gives the whole sample
     archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
     one = data.model_copy(update={"source": str(archive)})
-    assert sum(map(len, take_sample(one, find_inputs(one), {}, 1_003))) == 1_003
+    assert sum(map(len, sample_of(one, 1_003))) == 1_003
     hollow = tmp_path / "c.jsonl"  # its first half is nearly all wrapping: the second half makes up for it
     lines = [f'{{"padding": "{"-" * 80}", "text": "x"}}\n'] * 1000 + [f'{{"text": "{"y" * 90}"}}\n'] * 1000
     hollow.write_text("".join(lines))
     uneven = data.model_copy(update={"source": str(hollow)})
-    assert 49_000 < sum(map(len, take_sample(uneven, find_inputs(uneven), {}, 50_000))) <= 50_000
+    assert 49_000 < sum(map(len, sample_of(uneven, 50_000))) <= 50_000

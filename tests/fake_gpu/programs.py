@@ -16,7 +16,9 @@ import torch
 from pipeline.checkpoint.save import Checkpointer
 from pipeline.comm import groups
 from pipeline.config.layout import layout_of
-from pipeline.data.tokens import Batches, ShardSpan, TokenDataset
+from pipeline.data.loader import Batches
+from pipeline.data.manifest import ShardEntry
+from pipeline.data.samples import TokenDataset
 from pipeline.model.task import Task
 from pipeline.parallel import compression
 from pipeline.train.engine import Engine
@@ -54,17 +56,18 @@ def loader(folder: str) -> None:
     """A few batches; its thread says where it is."""
 
     class Noting(TokenDataset):
-        def buffer(self, rows: int, pin: bool) -> torch.Tensor:
+        def buffer(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
             note("read")
             return super().buffer(rows, pin)
 
     device = join().device
     file = Path(folder, "0.h5")
     file.write_bytes(bytes(800))
-    dataset = Noting([ShardSpan(file, 400, 0, "uint16")], 8)
+    shard = ShardEntry.model_construct(file=str(file), tokens=400, offset=0, dtype="uint16")
+    dataset = Noting([shard], 8)
     with Batches(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as ready:
         for _ in range(10):
-            assert next(ready).device == device
+            assert next(ready)["tokens"].device == device
 
 
 def mpi() -> None:
@@ -97,7 +100,7 @@ def powersgd(rank: str, port: str) -> None:
     compression._packed = noted
     for step, batch in enumerate(batches(config)[:3], 1):
         read.clear()
-        engine.backward(batch.chunk(2)[here.rank].to(world.device), step)
+        engine.backward({"tokens": batch.chunk(2)[here.rank].to(world.device)}, step)
         new = [torch.empty(len(one), dtype=torch.uint8, device=world.device) for one in read for _ in range(500)]
         taken = [one for one in read if any(one[0] in _bytes(other) or _bytes(other)[0] in one for other in new)]
         note(f"backward: {len(read)} read, {len(taken)} taken")

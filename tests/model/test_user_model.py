@@ -102,7 +102,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     from pipeline.train.optimizer import learning_rate
 
     run = Run.open(path)
-    config, facts, manifest = run.config, run.user_model, manifest_of(run)
+    config, facts = run.config, run.user_model
     assert facts is not None
     samples: dict[str, list[Any]] = {name: [] for name in facts.arrays}
     for source in sorted(path.parent.parent.glob("*.h5")):
@@ -111,7 +111,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
                 arrays += list(file[name][...])
     count = len(samples[facts.arrays[0]])
     kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module, task = facts.load(run.code), task_of(config, facts, run.code, manifest)
+    module, task = facts.load(run.code), task_of(run, manifest_of(run))
     assert str(module.__file__).startswith(str(run.code)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.fill(model, torch.device("cpu"))
@@ -241,9 +241,9 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
     from pipeline.data.check import manifest_of
+    from pipeline.data.loader import GlobalOrderSampler
     from pipeline.data.order import sample_indices
     from pipeline.data.samples import SampleDataset
-    from pipeline.data.tokens import GlobalOrderSampler
 
     run = new_run(series, "dealt", text=RAGGED)
     dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]

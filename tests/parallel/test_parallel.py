@@ -341,7 +341,9 @@ def gradients_rank(place: Place, configs: list[Config]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for config in configs:
         engine, _ = train(place, config, world, 0)
-        engine.backward(batches(config)[0].chunk(engine.layout.data)[engine.layout.coordinates(place.rank).data], 1)
+        engine.backward(
+            {"tokens": batches(config)[0].chunk(engine.layout.data)[engine.layout.coordinates(place.rank).data]}, 1
+        )
         engine.clip(None)  # takes the scale of fp16 out
         weights = [named for part in engine.parts for named in engine.task.weights(part)]
         whole = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
@@ -382,7 +384,7 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     from tests.support.layouts import batches
 
     part = engine.layout.coordinates(world.rank).data
-    engine.backward(batches(config)[1].chunk(engine.layout.data)[part], 2)
+    engine.backward({"tokens": batches(config)[1].chunk(engine.layout.data)[part]}, 2)
     weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad

@@ -72,7 +72,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str) -> None:
             recompute(block, kind)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        batch = torch.zeros((1, length + 1), dtype=torch.int64)
+        batch = {"tokens": torch.zeros((1, length + 1), dtype=torch.int64)}
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:

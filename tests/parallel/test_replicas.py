@@ -74,7 +74,7 @@ def hooked_rank(place: Place, config: Config) -> dict[str, Any]:
     engine, limit = engine_of(place, config), config.optimizer.clip_norm
     reduced = []
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
-        engine.backward(batch.chunk(place.world_size)[place.rank], step)
+        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         names = {parameter: name for name, parameter in engine.parts[0].named_weights()}
         reduced.append({name: parameter.grad.clone() for parameter, name in names.items()})
         norm = engine.clip(limit).item()
@@ -194,7 +194,7 @@ def local_rank(place: Place, config: Config) -> dict[str, Any]:
 
     dist.all_reduce = bounded
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
-        engine.backward(batch.chunk(place.world_size)[place.rank], step)
+        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         norm = engine.clip(config.optimizer.clip_norm).item()
         engine.update(norm)
     mine = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
@@ -327,7 +327,7 @@ def kept_rank(place: Place, config: Config, folder: Path, trained: int) -> dict[
 
     before = state()
     for step, batch in list(enumerate(batches(config), 1))[first : first + trained]:
-        engine.backward(batch.chunk(place.world_size)[place.rank], step)
+        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         engine.update(engine.clip(None).item())
     tensors, extra = engine.saved_state()
     if trained:
@@ -434,7 +434,7 @@ def left_out_rank(place: Place, config: Config) -> bool:
         if step == 3:
             with torch.no_grad():
                 engine.parts[0].get_parameter("lm_head.weight")[0, 0] = float("nan")
-        engine.backward(batch.chunk(place.world_size)[place.rank], step)
+        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         norm = engine.clip(None).item()
         engine.update(norm, good=step != 3)
         same = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
@@ -462,7 +462,7 @@ def held_rank(place: Place, config: Config) -> tuple[int, int, int]:
         return one
 
     compression._packed = noted
-    engine.backward(batches(config)[0].chunk(place.world_size)[place.rank], 1)
+    engine.backward({"tokens": batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
     after = sum(one() is not None for one in made)
     engine.update(engine.clip(None).item())
     deadline = time.monotonic() + 30  # Gloo's own threads may let go of theirs a moment later

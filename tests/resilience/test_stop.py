@@ -75,7 +75,7 @@ def hand_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, flo
     for config in configs:
         layout = layout_of(config, world.size, place.local_world_size, VOCAB)
         engine = Engine(config, layout, world, Task(config, VOCAB))
-        mine = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]
+        mine = {"tokens": batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]}
         found.append([])
         for up in HANDS:
             loss = engine.backward(mine, 1, hand=lambda up=up: place.rank in up)  # type: ignore[misc]

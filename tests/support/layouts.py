@@ -112,7 +112,7 @@ def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[flo
     part = engine.layout.coordinates(place.rank).data
     results = []
     for step, batch in list(enumerate(batches(engine.config), 1))[done : done + steps]:
-        loss = engine.backward(batch.chunk(engine.layout.data)[part], step)
+        loss = engine.backward({"tokens": batch.chunk(engine.layout.data)[part]}, step)
         norm = engine.clip(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)

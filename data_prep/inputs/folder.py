@@ -1,0 +1,201 @@
+"""The data folder of a run, as the stages prepare and shard fill it: with shards of text, or with what is known of a
+user's own arrays.
+
+    data_dir/prepare.json            what `prepare` fixed, written last
+    data_dir/shards/unit-00003.json  what a task made of one work unit, written last
+    data_dir/manifest.json           all units together (pipeline/data/manifest.py)
+
+A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
+a manifest, never the reverse. Each one carries a hash of the rest of it (a number that changed is noticed), and a key
+of all that it was made from, the code of this package too. When anything of that changes, the key no longer fits and
+the file counts as missing.
+
+Once all units are done the inputs may go (scratch file systems purge): they are compared with the disk only while
+there is something to make of them. A login node asks what is missing, so h5py, numpy and tokenizers are imported only
+where the work is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from data_prep.inputs.lustre import stripe
+from data_prep.inputs.sources import Input, find_inputs
+from pipeline.base.errors import InputError
+from pipeline.base.files import sha256_file
+from pipeline.config.sections import DataConfig
+from pipeline.config.site import StripeConfig
+from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
+
+PACKAGE = Path(__file__).resolve().parent.parent
+"""The sources that shape the shards' bytes."""
+AGAIN = "run the prepare stage again, e.g. `python submit.py resume RUN`"
+
+Log = Callable[[str], None]
+Kind = TypeVar("Kind", bound=Keyed)
+Prepared = TypeVar("Prepared", bound=Keyed)
+"""`prepare.json`."""
+Unit = TypeVar("Unit", bound=Keyed)
+"""The manifest of a unit."""
+
+
+def code_sha256(package: Path) -> str:
+    """SHA-256 over names and contents of the sources in folder `package` and below, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\n{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+class DataFolder(ABC, Generic[Prepared, Unit]):
+    """What stands in a data folder, and how it comes there. An object reads what `prepare` fixed once."""
+
+    words: ClassVar[str]
+    """What `prepare` fixes."""
+    prepared_kind: type[Prepared]
+    manifest_kind: ClassVar[type[Manifest | SampleManifest]]
+    endings: ClassVar[Mapping[str, str] | None] = None
+    """The endings that inputs may have, and their formats; None: those of text."""
+
+    def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
+        """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
+        self.data, self.path, self.package = data, path, package
+
+    # -- what differs ------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Of `prepare.json`: config and code."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Sequence[Input]:
+        """The inputs as `prepare` saw them. Raises InputError where what it fixed is missing, damaged or of another
+        config or code."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of units. Raises InputError as `inputs` does."""
+
+    @abstractmethod
+    def unit(self, number: int) -> Unit | None:
+        """The manifest of a unit; None where it is not made, not whole (by the sizes of its files) or does not fit."""
+
+    @abstractmethod
+    def fix(self, log: Log) -> None:
+        """Do the work of `prepare`. Raises UserError for inputs that cannot be used."""
+
+    @abstractmethod
+    def make(self, unit: int) -> bool:
+        """Make one unit; False when it was there and valid.
+
+        Raises InputError naming an input that is not what `prepare` saw, UserError for one that cannot be read,
+        OSError where the file system refuses.
+        """
+
+    @abstractmethod
+    def whole(self, units: Sequence[Unit], log: Log) -> None:
+        """Write the manifest of all units. Raises UserError where the whole is not to be used."""
+
+    # -- what is the same --------------------------------------------------------------------------------
+
+    @cached_property
+    def code(self) -> str:
+        """Hash of the code that does the work."""
+        return code_sha256(self.package)
+
+    def unit_path(self, unit: int) -> Path:
+        """The manifest of a work unit."""
+        return self.path / SHARDS / f"unit-{unit:05d}.json"
+
+    def fitting(self, path: Path, kind: type[Kind], key: str) -> Kind:
+        """The manifest at `path`. Raises InputError where it is missing, damaged or was made from something else."""
+        found = load(path, kind, AGAIN)
+        if found.key != key:
+            what = "another data config, tokenizer or code, or from other inputs"
+            raise InputError(f"{path} was made with {what}: {AGAIN}")
+        return found
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """What `prepare` fixed. Raises InputError where that is missing, damaged or of another config or code."""
+        return self.fitting(self.path / "prepare.json", self.prepared_kind, self.key)
+
+    @property
+    def whole_key(self) -> str:
+        """Key of `manifest.json`. Raises InputError as `prepared` does."""
+        return self.prepared.key
+
+    def prepare_missing(self) -> str | None:
+        """Why prepare is not done; None when all that it fixes is there, whole, and made for this config and code.
+
+        While there are units to make, the inputs must also be what `prepare` saw.
+        """
+        try:
+            inputs = self.inputs
+        except InputError as error:
+            return str(error)
+        if self.shard_missing() is None:
+            return None
+        return next(filter(None, (source.problem() for source in inputs)), None)
+
+    def shard_missing(self) -> str | None:
+        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
+        try:
+            manifest = self.fitting(self.path / "manifest.json", self.manifest_kind, self.whole_key)
+            for entry in (*manifest.train, *manifest.held_out):
+                entry.check(self.path, hashes=False)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def progress(self) -> tuple[int, int]:
+        """Units that are done, and units in all; (0, 0) before `prepare`."""
+        try:
+            units = self._units()
+        except InputError:
+            return 0, 0
+        return len(units) - units.count(None), len(units)
+
+    def _units(self) -> list[Unit | None]:
+        return [self.unit(number) for number in range(self.count)]
+
+    def same_inputs(self) -> bool:
+        """Whether the source names the same unchanged files as before."""
+        return list(self.inputs) == find_inputs(self.data, self.endings)
+
+    def prepare(self, log: Log) -> None:
+        """Fix what units are made from; returns at once when that was done and holds.
+
+        Lists the inputs again as long as there are units to make, and starts over when they have changed.
+        """
+        if self.prepare_missing() is None and (self.shard_missing() is None or self.same_inputs()):
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.fix(log)
+
+    def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
+        """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
+        units = range(task, self.count, tasks)
+        (self.path / SHARDS).mkdir(exist_ok=True)
+        stripe(self.path / SHARDS, striping, log)
+        for number, unit in enumerate(units, 1):
+            made = "written" if self.make(unit) else "was there already"
+            log(f"shard: unit {unit} {made} ({number} of {len(units)})")
+
+    def finalize(self, log: Log) -> bool:
+        """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`
+        raises. Sizes are checked here; hashes are those of the writing tasks."""
+        units = self._units()
+        made = [unit for unit in units if unit is not None]
+        if len(made) < len(units):
+            return False
+        self.whole(made, log)
+        return True

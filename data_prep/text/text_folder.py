@@ -1,0 +1,293 @@
+"""Documents to shards: what `prepare` fixes, what tasks make of each work unit, and the manifest of all.
+
+    data_dir/tokenizer.json, units.json           what `prepare` fixes
+    data_dir/prepare.json                         their sizes and hashes, written last   (:class:`TextPrepared`)
+    data_dir/shards/unit-00003-train-00.h5, ...   the shards of one work unit
+    data_dir/shards/unit-00003.json               their sizes and hashes, written last   (:class:`UnitManifest`)
+    data_dir/manifest.json                        all shards in unit order               (:class:`Manifest`)
+    data_dir/rejected.jsonl                       documents that could not be read
+
+`prepare.json` is keyed by the config that shapes the bytes and by the sources of this package; the manifest of all by
+that key, the tokenizer and `units.json` (which holds path, size and time of each input); that of a unit by the same,
+but of the inputs only by those that it has a part of. So an input that was mended costs its own units, the others stay
+as they are (unless the tokenizer is trained, and comes out differently).
+
+Unit u belongs to task u mod tasks. A unit's shards follow from its pieces, the tokenizer and the config alone,
+so the number of tasks leaves no trace, and a repeated run writes the same bytes over what a killed one left. Only what
+is missing is done again.
+
+Within a unit the documents keep their order; held-out documents (by a hash of their text) go to files of their
+own. A document that cannot be read is listed in its unit's manifest. Line numbers there count from the start of
+the piece, because no task knows how many lines stand before it; the last task knows, from the line counts of all
+pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from data_prep.inputs.folder import AGAIN, DataFolder, Log
+from data_prep.inputs.sources import Input, read_documents
+from data_prep.text.units import Piece, Plan, is_held_out, read_plan
+from pipeline.base.errors import InputError, UserError
+from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
+from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
+
+if TYPE_CHECKING:
+    from data_prep.text.tokenizer import Encoder
+
+_NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
+_BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
+
+
+class UnitManifest(Keyed):
+    """`shards/unit-NNNNN.json`: what one work unit became."""
+
+    unit: int
+    documents: int
+    """Documents with text, held-out ones included."""
+    held_out_documents: int
+    lines: tuple[int, ...]
+    """Lines (parquet: rows) that start in each piece of the unit: what line numbers of later pieces build on."""
+    rejected: tuple[tuple[int, int, str], ...]
+    """Piece, line within the piece (from 1) and reason of each document that could not be read."""
+    train: tuple[ShardEntry, ...]
+    held_out: tuple[ShardEntry, ...]
+
+
+class TextPrepared(Keyed):
+    """`prepare.json`: what `prepare` fixed."""
+
+    tokenizer: FileEntry
+    units: FileEntry
+    unit_count: int
+    vocab_size: int
+    eos_id: int
+    dtype: str
+
+
+class TextFolder(DataFolder[TextPrepared, UnitManifest]):
+    """The data folder of a run on text."""
+
+    words = "tokenizer and work units"
+    prepared_kind = TextPrepared
+    manifest_kind = Manifest
+
+    # -- what prepare fixed ------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        """The config that shapes the bytes, and the code."""
+        config = {**self.data.model_dump(mode="json", exclude=_NOT_IN_KEY), "source": self.data.sources}
+        return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
+
+    @property
+    def whole_key(self) -> str:
+        """Everything that is made from this tokenizer and these units."""
+        fixed = self.prepared
+        return sha256_json({"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256})
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
+        for name, entry in (("tokenizer.json", self.prepared.tokenizer), ("units.json", self.prepared.units)):
+            if problem := entry.problem(self.path / name):
+                raise InputError(f"{problem}: {AGAIN}")
+        return read_plan(self.path / "units.json")
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The files of documents."""
+        return self.plan.inputs
+
+    @property
+    def count(self) -> int:
+        """A unit is about one shard."""
+        return len(self.plan.units)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The tokenizer."""
+        from data_prep.text.tokenizer import load_encoder
+
+        return load_encoder(self.path / "tokenizer.json", self.data.tokenizer.eos_token)
+
+    def same_inputs(self) -> bool:
+        """And the given tokenizer is still the same."""
+        given = self.data.tokenizer.path
+        if given is not None:
+            with reading(str(given)):
+                if sha256_file(given) != self.prepared.tokenizer.sha256:
+                    return False
+        return super().same_inputs()
+
+    def fix(self, log: Log) -> None:
+        """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
+        from data_prep.text.prepare_text import tokenizer_and_plan
+
+        encoder, units = tokenizer_and_plan(self.data, self.path, log)
+        prepared = TextPrepared(
+            key=self.key,
+            tokenizer=FileEntry.of(self.path / "tokenizer.json"),
+            units=FileEntry.of(self.path / "units.json"),
+            unit_count=units,
+            vocab_size=encoder.vocab_size,
+            eos_id=encoder.eos_id,
+            dtype=encoder.dtype,
+        )
+        write_manifest(self.path / "prepare.json", prepared)
+
+    # -- units -------------------------------------------------------------------------------------------
+
+    def _unit_key(self, number: int) -> str:
+        """Config and code, the tokenizer, and the unit's pieces, each with its input as it was listed."""
+        pieces = ([self.inputs[index], *piece] for index, *piece in self.plan.units[number])
+        return sha256_json([self.prepared.key, self.prepared.tokenizer.sha256, *pieces])
+
+    def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
+        """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
+        try:
+            made = self.fitting(self.unit_path(number), UnitManifest, self._unit_key(number))
+            for entry in (*made.train, *made.held_out):
+                entry.check(self.path, hashes)
+        except InputError:
+            return None
+        return made
+
+    def make(self, unit: int) -> bool:
+        """Write the shards of one unit and, last, its manifest."""
+        from data_prep.text.shard_file import ShardWriter
+
+        if self.unit(unit, hashes=True) is not None:
+            return False
+        pieces = self.plan.units[unit]
+        for left_over in (self.path / SHARDS).glob(f".unit-{unit:05d}[-.]*.tmp"):  # of a killed task
+            left_over.unlink(missing_ok=True)
+        self._check_inputs(pieces)
+        attributes: dict[str, str | int] = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer_sha256": self.prepared.tokenizer.sha256,
+            "source": ", ".join(self.data.sources)[:1000],  # HDF5 takes 64 KB of attributes
+        }
+        writers = [
+            ShardWriter(self.path, f"unit-{unit:05d}-{split}", self.data.shard_tokens, self.encoder.dtype, attributes)
+            for split in ("train", "held_out")
+        ]
+        lines = [0] * len(pieces)
+        rejected: list[tuple[int, int, str]] = []
+        for batch in _batches(self._documents(pieces, lines, rejected)):
+            for text, tokens in zip(batch, self.encoder.encode(batch), strict=True):
+                utf8 = text.encode()
+                writers[is_held_out(utf8, self.data.held_out)].add(tokens, len(utf8))
+        train, held_out = (writer.close() for writer in writers)
+        self._check_inputs(pieces)  # one that changed while it was read fits no manifest
+        manifest = UnitManifest(
+            key=self._unit_key(unit),
+            unit=unit,
+            documents=sum(entry.documents for entry in (*train, *held_out)),
+            held_out_documents=sum(entry.documents for entry in held_out),
+            lines=tuple(lines),
+            rejected=tuple(rejected),
+            train=train,
+            held_out=held_out,
+        )
+        write_manifest(self.unit_path(unit), manifest)
+        return True
+
+    def _check_inputs(self, pieces: tuple[Piece, ...]) -> None:
+        for index in {piece.input for piece in pieces}:
+            self.inputs[index].check()
+
+    def _documents(
+        self, pieces: tuple[Piece, ...], lines: list[int], rejected: list[tuple[int, int, str]]
+    ) -> Iterator[str]:
+        """The texts of these pieces in order; counts lines by piece and lists rejected documents on the way."""
+        for place, piece in enumerate(pieces):
+            for document in read_documents(self.inputs[piece.input], piece.start, piece.end, self.data.text_field):
+                lines[place] = document.line
+                if document.reason is not None:
+                    rejected.append((place, document.line, document.reason))
+                elif document.text:
+                    yield document.text
+
+    def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
+        """Write `rejected.jsonl` and `manifest.json`, and remove files that no unit lists.
+
+        Raises UserError when more documents are unreadable than `data.max_rejected` allows or none is held out.
+        """
+        train = tuple(entry for unit in units for entry in unit.train)
+        held_out = tuple(entry for unit in units for entry in unit.held_out)
+        manifest = Manifest(
+            key=self.whole_key,
+            source=tuple(self.data.sources),
+            tokenizer_sha256=self.prepared.tokenizer.sha256,
+            vocab_size=self.prepared.vocab_size,
+            eos_id=self.prepared.eos_id,
+            dtype=self.prepared.dtype,
+            documents=sum(unit.documents for unit in units),
+            held_out_documents=sum(unit.held_out_documents for unit in units),
+            rejected_documents=sum(len(unit.rejected) for unit in units),
+            train_tokens=sum(entry.tokens for entry in train),
+            held_out_tokens=sum(entry.tokens for entry in held_out),
+            train_bytes=sum(entry.bytes for entry in train),
+            held_out_bytes=sum(entry.bytes for entry in held_out),
+            train=train,
+            held_out=held_out,
+        )
+        self._reject(units, manifest.documents)
+        if self.data.held_out and not held_out:
+            raise UserError(
+                f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "
+                f"{self.data.held_out}, so nothing could be evaluated: start a new run with a larger fraction, more "
+                "documents, or 0"
+            )
+        write_manifest(self.path / "manifest.json", manifest)
+        listed = {self.path / entry.file for entry in (*train, *held_out)}
+        listed |= {self.unit_path(number) for number in range(self.count)}
+        for path in set((self.path / SHARDS).glob("unit-*")) - listed:
+            path.unlink(missing_ok=True)
+        log(
+            f"shard: {manifest.documents:,} documents ({manifest.held_out_documents:,} held out, "
+            f"{manifest.rejected_documents:,} rejected), "
+            f"{manifest.train_tokens:,} + {manifest.held_out_tokens:,} tokens"
+        )
+
+    def _reject(self, units: Sequence[UnitManifest], documents: int) -> None:
+        """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason. Raises UserError over the limit."""
+        before = [0] * len(self.inputs)  # lines of each input in the pieces so far: units and pieces are in its order
+        rows: list[dict[str, str | int]] = []
+        for unit, pieces in zip(units, self.plan.units, strict=True):
+            starts = []
+            for piece, count in zip(pieces, unit.lines, strict=True):
+                starts.append(before[piece.input])
+                before[piece.input] += count
+            for place, line, reason in unit.rejected:
+                path = self.inputs[pieces[place].input].path
+                rows.append({"file": path, "line": starts[place] + line, "reason": reason})
+        listing = self.path / "rejected.jsonl"
+        write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        total = documents + len(rows)
+        if len(rows) > self.data.max_rejected * total:
+            first = rows[0]
+            raise UserError(
+                f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
+                f"data.max_rejected ({self.data.max_rejected:.2%}) allows; the first is {first['file']} line "
+                f"{first['line']}: {first['reason']}; all are in {listing}. Mend or remove them, or raise "
+                "data.max_rejected"
+            )
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Batches for the tokenizer."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch

@@ -1,0 +1,177 @@
+"""From mapped samples to a batch on the device: sampler and background reader.
+
+    pipeline/data/samples.py  maps every file into memory once; `read` copies a whole batch
+      -> GlobalOrderSampler   which indices this rank reads at each optimizer step (the order: `pipeline/data/order.py`)
+      -> Batches              a thread reads ahead; the consumer moves a batch to the device and widens its tokens there
+
+Tokens stay 2 (or 4) bytes wide until they are on the device; and a thread reads ahead, because numpy's copies release
+the GIL, while worker processes would cost many times the reading in copies between processes
+(`benchmarks/results/loader.md`).
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from pipeline.base.device_thread import device_thread
+from pipeline.base.errors import UserError
+from pipeline.data.order import Int64Array, deal, indices_of
+from pipeline.data.samples import MappedDataset
+
+Batch = dict[str, Tensor]
+"""Arrays by name, samples along the first dimension; of text `tokens` alone, shape (B, T + 1)."""
+_WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}  # these are tokens
+_SAMPLES_AHEAD = 4096  # how many sample numbers the sampler computes at once: numpy's cost per call is spread
+
+
+class GlobalOrderSampler(DistributedSampler[Int64Array]):
+    """Which samples this rank reads, one array per optimizer step; endless.
+
+    Optimizer step k of the run takes the run-global samples [k*G, (k + 1)*G), G = `global_batch`, in the order
+    of `pipeline/data/order.py`; rank r of W takes the contiguous positions [r*G/W, (r + 1)*G/W) of them. So the
+    layout only splits a batch, and ranks put behind one another are always the same global batch.
+
+    Iterating yields int64 arrays of dataset indices, shape (G/W,), from run-global sample `samples_consumed` on; the
+    order jumps over the (position, count) ranges `left_out` (pipeline/resilience/guard.py), which move what comes after
+    them. Epochs follow one another by themselves: `set_epoch` has no effect. `num_replicas` and `rank` come from the
+    default process group if they are not given (in a mesh, give the data parallel size and rank). Raises UserError if W
+    does not divide G.
+
+    Where the dataset has `lengths` a rank takes as many samples of the same global batch, but which ones
+    is dealt so that the ranks' sums of lengths are even (`pipeline/data/order.py`, `deal`).
+    """
+
+    def __init__(
+        self,
+        dataset: MappedDataset,
+        *,
+        global_batch: int,
+        seed: int,
+        samples_consumed: int = 0,
+        left_out: Sequence[tuple[int, int]] = (),
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        if global_batch % self.num_replicas:
+            ranks = self.num_replicas
+            raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
+        self.global_batch = global_batch
+        self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
+        self.lengths, self._size = dataset.lengths, len(dataset)
+
+    def __len__(self) -> int:
+        """Optimizer steps of one epoch, a last partial one counted: ceil(n / G). Iterating does not end there."""
+        return -(-self._size // self.global_batch)
+
+    def __iter__(self) -> Iterator[Int64Array]:
+        local = self.global_batch // (1 if self.lengths else self.num_replicas)  # to be dealt, all of it is looked at
+        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # not many epochs of a small dataset
+        first = self.samples_consumed + (0 if self.lengths else self.rank * local)
+        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
+        while True:
+            positions = first + offsets
+            for start, count in self.left_out:
+                positions[positions >= start] += count
+            indices = indices_of(self.seed, positions, self._size)
+            if self.lengths:
+                yield from (batch[deal(self.lengths(batch), self.num_replicas)[self.rank]] for batch in indices)
+            else:
+                yield from indices
+            first += steps * self.global_batch
+
+
+class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
+    """Iterator over a rank's batches on `device`; tokens are int64 there.
+
+    A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
+    operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
+    one, then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
+    `DEPTH` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
+    there. An exception of the thread is raised by `next` in the place of the block that failed; the end of a finite
+    sampler ends the iteration. Use it as a context manager or call :meth:`close`.
+    """
+
+    DEPTH = 2
+    BLOCK_BYTES = 1 << 20  # handing one over costs little against reading it, and a core's own cache holds it
+
+    def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
+        self.data_wait_s = 0.0
+        """Seconds that the consumer waited for the last batch to be read."""
+        self._dataset, self._sampler, self._device = dataset, sampler, device
+        self._block: list[Batch] = []  # what is left of the block in hand, last batch first
+        self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead
+        for _ in range(self.DEPTH):
+            self._room.put(None)
+        self._closed = False
+        self._end: BaseException | None = None
+        # A daemon, so that a trainer that dies without close() is not kept alive by its reader.
+        self._thread = device_thread(self._read_ahead, "sluice-batches")
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        self.data_wait_s = 0.0
+        if not self._block:
+            self._take_block()
+        # On CUDA torch's host allocator keeps the page-locked buffer until the copy is done.
+        return {
+            name: array.to(self._device, non_blocking=True).to(_WIDE.get(array.dtype, array.dtype))
+            for name, array in self._block.pop().items()
+        }
+
+    def _take_block(self) -> None:
+        """Wait for the next block; raise what ended the thread."""
+        if self._closed:
+            raise StopIteration
+        start = time.perf_counter()
+        block = self._end or self._ready.get()
+        self.data_wait_s = time.perf_counter() - start
+        if isinstance(block, BaseException):
+            self._end = block
+            raise block
+        self._block = block
+        self._room.put(None)
+
+    def close(self) -> None:
+        """End the thread and wait for it (at most for the block that it is reading); later `next` calls stop."""
+        self._closed = True
+        self._block = []
+        self._room.put(None)
+        self._thread.join()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _read_ahead(self) -> None:
+        """The thread: ask for a block, wait for room, read it, hand it over; whatever ends it is handed over too."""
+        try:
+            sampler, size = iter(self._sampler), 1
+            while asked := list(islice(sampler, size)):
+                self._room.get()
+                if self._closed:
+                    return
+                block = self._read(asked)
+                batch_bytes = sum(array.nbytes for array in block[0].values())
+                self._ready.put(block)  # the consumer's from here on
+                size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, batch_bytes)))
+            raise StopIteration
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _read(self, asked: list[Int64Array]) -> list[Batch]:
+        """Read batches in one go, in the files' types; the last one first."""
+        sizes = [len(indices) for indices in asked]
+        host = self._dataset.buffer(sum(sizes), pin=self._device.type == "cuda")
+        self._dataset.read(np.concatenate(asked), out={name: array.numpy() for name, array in host.items()})
+        parts = zip(*(array.split(sizes) for array in host.values()), strict=True)
+        return [dict(zip(host, arrays, strict=True)) for arrays in parts][::-1]
