@@ -120,6 +120,7 @@ def test_a_new_optimizer_trains_and_goes_on(tmp_path: Path) -> None:
     assert len(losses) == 6 and losses[-1] < losses[0]
 
 
+@pytest.mark.story
 def test_a_new_metric_is_in_each_line(tmp_path: Path) -> None:
     code, config = applied("Add a metric", tmp_path / "code"), write_config(tmp_path)
     for stage in ("prepare", "shard", "train"):
@@ -128,6 +129,7 @@ def test_a_new_metric_is_in_each_line(tmp_path: Path) -> None:
     assert [line["clipped"] for line in read_jsonl(tmp_path / "runs/tiny/metrics.jsonl")] == [True] * 3
 
 
+@pytest.mark.story
 def test_a_new_signal_stops_a_training(tmp_path: Path) -> None:
     code, config = applied("Add a signal", tmp_path / "code"), write_config(tmp_path, steps=100_000)
     for stage in ("prepare", "shard"):

@@ -205,6 +205,7 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics))).keys()
 
 
+@pytest.mark.story
 def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path) -> None:
     """Loaded under the new layout and saved again they are the same; losses go on as those of an unmoved run."""
     steady = ("optimizer.schedule=constant", "train.steps=14")

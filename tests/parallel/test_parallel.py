@@ -58,10 +58,7 @@ def test_data_parallel_and_zero() -> None:
         {"parallel": {"zero": 0}},
         {"parallel": {"zero": 1}},
         {"parallel": {"zero": 2}},
-        {"parallel": {"zero": 3}},
-        {"parallel": {"zero": 2, "reduce": "step"}},
         {"parallel": {"zero": 3, "reduce": "step"}, "model": TIED},
-        {"parallel": {"zero": 1, "data": {"replicate": 2, "shard": 2}}},
         {"parallel": {"zero": 3, "data": {"replicate": 2, "shard": 2}}},
         {"parallel": {"zero": 3, "activation_checkpointing": "selective"}},
         {"parallel": {"zero": 3, "offload": True, "activation_checkpointing": "full"}},
@@ -96,12 +93,12 @@ def test_pipeline_with_data_and_tensor_parallel() -> None:
         4,
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
         {"parallel": {**V, "schedule": "zbv", "zero": 1}},
-        {"parallel": {"pipeline": 4}},
         {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW, "model": TIED},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW},
     )
 
 
+@pytest.mark.story
 def test_all_three_on_eight_ranks() -> None:
     check(8, {"parallel": {"pipeline": 2, "tensor": 2, "zero": 2}, "train": FEW})
 
@@ -281,7 +278,14 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(EXACT)[:3], pytest.param("replicated", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero 3",
+        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor")),
+        pytest.param("replicated", marks=pytest.mark.long),
+    ],
+)
 def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path, name: str) -> None:
     """With dropout on, and the same weights again from an undisturbed run."""
     more = ("model.layers=4", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=4", *EXACT[name])

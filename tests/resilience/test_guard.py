@@ -174,6 +174,7 @@ def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) 
     return stage_rank(place, path, "train")
 
 
+@pytest.mark.story
 def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
     assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {Exit.STOPPED}

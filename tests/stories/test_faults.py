@@ -96,7 +96,10 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
     assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE, Exit.DONE]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest", "metadata"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped", "metadata", *(pytest.param(n, marks=pytest.mark.story) for n in ("truncated", "missing", "manifest"))],
+)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     tmp_path: Path, stopped: Run, calm: tuple[str, list[Any]], damage: str
 ) -> None:
@@ -133,7 +136,7 @@ def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, 
         assert lines(run) == before
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.story), "async"])
 def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     tmp_path: Path, data: Path, small_disk: Path, calm: tuple[str, list[Any]], mode: str
 ) -> None:

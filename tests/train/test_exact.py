@@ -79,7 +79,7 @@ def interrupted(
     return ranks.results(failures_expected=number == signal.SIGKILL)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.story)])
 def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: Any, size: int) -> None:
     run = new_run(tmp_path, "stopped", data)
     draw = random.Random(size)
@@ -97,8 +97,10 @@ def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: 
     assert not [e for e in run.read_events("train") if e["event"] == "lost_work"], "a stop that saves loses nothing"
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize(
+    ("size", "who"),
+    [(2, "all"), (4, "one"), *(pytest.param(*more, marks=pytest.mark.story) for more in [(4, "all"), (2, "one")])],
+)
 def test_three_sigkills_lose_only_what_was_not_saved(
     tmp_path: Path, data: Path, undisturbed: Any, size: int, who: str
 ) -> None:
@@ -125,9 +127,9 @@ def recording_rank(place: Any, path: Path, stage: str) -> int:
 
     real = Trainer.step
 
-    def step(self: Any, number: int, batch_BT1: Any) -> dict[str, Any]:
-        line = real(self, number, batch_BT1)
-        samples = {"step": number, "rank": place.rank, "samples": batch_BT1.tolist()}
+    def step(self: Any, number: int, batch: Any) -> dict[str, Any]:
+        line = real(self, number, batch)
+        samples = {"step": number, "rank": place.rank, "samples": batch["tokens"].tolist()}
         append_line(path / "samples.jsonl", json.dumps(samples))
         return line
 
