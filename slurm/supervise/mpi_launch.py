@@ -12,6 +12,7 @@ threads), may outnumber them on one machine, and may be root's (containers, test
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -19,14 +20,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import Exit, UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
 from slurm.supervise.launch import Left, Ranks, SrunRanks
 
 TRIAL_S = 60.0
+LOOK_S = 1.0
+LINGERS_S = 15.0
+"""How long mpirun may still be there after its last rank; it takes less than a second."""
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
 _EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
@@ -88,6 +94,8 @@ class MpirunRanks(SrunRanks):
     def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
         super().__init__(run, stage, size, lock)
         self._mpirun, self.settings = mpirun_command(size, local)
+        self._next_look, self._last_seen = 0.0, math.inf
+        self._had_ranks = self._lingered = False
 
     def command(self) -> list[str]:
         """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
@@ -98,6 +106,29 @@ class MpirunRanks(SrunRanks):
             f'exec "$@" >>{log}"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}".log 2>&1'
         )
         return [*self._mpirun, "sh", "-c", script, "sh"]
+
+    def poll(self) -> list[Left]:
+        """All ranks, once mpirun has ended. One that does not, though its ranks have, is killed: it waits for itself.
+
+        Seen of Open MPI 5.0.11, now and then, where it had passed a signal on (openpmix/prrte, issue 1839).
+        """
+        now = time.monotonic()
+        if self._alive and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            has_ranks = _has_children(self._alive[0].pid)
+            self._had_ranks |= has_ranks
+            if has_ranks or not self._had_ranks:
+                self._last_seen = now
+            elif now - self._last_seen > LINGERS_S:
+                print(f"mpirun (pid {self._alive[0].pid}) did not end after its ranks: killed", flush=True)
+                self._lingered = True
+                self._alive[0].kill()
+        return super().poll()
+
+    def _explained(self, left: Left) -> Left:
+        """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
+        said = super()._explained(left)
+        return Left(0, Exit.DONE) if self._lingered and said.told else said
 
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
@@ -113,3 +144,14 @@ class MpirunRanks(SrunRanks):
         for number in (signal.SIGTERM, signal.SIGKILL):
             Ranks.send(self, number)
             self._wait(15)
+
+
+def _has_children(pid: int) -> bool:
+    """Whether a process has a child that is no zombie (proc(5))."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in listed.read_text().split():
+                with suppress(OSError):
+                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        return True
+    return False

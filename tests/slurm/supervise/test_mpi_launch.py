@@ -168,6 +168,27 @@ def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pyt
         assert mpi_launch.slurm_plugin() == plugin
 
 
+@pytest.mark.parametrize("said", ["   Process name: [x@1,0]\\n   Exit code:    75", ""])
+def test_an_mpirun_that_does_not_end_after_its_ranks_is_killed(
+    calm: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str
+) -> None:
+    """A fake one, which has a rank for a second and then only waits, as Open MPI's does now and then."""
+    fake = tmp_path / "fake-mpirun"
+    fake.write_text(f"#!/bin/sh\nsleep 1.5 & wait $!\nprintf '{said}'\nexec sleep 1000\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(mpi_launch, "mpirun_command", lambda *_: ([str(fake)], {}))
+    monkeypatch.setattr(mpi_launch, "LOOK_S", 0.1)
+    monkeypatch.setattr(mpi_launch, "LINGERS_S", 2.0)
+    ranks = mpi_launch.MpirunRanks(calm, "train", 1, os.open(tmp_path, os.O_RDONLY), local=True)
+    ranks.start()
+    started, gone = time.monotonic(), list[Left]()
+    while ranks.running and time.monotonic() < started + 60:
+        gone += ranks.poll()
+        time.sleep(0.05)
+    assert [(left.rank, left.code) for left in gone] == [(0, 75 if said else 0)] and not ranks.running
+    assert time.monotonic() - started > 3, "its rank was let alone"
+
+
 def test_no_mpirun_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
