@@ -56,9 +56,15 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     config = masked(with_absolute_paths(config))
     run, train = Run(config.run.root / config.run.name), config.train
     own = found_for(config, [Path.cwd(), CODE_ROOT])
-    unit = f"sequences ({train.global_batch * config.data.sequence_length:,} tokens)" if own is None else "samples"
+    model, length, sources = config.model, config.data.sequence_length, ", ".join(config.data.sources)
+    arrays, unit = f"sequences of {length} tokens", f"sequences ({train.global_batch * length:,} tokens)"
+    what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
+    if own is not None:
+        arrays, unit, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
+        f"data      {sources}: {arrays}",
+        f"model     {what}, {train.precision}",
         f"training  {train.steps} steps of {train.global_batch} {unit}: {config.stages.train.ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         "",
