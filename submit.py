@@ -70,6 +70,7 @@ def submit(
     """Make the run of a config (or find it) and run the stages that are not done."""
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
+    from slurm.query.jobs import uses_slurm
 
     loaded = load_config(config, overrides or ())
     if dry_run:
@@ -77,7 +78,10 @@ def submit(
 
         print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
-    chosen = _choose(executor)
+    known = Run(loaded.run.root / loaded.run.name)
+    if there := known.config_file.exists():
+        known.refuse_foreign()
+    chosen = _choose(executor, known if there and uses_slurm(known) else None)
     _go(Run.create(loaded), chosen, again=False)
 
 

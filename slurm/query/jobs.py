@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.query.states import FORGOTTEN, Claim, JobState, claims, must_answer, query
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,16 @@ def unproven(jobs: Sequence[Submitted]) -> list[str]:
 
 
 def running(run: Run) -> list[str]:
-    """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun."""
+    """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun.
+
+    Raises UserError where Slurm cannot be asked about its jobs.
+    """
     everyone = (run, *points(run))
     held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.holder(stage)]
-    jobs = [job for job in jobs_of(everyone) if job.state.active and job.state.state != "PENDING"]
-    return held or [f"{job.stage} (job {job.job_id})" for job in jobs]
+    jobs = jobs_of(everyone)
+    must_answer(job.state for job in jobs)
+    begun = [job for job in jobs if job.state.active and job.state.state != "PENDING"]
+    return held or [f"{job.stage} (job {job.job_id})" for job in begun]
 
 
 def uses_slurm(run: Run) -> bool:

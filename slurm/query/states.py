@@ -9,9 +9,9 @@ share a file system counts for itself. So callers ask with a :class:`Claim`, and
   to read how it ended, and for nothing else.
 
 One `squeue` per look; then `sacct` for what it does not tell, which prints the same columns. `squeue -t all` knows a
-job until MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a second or so. What is left
-is asked of `squeue` job by job: those of another user. A job that nobody knows any more is UNKNOWN: the run directory
-has to tell.
+job until MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a second or so. One more
+`squeue` is asked for jobs of another user that are left. A job that nobody knows any more is UNKNOWN: the run directory
+has to tell, and so it has where the controller does not answer, which is waited for once.
 
 squeue is asked for this user's jobs only (`--me`): of all its filters that one (and a single job id) is
 applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,9 +33,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 
 TIMEOUT_S = 30
+VIEW_TIMEOUT_S = 10.0
+"""How long a person waits before it is said that the controller does not answer."""
+SILENT = "no Slurm controller answers here"
 TOLERANCE_S = 300.0
 """How far an event's time may be from the time of submission that Slurm tells: clocks differ, and sbatch takes time."""
 FORGOTTEN = "UNKNOWN"
@@ -106,29 +111,53 @@ class Claim:
 
 
 def slurm_answers() -> bool:
-    """Whether there is a Slurm controller to talk to."""
-    return shutil.which("sbatch") is not None and " is UP" in (call("scontrol", "ping") or "")
-
-
-def call(*command: str) -> str | None:
-    """Output of a Slurm command; None where it fails or does not answer in time."""
+    """Whether there is a Slurm to submit to. Raises UserError where there is one whose controller does not answer:
+    what is meant for its nodes must not start on this machine."""
+    if shutil.which("sbatch") is None:
+        return False
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=VIEW_TIMEOUT_S)
+        silent = " is UP" not in done.stdout and " is DOWN" in done.stdout
+    except subprocess.TimeoutExpired:
+        silent = True
+    if silent:
+        raise UserError(f"{SILENT} (scontrol ping): try again later, or say --executor local to train on this machine")
+    return " is UP" in done.stdout  # where a machine merely has Slurm's commands, nothing is said of a controller
+
+
+def must_answer(states: Iterable[JobState]) -> None:
+    """Raise UserError where a look found no controller that answers."""
+    if any(state.reason == SILENT for state in states):
+        raise UserError(
+            f"{SILENT} (scontrol ping): the jobs of this run cannot be seen, so nothing is submitted or changed; "
+            "try again later"
+        )
+
+
+def call(*command: str, timeout_s: float | None = None) -> str | None:
+    """Output of a Slurm command; None where it fails or does not answer in time (`TIMEOUT_S`)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s or TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
 _clusters: dict[str | None, str] = {}
+_silent_until: dict[str | None, float] = {}
 
 
 def cluster_name() -> str | None:
-    """The cluster that answers here: a job's own, else the controller's word, asked for once; None if it is silent."""
+    """The cluster that answers here: a job's own, else the controller's word, asked for once; None if it is silent, and
+    then for half a minute more: one who looks again and again does not wait each time."""
     if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
         return own
     conf = os.environ.get("SLURM_CONF")
-    if conf not in _clusters and (told := settings().get("ClusterName")):
-        _clusters[conf] = told
+    if conf not in _clusters and time.monotonic() >= _silent_until.get(conf, 0.0):
+        if told := settings(VIEW_TIMEOUT_S).get("ClusterName"):
+            _clusters[conf] = told
+        else:
+            _silent_until[conf] = time.monotonic() + 30
     return _clusters.get(conf)
 
 
@@ -175,12 +204,15 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
     """
     kept = {} if forgotten is None else forgotten
     wanted = sorted(set(asked) - kept.keys(), key=lambda one: one.job_id)
-    look = _Look(cluster_name() if wanted else None, wanted)
+    here = cluster_name() if wanted else None
+    if here is None:
+        return {**kept, **{one: JobState(one.job_id, FORGOTTEN, SILENT) for one in wanted}}
+    look = _Look(here, wanted)
     answered = bool(look.found) and look.ask_controller("--me", "-j", _ids(look.found))
     if missing := look.missing():
         look.ask_accounting(_ids(missing))
-    for one in look.missing():
-        look.ask_controller("-j", one.job_id)
+    if others := [one for one in look.missing() if one.uid != os.getuid()]:
+        look.ask_controller("-j", _ids(others))
     states = {one: look.state(one) for one in wanted}
     for one in set(wanted) - look.found.keys() | set(missing):
         if not states[one].active and (states[one].state != FORGOTTEN or answered):
@@ -191,9 +223,9 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
 class _Look:
     """One look at Slurm, and whose is what it shows."""
 
-    def __init__(self, here: str | None, wanted: Sequence[Claim]) -> None:
+    def __init__(self, here: str, wanted: Sequence[Claim]) -> None:
         self.here = here
-        self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if here and c.cluster in (None, here)}
+        self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if c.cluster in (None, here)}
         self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id)}
 
     def missing(self) -> list[Claim]:
@@ -237,7 +269,7 @@ class _Look:
 
     def state(self, one: Claim) -> JobState:
         """The state of a job: of the tasks of an array one that may run, then one that failed."""
-        if self.here and one not in self.found:
+        if one not in self.found:
             return JobState(one.job_id, FORGOTTEN, f"jobs of cluster {one.cluster} are not seen from {self.here}")
         found = self.found.get(one) or [JobState(one.job_id, FORGOTTEN)]
         first = min(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
@@ -263,9 +295,9 @@ def parse_config(text: str) -> dict[str, str]:
     return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 
-def settings() -> dict[str, str]:
+def settings(timeout_s: float | None = None) -> dict[str, str]:
     """slurm.conf as the controller has it, and its version; nothing where it does not answer."""
-    return parse_config(call("scontrol", "show", "config") or "")
+    return parse_config(call("scontrol", "show", "config", timeout_s=timeout_s) or "")
 
 
 def _rows(listed: str | None) -> list[JobState]:

@@ -43,7 +43,7 @@ def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
     here = cluster_name()
     known = {(one.job_id.split("_")[0], one.name) for one in jobs if one.cluster in (None, here)}
-    ids, columns = ",".join(sorted({job for job, _ in known})), "JobID,Start,End,JobName"
+    ids, columns = ",".join(sorted({job for job, _ in known})) if here else "", "JobID,Start,End,JobName"
     listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns) if ids else None
     found = []
     for line in (listed or "").splitlines():

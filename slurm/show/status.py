@@ -30,7 +30,7 @@ from pipeline.run.directory import Run
 from slurm.query import attempts
 from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
-from slurm.query.states import FORGOTTEN, Claim, JobState
+from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
 from slurm.show.sweep_table import point_table
@@ -85,6 +85,8 @@ def judge(
         return told.end["event"], words if told.end["event"] == "failed" else "", False
     if slurm == "CANCELLED":
         return "cancelled", "", False
+    if job is not None and job.reason == SILENT:
+        return "unknown", SILENT, True  # for all we know
     if told.started is not None:
         how = f"{name} is {slurm}: its supervisor left no word" if slurm else "it ended without a word"
         return "died", how, False

@@ -24,7 +24,7 @@ from pipeline.run.points import points
 from slurm.query import attempts
 from slurm.query.causes import leaving
 from slurm.query.jobs import jobs_of, unproven
-from slurm.query.states import cancel
+from slurm.query.states import SILENT, cancel, must_answer
 from slurm.submit.sweeps import submit_sweep
 
 
@@ -51,6 +51,7 @@ class Chain:
         self.run, self.again = run, again
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.known = jobs_of([run])
+        must_answer(job.state for job in self.known)
         self.waiting: dict[str, str] = {}
         """By stage, the job that later stages wait for."""
         self.fresh: set[str] = set()
@@ -117,6 +118,8 @@ def cancel_run(run: Run) -> list[str]:
     words = f"{', '.join(held)} saves and leaves" if held else "nothing was running here"
     if jobs:
         words = f"jobs {', '.join(jobs)} end"
+    elif SILENT in unknown:
+        words = "jobs that run save and leave, and those that begin end at once, but they stay in the queue until then"
     return [f"{run.name} is cancelled: {words}", *unknown]
 
 

@@ -12,10 +12,12 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from pipeline.base.errors import UserError
 from tests.cluster.config import CONTROL, NODES, Options, Site, free_ports, write
@@ -218,6 +220,19 @@ class Cluster:
         (self.directory / "state").mkdir()
         self._start_daemon(timeout, "slurmctld", ["slurmctld", "-D"], (site.host, site.ports["slurmctld"]))
         self.wait_idle(timeout)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The controller hangs: its port is open, and it answers nobody."""
+        self._site()
+        stopped = psutil.Process(self._machine("slurmctld").processes()[0].pid).children(recursive=True)
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                process.resume()
 
     # Commands
 

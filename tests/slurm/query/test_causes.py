@@ -104,7 +104,7 @@ def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
 ) -> None:
     text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
-    monkeypatch.setattr(job, "call", lambda *words: text if words[0] == "scontrol" else accounting)
+    monkeypatch.setattr(job, "call", lambda *words, **_: text if words[0] == "scontrol" else accounting)
     facts = job.job_facts("12")
     assert facts is not None and facts.state == state
 
@@ -122,10 +122,10 @@ def leave(
         return True
 
     said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count(step=5)
-    monkeypatch.setattr(job, "call", lambda *words: next(said) if words[0] == "scontrol" else None)
+    monkeypatch.setattr(job, "call", lambda *words, **_: next(said) if words[0] == "scontrol" else None)
     monkeypatch.setattr(job, "parse_facts", lambda facts: facts)
     monkeypatch.setattr(job, "requeue", requeue)
-    monkeypatch.setattr(supervisor.succession.states, "call", lambda *words: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.succession.states, "call", lambda *words, **_: asked.append(words[0]))
     monkeypatch.setattr(supervisor.succession.states, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
@@ -193,7 +193,7 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     if told:
         run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
     monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
-    monkeypatch.setattr(succession.states, "call", lambda *words: "")
+    monkeypatch.setattr(succession.states, "call", lambda *words, **_: "")
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
@@ -314,7 +314,7 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
             ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
         ]
     ]
-    monkeypatch.setattr(job, "call", lambda *words: "\n".join(lines))
+    monkeypatch.setattr(job, "call", lambda *words, **_: "\n".join(lines))
     assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
     assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
     assert dead_nodes("") == []

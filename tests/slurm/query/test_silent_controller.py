@@ -1,0 +1,117 @@
+"""A controller that does not answer is waited for once; nothing is said of its jobs, or done in their place."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.run.directory import Run
+from slurm.query import jobs, states
+from slurm.query.states import SILENT, Claim, claims, slurm_answers
+from slurm.show.status import print_status
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.slurm.query.test_job_identity import HELD, queue
+from tests.stories.test_slurm import submit
+from tests.support.tiny import make_run
+
+cluster = cluster_fixture()
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path, overrides=HELD)
+    assert submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
+    ids = [one.job_id for _, one in claims(run)]
+    before = queue(cluster, ids)
+    with cluster.frozen():
+        status = submit(cluster, tmp_path, "status", "runs/tiny")
+        assert status.returncode == 0 and f"train unknown {SILENT}" in status.stdout and "resume" not in status.stdout
+        for again in (
+            ["tiny.yaml", *HELD],
+            ["resume", "runs/tiny"],
+            ["resume", "runs/tiny", "stages.train.time=1:00:00"],
+        ):
+            refused = submit(cluster, tmp_path, *again)
+            assert refused.returncode == Exit.USER_ERROR and SILENT in refused.stderr, (again, refused.stdout)
+        assert not run.metrics.exists() and not run.changes.exists(), "nothing was trained here, or changed"
+        cancelled = submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
+        assert "they stay in the queue" in cancelled and SILENT in cancelled
+    assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
+    assert "jobs" in submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
+    assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands, fake: each notes that it was asked, and does what the test writes behind that."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("scontrol", "squeue", "sacct", "sbatch"):
+        (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\nexec /bin/sleep 100\n')
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(states, "VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(states, "_clusters", {})
+    monkeypatch.setattr(states, "_silent_until", {})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return folder
+
+
+def answers(folder: Path, name: str, says: str, code: int = 0) -> None:
+    (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\necho "{says}"\nexit {code}\n')
+
+
+def submitted(folder: Path, count: int) -> Run:
+    run = make_run(folder)
+    for job in range(count):
+        run.event("submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="tiny-train")
+    return run
+
+
+def test_it_is_waited_for_once(tmp_path: Path, asked: Path) -> None:
+    run, shown = submitted(tmp_path, 20), io.StringIO()
+    for _ in range(3):
+        print_status(run, Console(file=shown, width=200))
+    assert (asked / "log").read_text().split() == ["scontrol"]
+    assert shown.getvalue().count(f"train unknown {SILENT}") == 3
+    with pytest.raises(UserError, match=SILENT):
+        jobs.running(run)
+
+
+def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path: Path, asked: Path) -> None:
+    """Without accounting, and with jobs of another user, too."""
+    answers(asked, "scontrol", "ClusterName = here")
+    answers(asked, "squeue", "")
+    answers(asked, "sacct", "Slurm accounting storage is disabled", 1)
+    wanted = [Claim(str(job), cluster="here", uid=uid) for uid in (states.os.getuid(), 12345) for job in range(50)]
+    found = states.query(wanted)
+    assert {state.state for state in found.values()} == {states.FORGOTTEN}
+    assert (asked / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
+
+
+@pytest.mark.parametrize(
+    ("says", "there"),
+    [
+        ("Slurmctld(primary) at here is UP", True),
+        ("Slurmctld(primary) at here is DOWN", None),
+        ("Slurmctld(primary) at here is DOWN\nSlurmctld(backup) at there is UP", True),
+        ("scontrol: fatal: Could not establish a configuration source", False),
+        (None, None),
+    ],
+)
+def test_this_machine_does_not_take_the_place_of_a_cluster_that_is_silent(
+    asked: Path, says: str | None, there: bool | None
+) -> None:
+    if says is not None:
+        answers(asked, "scontrol", says, int(not there))
+    if there is None:
+        with pytest.raises(UserError, match="--executor local"):
+            slurm_answers()
+    else:
+        assert slurm_answers() == there
