@@ -118,6 +118,8 @@ def slurm_answers() -> bool:
     try:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=VIEW_TIMEOUT_S)
         silent = " is UP" not in done.stdout and " is DOWN" in done.stdout
+    except OSError:
+        return False
     except subprocess.TimeoutExpired:
         silent = True
     if silent:

@@ -115,3 +115,8 @@ def test_this_machine_does_not_take_the_place_of_a_cluster_that_is_silent(
             slurm_answers()
     else:
         assert slurm_answers() == there
+
+
+def test_sbatch_without_scontrol_is_no_cluster(asked: Path) -> None:
+    (asked / "scontrol").unlink()
+    assert not slurm_answers()
