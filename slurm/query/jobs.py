@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
@@ -13,8 +14,9 @@ from slurm.query.states import FORGOTTEN, Claim, JobState, claims, must_answer, 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job of this run that was submitted and not seen to end."""
+    """A job that was submitted for a run and not seen to end."""
 
+    run: Path
     stage: str
     job_id: str
     state: JobState
@@ -24,9 +26,9 @@ class Submitted:
 
 def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState] | None = None) -> list[Submitted]:
     """The jobs in the events of `runs`, oldest first, with their states from one query (`forgotten`: see there)."""
-    told = [pair for run in runs for pair in claims(run)]
-    states = query((one for _, one in told), forgotten)
-    return [Submitted(e["stage"], e["job_id"], states[one], e.get("step")) for e, one in told]
+    told = [(run.path, *pair) for run in runs for pair in claims(run)]
+    states = query((one for *_, one in told), forgotten)
+    return [Submitted(path, e["stage"], e["job_id"], states[one], e.get("step")) for path, e, one in told]
 
 
 def unproven(jobs: Sequence[Submitted]) -> list[str]:

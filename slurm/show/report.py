@@ -26,8 +26,7 @@ from slurm.query.states import Claim, call, claims, cluster_name
 from slurm.show import html
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
-from slurm.show.status import Lookout, grid
-from slurm.show.sweep_table import point_table
+from slurm.show.status import Lookout, Row, failures, grid, point_table
 
 Rows = list[list[str]]
 _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
@@ -56,12 +55,12 @@ def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     return found
 
 
-def attempts_of(run: Run) -> list[Attempt]:
-    """The ledger of a run as it stands now; those of a sweep's points follow, the point's number for a task."""
+def attempts_of(run: Run, rows: Iterable[Row]) -> list[Attempt]:
+    """The ledger of a run whose stages stand so; those of a sweep's points follow, the point's number for a task."""
     points = sweep.points(run)
     submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
     jobs, now, events = job_runs(submitted), time.time(), run.read_events()
-    going = [row.stage for row in Lookout(run).look() if row.state in ("running", "completing")]
+    going = [row.stage for row in rows if row.state in ("running", "completing")]
     found = ledger(events, list(read_jsonl(run.metrics)), stages.own_stages(run), now, going, jobs)
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
     swept = stages.point_stages()
@@ -132,10 +131,12 @@ def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
 
 def print_report(run: Run, console: Console) -> None:
     """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
-    attempts = attempts_of(run)
+    lookout = Lookout(run)
+    attempts = attempts_of(run, lookout.look())
     training = [a for a in attempts if a.stage == "train"]
-    tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run)]
-    shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *_lines(run, training)]
+    tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run, lookout.points)]
+    told = [*failures(lookout.points), *_lines(run, training)]
+    shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *told]
     for part in shown:
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
     metrics = [m for m in read_jsonl(run.metrics) if m["loss"] is not None]

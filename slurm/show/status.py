@@ -10,12 +10,14 @@ directory shows something new, else after 2 s, growing to 30 s while nothing cha
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -24,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.stages import STAGES
+from pipeline.evaluate.result import figure, newest_result
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -33,7 +36,6 @@ from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
-from slurm.show.sweep_table import point_table
 
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
@@ -47,6 +49,7 @@ and while a file system shows the outputs late, it may seem so for a moment."""
 class Row:
     """One stage in the table."""
 
+    run: Run
     stage: str
     state: str
     """done, running, pending …: a word of Slurm's while its job is active, else how it ended; never: waits in vain."""
@@ -102,11 +105,11 @@ class Lookout:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.points_going = False
-        """Whether any point of a sweep goes on, when Slurm was last asked."""
+        self.points: list[Row] = []
+        """For each point of a sweep the first of its stages that is not done, else its last one."""
         self._forgotten: dict[Claim, JobState] = {}
         self._jobs: list[Submitted] = []
-        self._done: dict[str, Row] = {}
+        self._done: dict[tuple[Path, str], Row] = {}
         self._seen: object = None
         self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
 
@@ -116,33 +119,44 @@ class Lookout:
         if len(events) != self._events or time.monotonic() >= self._ask_at:
             self._events = len(events)
             self._ask_slurm()
+        rows = self._rows(self.run, stages.own_stages(self.run), {})
+        self.points = []
+        for point in sweep.points(self.run):
+            own = self._rows(point, stages.point_stages(), rows)
+            self.points.append(next((row for row in own.values() if row.state != "done"), [*own.values()][-1]))
+        return list(rows.values())
+
+    @property
+    def points_going(self) -> bool:
+        """Whether any point of a sweep goes on."""
+        return any(row.going for row in self.points)
+
+    def _rows(self, run: Run, names: Sequence[str], before: Mapping[str, Row]) -> dict[str, Row]:
+        """These stages of a run; `before`: those of the sweep that they wait for."""
         rows: dict[str, Row] = {}
-        for stage in stages.own_stages(self.run):
-            row = self._done.get(stage) or self._row(stage, [e for e in events if e.get("stage") == stage])
-            vain = [name for name in STAGES[stage].needs if rows[name].state != "done" and not rows[name].going]
+        for stage in names:
+            row = self._done.get((run.path, stage)) or self._row(run, stage)
+            needed = {name: rows.get(name) or before[name] for name in STAGES[stage].needs}
+            vain = [name for name, other in needed.items() if other.state != "done" and not other.going]
             if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
                 why = f"job {row.cells['job']} waits for {', '.join(vain)}"
                 row = replace(row, state="never", going=False, why=why)
             if row.state == "done":
-                self._done[stage] = row
+                self._done[run.path, stage] = row
             rows[stage] = row
-        return list(rows.values())
+        return rows
 
     def _ask_slurm(self) -> None:
-        points = sweep.points(self.run)
-        self._jobs = jobs_of((self.run, *points), self._forgotten) if uses_slurm(self.run) else []
-        self.points_going = bool(points) and (
-            any(STAGES[job.stage].per_point and job.state.active for job in self._jobs)
-            or any(point.holder(stage) for point in points for stage in stages.point_stages())
-        )
+        runs = (self.run, *sweep.points(self.run))
+        self._jobs = jobs_of(runs, self._forgotten) if uses_slurm(self.run) else []
         seen = (self._events, self._jobs, self.points_going)
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
         self._seen, self._ask_at = seen, time.monotonic() + self._pause
 
-    def _row(self, stage: str, events: Sequence[Mapping[str, Any]]) -> Row:
-        run, work = self.run, stages.load(stage)
+    def _row(self, run: Run, stage: str) -> Row:
+        work, events = stages.load(stage), run.read_events(stage)
         holder, missing, far = run.holder(stage), work.missing(run), work.progress(run)
-        jobs = [job for job in self._jobs if job.stage == stage]
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage)]
         shown = _shown(jobs)
         job = shown.state if shown else None
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
@@ -166,7 +180,7 @@ class Lookout:
             "time": clock(spent),
         }
         why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
-        return Row(stage, state, why, going, cells, slow_ranks(events) if running else "")
+        return Row(run, stage, state, why, going, cells, slow_ranks(events) if running else "")
 
 
 def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
@@ -201,22 +215,52 @@ def grid(cells: Sequence[Sequence[str]]) -> Table:
     return drawn
 
 
-def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
+def point_table(run: Run, rows: Sequence[Row]) -> list[list[str]]:
+    """The points of a sweep, header first: their values, how they stand, and what they came to; the best one first.
+
+    `rows`: one for each point (`Lookout.points`). Empty where the run is no sweep.
+    """
+    if run.config.sweep is None:
+        return []
+    values_of, found = run.config.sweep.points(), []
+    for row, values in zip(rows, values_of, strict=True):
+        far, result = stages.load("train").progress(row.run), newest_result(row.run)
+        came_to = figure(result)[1] if result else math.inf
+        state = row.state if row.state in ("done", "waiting") else f"{row.stage} {row.state}"
+        cells = [*map(str, values.values()), state, f"{far.done}/{far.total}", far.loss or "-"]
+        found.append((came_to, [row.run.path.name, *cells, "-" if result is None else f"{came_to:.4f}"]))
+    compared = "bits per byte" if run.config.model.target is None else "held-out loss"
+    header = ["point", *values_of[0], "state", "steps", "loss", compared]
+    return [header, *(cells for _, cells in sorted(found, key=lambda one: one[0]))]
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What is wrong with the points of a sweep, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            reasons.setdefault(f"{row.stage} {row.state} {row.why}", []).append(row.run.path.name)
+    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
+
+
+def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = ()) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
     used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
     cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
     lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    lines += [Text(words, style="red") for words in failures(of_points)]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
-    if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
+    everything = [*rows, *of_points]
+    if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
         lines.append(Text(f"to go on: {run.resume_command}"))
-    points = point_table(run)
+    points = point_table(run, of_points)
     return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     lookout = Lookout(run)
-    console.print(table(run, lookout.look(), lookout.points_going), highlight=False, soft_wrap=True)
+    console.print(table(run, lookout.look(), lookout.points), highlight=False, soft_wrap=True)
 
 
 def watch(run: Run, console: Console) -> None:
@@ -225,8 +269,9 @@ def watch(run: Run, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()
-            live.update(table(run, rows, lookout.points_going), refresh=True)
-            if all(row.state == "done" for row in rows) and run.config.sweep is None:
+            live.update(table(run, rows, lookout.points), refresh=True)
+            everything = [*rows, *lookout.points]
+            if all(row.state == "done" for row in everything):
                 return
-            idle = 0 if lookout.points_going or any(row.going for row in rows) else idle + 1
+            idle = 0 if any(row.going for row in everything) else idle + 1
             time.sleep(LOOK_S)

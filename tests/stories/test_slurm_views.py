@@ -19,6 +19,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
 from slurm.show.report import attempts_of
+from slurm.show.status import Lookout
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
@@ -160,7 +161,8 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
     for name in runs:
         assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
-    first, second = (a for a in attempts_of(Run.open(runs["left"])) if a.stage == "train")
+    left = Run.open(runs["left"])
+    first, second = (a for a in attempts_of(left, Lookout(left).look()) if a.stage == "train")
     assert first.cause != "done" == second.cause and second.parts["queue"] > 4, "it waits 6 s after a requeue"
     assert sum(sum(a.parts.values()) for a in (first, second)) == pytest.approx(second.end - first.begin)
     assert first.parts["compute"] > 1 and second.parts["compute"] > 3 and second.parts["startup"] > 0.5

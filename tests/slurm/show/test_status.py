@@ -53,8 +53,8 @@ def test_the_verdict(
 def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
     jobs = [
-        Submitted("train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
-        Submitted("evaluate", "4", JobState("4", "PENDING", "Dependency")),
+        Submitted(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
+        Submitted(run.path, "evaluate", "4", JobState("4", "PENDING", "Dependency")),
     ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)

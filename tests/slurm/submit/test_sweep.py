@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
@@ -19,8 +20,8 @@ from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.show.ledger import seconds
-from slurm.show.report import attempts_of
-from slurm.show.status import Lookout
+from slurm.show.report import attempts_of, print_report
+from slurm.show.status import Lookout, print_status
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
@@ -105,10 +106,24 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
-    attempts = attempts_of(run)
+    attempts = attempts_of(run, Lookout(run).look())
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
     for point, attempt in zip(points(run), attempts, strict=True):
         assert attempt.end == seconds(point.read_events("train", "done")[0])
+
+
+def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
+    run = swept(tmp_path, data)
+    for point in points(run)[1:3]:
+        point.event("started", "train", job_id="1", attempt=1, ranks=1)
+        point.event("failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh")
+    for show in (print_status, print_report):
+        console = Console(width=150, record=True)
+        show(run, console)
+        text = console.export_text()
+        assert "points 001, 002: train failed (crashed): [Errno 5] oh\n" in text
+        states = re.findall(r"^ *00(\d) .* (waiting|train failed) ", text, re.MULTILINE)
+        assert dict(states) == {"0": "waiting", "1": "train failed", "2": "train failed", "3": "waiting"}, text
 
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
@@ -137,7 +152,8 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
-    assert sum(a.parts["compute"] for a in attempts_of(run) if a.stage == "train") > 40, "96 steps of half a second"
+    training = [a for a in attempts_of(run, Lookout(run).look()) if a.stage == "train"]
+    assert sum(a.parts["compute"] for a in training) > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
     watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
     assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
