@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,11 +102,9 @@ class Story:
             started = time.monotonic()
             expected = fault(scene)
             cause = None
-            if scene.filler is not None:  # a person frees the disk and says go on; only then can anything be told
-                scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
-                scene.filler.unlink()
-                scene.filler = None
-                submit(self.cluster, self.folder, "resume", str(self.run.path))
+            if scene.stands:  # only then can anything be told
+                scene.wait("what status prints", self._type_what_status_prints)
+                scene.stands = False
             if expected is not None:
                 scene.wait(f"an end after {fault.__name__}", partial(self._ending, before))
                 cause = self._ending(before)
@@ -115,10 +115,18 @@ class Story:
         scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
         return told
 
+    def _type_what_status_prints(self) -> bool:
+        """Go on with the command that `status` names, if it does by now."""
+        shown = submit(self.cluster, self.folder, "status", str(self.run.path))
+        if (command := re.search(r"^to go on: python submit\.py (.+)$", shown, re.MULTILINE)) is None:
+            return False
+        submit(self.cluster, self.folder, *shlex.split(command[1]))
+        return True
+
     def _ending(self, before: int) -> str | None:
         """The cause that was told since event number `before`."""
         for event in self.run.read_events("train")[before:]:
-            if event["event"] in GOES_ON or (event["event"] == "failed" and event.get("cause") == "storage"):
+            if event["event"] in GOES_ON or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
             if event["event"] == "failed" and "not tried again" in str(event.get("message")):
                 return f"gave up: {event['cause']}"
@@ -166,6 +174,8 @@ class Story:
                 wrong.append(f"the damaged checkpoint {event['step']} was loaded")
         if unseen := set(self.scene.damaged) - {event["step"] for event in events if event["event"] == "damaged"}:
             wrong.append(f"damage to the checkpoints {sorted(unseen)} was not seen")
+        if touched := [job for job in self.scene.foreign if self.cluster.job_state(job) != "PENDING"]:
+            wrong.append(f"jobs of others were touched: {', '.join(touched)}")
         skipped = {line["position"] for line in self.decisions() if line["decision"] == "skip"}
         if len(skipped) != self.scene.poisoned:
             wrong.append(f"{len(skipped)} steps were left out, {self.scene.poisoned} were poisoned")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -31,7 +32,10 @@ class Scene:
     folder: Path
     """Where `inject/` looks."""
     random: random.Random
-    filler: Path | None = None
+    stands: bool = False
+    """The run does not go on by itself: a person types what `status` prints."""
+    foreign: list[str] = field(default_factory=list)
+    """Jobs of somebody else, which nobody may touch."""
     poisoned: int = 0
     damaged: list[int] = field(default_factory=list)
     """What was really done: steps poisoned; steps of checkpoints that were damaged."""
@@ -45,13 +49,25 @@ class Scene:
     def ranks(self) -> dict[int, psutil.Process]:
         """The rank processes that run now."""
         found = {}
+        for process in self._processes("-m", "pipeline", "train"):
+            with contextlib.suppress(psutil.Error, KeyError):
+                found[int(process.environ()["SLURM_PROCID"])] = process
+        return found
+
+    def supervisor(self) -> psutil.Process:
+        """The job's batch step."""
+        return self._processes("-m", "slurm", "train")[0]
+
+    def _processes(self, *words: str) -> list[psutil.Process]:
+        """The processes of Python that run so and belong to this run."""
+        found = []
         for process in psutil.process_iter():
-            try:
-                words = process.cmdline()
-                if words[1:4] == ["-m", "pipeline", "train"] and words[4] == str(self.run.path):
-                    found[int(process.environ()["SLURM_PROCID"])] = process
-            except (psutil.Error, KeyError, IndexError):
-                continue
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline()
+                if [w for w in line[1:] if w != "-u"][: len(words)] == list(words) and any(
+                    word.startswith(str(self.run.path)) for word in line
+                ):
+                    found.append(process)
         return found
 
     def inject(self, kind: str, **more: object) -> None:
@@ -167,17 +183,20 @@ def damage_the_newest_checkpoint(scene: Scene) -> str:
 
 
 def fill_the_disk(scene: Scene) -> str:
-    """The file system fills up before the next save; a person frees it and resumes (the driver does)."""
+    """The file system fills up before the next save; a person frees it."""
     space = os.statvfs(scene.run.path)
     if space.f_blocks * space.f_frsize > 1 << 30:
         raise RuntimeError(f"{scene.run.path} is on a large disk, which is not for filling (driver.small_disk)")
-    scene.filler = scene.run.path.parent / "filler"
-    with open(scene.filler, "wb") as file:
+    filler = scene.run.path.parent / "filler"
+    with open(filler, "wb") as file:
         try:
             while True:
                 os.write(file.fileno(), b"x" * 65536)
         except OSError:
             pass
+    scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
+    filler.unlink()
+    scene.stands = True
     return "storage"
 
 
@@ -213,6 +232,34 @@ def cut_a_network(scene: Scene) -> str:
     return "node_failure"
 
 
+def kill_the_supervisor(scene: Scene) -> str:
+    """SIGKILL of the batch step: nobody is left to say why it ended, and to put the job back."""
+    scene.supervisor().kill()
+    scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
+    scene.stands = True
+    return "crashed"
+
+
+def freeze_the_controller(scene: Scene) -> str:
+    """A rank dies while the controller answers nobody."""
+    with scene.cluster.frozen():
+        kill_a_rank(scene)
+        time.sleep(scene.random.uniform(5, 25))
+    return "crashed"
+
+
+def lose_the_state(scene: Scene) -> str:
+    """The controller forgets every job, ends those that it finds, and gives their ids to other people's jobs."""
+    held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
+    last = int(scene.job)
+    scene.cluster.lose_state()
+    while not scene.foreign or int(scene.foreign[-1]) < last:
+        scene.foreign.append(scene.cluster.output(held))
+    scene.wait("the end of what ran", lambda: not scene.ranks())
+    scene.stands = True
+    return "crashed"
+
+
 QUICK: tuple[Callable[[Scene], str | None], ...] = (
     kill_a_rank,
     preempt,
@@ -223,5 +270,13 @@ QUICK: tuple[Callable[[Scene], str | None], ...] = (
     poison_a_step,
     sleep_for_ever,
     skew_a_clock,
+    kill_the_supervisor,
 )
-SLOW: tuple[Callable[[Scene], str | None], ...] = (crash_a_node, time_limit, fill_the_disk, cut_a_network)
+SLOW: tuple[Callable[[Scene], str | None], ...] = (
+    crash_a_node,
+    time_limit,
+    fill_the_disk,
+    cut_a_network,
+    freeze_the_controller,
+    lose_the_state,
+)
