@@ -82,7 +82,7 @@ def submit(
     if there := known.config_file.exists():
         known.refuse_foreign()
     chosen = _choose(executor, known if there and uses_slurm(known) else None)
-    _go(Run.create(loaded), chosen, again=False)
+    _go(Run.create(loaded, try_model=True), chosen, again=False)
 
 
 @app.command()
@@ -115,7 +115,7 @@ def resume(
         if asked_anew:
             cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
         if update_code:
-            opened.snapshot_code()
+            opened.snapshot_code(try_model=True)
             opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)
 

@@ -6,8 +6,10 @@ It is taken when the run is made, and again by `resume --update-code`: an edit n
 from __future__ import annotations
 
 import os
+import py_compile
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,15 +21,17 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds submit.py and the packages: a checkout, or a run's `code/`."""
 
 
+IMPORT_S = 300
+"""How long the import of a model of the user's own may take: torch from a cold file system is slow."""
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
 
 
-def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
+def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int, try_model: bool) -> None:
     """Put a copy into `run/code`; an older one is replaced. With a model of the user's own, its top-level package too.
 
-    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not. Raises UserError for
-    a package with a name of ours, shutil.Error or OSError where the copy cannot be written; the older one stays then,
-    and nothing of the new.
+    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not; `try_model`: whether
+    to import that model once. Raises UserError for a package with a name of ours, or code that does not compile or
+    import, shutil.Error or OSError where the copy cannot be written; the older one stays then, and nothing of the new.
     """
     if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
         raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
@@ -36,6 +40,9 @@ def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> 
         shutil.rmtree(left)
     try:
         _fill(new, model, not_this)
+        _compile(new, code)
+        if model is not None and try_model:
+            _import(new, model.target)
         normalise(new, umask)  # a checkout may be open to others, and its copies with it
         if code.exists():
             os.rename(code, old)
@@ -59,6 +66,31 @@ def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
     if (commit := _git("rev-parse", "HEAD")) is not None:
         (new / "COMMIT").write_bytes(commit)
         (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
+
+
+def _compile(new: Path, code: Path) -> None:
+    """Compile everything, as if it were in `code` already: a mistake is told today, and no rank need do it again."""
+    for file in sorted(new.rglob("*.py")):
+        inside = file.relative_to(new)
+        try:
+            py_compile.compile(str(file), dfile=str(code / inside), doraise=True)
+        except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
+            words = str(error).strip().splitlines()
+            raise UserError(f"{inside}, which the jobs would run, is no Python: {words[-1]} ({words[0]})") from error
+
+
+def _import(code: Path, module: str) -> None:
+    """Import a model in a process of its own, with everything that it imports (torch, mostly: that takes seconds)."""
+    command = [sys.executable, "-c", "import importlib, sys; importlib.import_module(sys.argv[1])", module]
+    env = with_code(os.environ, code)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        words = f"model.target: importing {module} takes more than {IMPORT_S} s; do less at its top level"
+        raise UserError(words) from None
+    if done.returncode:
+        told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-4:])
+        raise UserError(f"model.target: {module} cannot be imported here, and no job could:\n{told}")
 
 
 def _git(*arguments: str) -> bytes | None:

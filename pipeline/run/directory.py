@@ -91,10 +91,11 @@ class Run:
     # -- making and finding ------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: Config) -> Run:
+    def create(cls, config: Config, *, try_model: bool = False) -> Run:
         """Make the run of `config`, or find it where it was made before with the same config.
 
-        Raises UserError where a run of this name exists with another config, naming what differs.
+        `try_model`: import a model of the user's own before it is made. Raises UserError where a run of this name
+        exists with another config, naming what differs, or where the code cannot work.
         """
         config, umask = with_absolute_paths(config), _UMASK[config.run.sharing]
         os.umask(umask)
@@ -116,7 +117,7 @@ class Run:
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
             run._config = config  # as it would be read back
-            run.snapshot_code()
+            run.snapshot_code(try_model=try_model)
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
@@ -282,15 +283,16 @@ class Run:
             self._config = None
             yield
 
-    def snapshot_code(self) -> None:
+    def snapshot_code(self, *, try_model: bool = False) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
 
-        Call it in `alone`. With a model of the user's own, its top-level package is copied, too. Raises shutil.Error or
+        Call it in `alone`. With a model of the user's own, its top-level package is copied, too, and imported once
+        (`try_model`). Raises UserError where something does not compile, or import; shutil.Error or
         OSError where the copy cannot be written (errors.storage_error explains both); the older one stays then, and
         nothing of the new.
         """
         model = found_for(self.config, [Path.cwd(), CODE_ROOT])
-        copy_code(self.path, model, self.config.run.root.name, _UMASK[self.config.run.sharing])
+        copy_code(self.path, model, self.config.run.root.name, _UMASK[self.config.run.sharing], try_model)
 
     @property
     def commit(self) -> str | None:

@@ -423,6 +423,51 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("def helper(:\n", r"nothing_here.py is no Python that .*invalid syntax"),
+        (
+            "import torch_of_tomorrow\n",
+            r"nothing_here cannot be imported here(.|\n)*No module named 'torch_of_tomorrow'",
+        ),
+        (
+            "WIDTH = depth * 2\n",
+            r"cannot be imported here, and no job could:(.|\n)*line 5(.|\n)*name 'depth' is not defined",
+        ),
+    ],
+)
+def test_a_module_that_fails_is_told_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "nothing_here.py"
+    (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
+    config = load_config(tmp_path / "bad.yaml")
+    module.write_text(WHOLE + last)
+    with pytest.raises(UserError, match=words):
+        Run.create(config, try_model=True)
+    module.write_text(WHOLE)
+    run = Run.create(config, try_model=True)
+    assert (run.code / "nothing_here.py").read_text() == WHOLE
+    module.write_text(WHOLE + last)
+    with pytest.raises(UserError, match=words):
+        run.snapshot_code(try_model=True)
+    assert (run.code / "nothing_here.py").read_text() == WHOLE, "the copy that works stays"
+
+
+def test_a_copied_file_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.py").write_text(WHOLE)
+    (package / "late.py").write_text("x = 1\nif x:\nprint(x)\n")  # imported inside a function, an hour later
+    (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "mine.model"))
+    with pytest.raises(UserError, match=r"mine/late.py, which the jobs would run, is no Python: .*line 3"):
+        Run.create(load_config(tmp_path / "bad.yaml"))
+
+
 def test_resume_refuses_what_the_module_lacks(series: Path) -> None:
     run = new_run(series, "resumed", text=RAGGED, ranks=2)
     with pytest.raises(UserError, match=r"activation_checkpointing full needs a function blocks: ragged has none"):
