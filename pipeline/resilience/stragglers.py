@@ -4,8 +4,8 @@ Each rank measures its own part of a step, mostly before any rank waits for anot
 passes. (With ZeRO 3 and tensor parallelism a forward pass has collectives itself: ranks that share them look alike.)
 Every `log_every` steps the ranks gather that time. A rank that took 1.3 times the median of its peers (those that hold
 the same pipeline stages) three times in a row is a straggler: events.jsonl has it with its host, and again when it has
-recovered; `status` names those that have not. `jobs/train/own-times.json` ranks the hosts of the newest attempt, once a
-minute, for `report`.
+recovered, which takes three times in a row below 1.15. `status` names those that have not. `jobs/train/own-times.json`
+ranks the hosts of the newest attempt, once a minute, for `report`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pipeline.comm import groups
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 
-RATIO, IN_A_ROW, RANK_EVERY_S = 1.3, 3, 60.0
+RATIO, RECOVERED, IN_A_ROW, RANK_EVERY_S = 1.3, 1.15, 3, 60.0
+"""From what ratio on a rank is slow, and up to what it no longer is, if so many times in a row."""
 
 
 class OwnTime:
@@ -73,7 +74,9 @@ class Stragglers:
         """
         self.run, self.group, self.peers = run, group, peers
         self.hosts = groups.agree(group, gethostname)
-        self._slow: dict[int, int] = {}
+        self._slow: set[int] = set()
+        self._otherwise: dict[int, int] = {}
+        """For each rank how many times in a row it was not as it is known."""
         self._sums: dict[str, list[float]] = {}
         self._next = 0.0
 
@@ -91,15 +94,19 @@ class Stragglers:
             median, host = statistics.median_low(like), self.hosts[rank]  # of two ranks the faster one's
             sums = self._sums.setdefault(host, [0.0, 0.0])
             sums[0], sums[1] = sums[0] + own, sums[1] + median
-            if median <= 0 or own <= RATIO * median:
-                if self._slow.pop(rank, 0) >= IN_A_ROW:
-                    self.run.event("recovered", "train", step=step, rank=rank, host=host)
+            known = rank in self._slow
+            slow = median > 0 and own > (RECOVERED if known else RATIO) * median
+            self._otherwise[rank] = 0 if slow == known else self._otherwise.get(rank, 0) + 1
+            if self._otherwise[rank] < IN_A_ROW:
                 continue
-            self._slow[rank] = self._slow.get(rank, 0) + 1
-            if self._slow[rank] == IN_A_ROW:
-                ratio = round(own / median, 2)
-                self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
-                print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
+            self._otherwise[rank] = 0
+            self._slow ^= {rank}
+            if known:
+                self.run.event("recovered", "train", step=step, rank=rank, host=host)
+                continue
+            ratio = round(own / median, 2)
+            self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
+            print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + RANK_EVERY_S
             ratios = {host: own / median for host, (own, median) in self._sums.items() if median > 0}

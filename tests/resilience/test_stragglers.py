@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.base.place import Place
 from pipeline.config.read import load_config
+from pipeline.resilience.stragglers import Stragglers
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 from slurm.query import exclusion
@@ -94,17 +95,39 @@ def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkey
     assert exclusion.at_submission([plain], "train") is None
 
 
+def judge_of(run: Run, peers: list[int], hosts: list[str]) -> Stragglers:
+    """Rank 0's part alone."""
+    judge = Stragglers.__new__(Stragglers)
+    judge.run, judge.peers, judge.hosts, judge._slow = run, peers, hosts, set()
+    judge._otherwise, judge._sums, judge._next = {}, {}, 0.0
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("ratios", "told"),
+    [
+        ([1.4, 1.2] * 20, []),
+        ([1.4] * 3 + [1.0, 1.4, 1.4, 1.0] * 20, ["straggler"]),
+        ([1.4] * 9 + [1.2] * 9, ["straggler"]),
+        ([1.4] * 3 + [1.1] * 3 + [1.2] * 9, ["straggler", "recovered"]),
+        ([1.4] * 3 + [1.1] * 3 + [1.4] * 2 + [1.1] + [1.4] * 3, ["straggler", "recovered", "straggler"]),
+    ],
+)
+def test_a_rank_on_the_edge_is_not_named_again_and_again(tmp_path: Path, ratios: list[float], told: list[str]) -> None:
+    run = config_run(tmp_path)
+    judge = judge_of(run, [0, 0, 0], ["a", "b", "c"])
+    for step, ratio in enumerate(ratios):
+        judge.judge(step, [1.0, 1.0, ratio])
+    assert [e["event"] for e in run.read_events("train")] == told
+
+
 @pytest.mark.parametrize(
     ("own", "named"), [([1, 1, 1, 2], [3]), ([1, 1, 2, 2], []), ([5, 1, 2, 2], [0]), ([4, 1, 2, 9], [0, 3])]
 )
 def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own: list[float], named: list[int]) -> None:
     """Ranks 0 and 1 hold one pipeline stage, 2 and 3 another; of two peers the faster one counts."""
-    from pipeline.resilience.stragglers import Stragglers
-
     run = config_run(tmp_path)
-    judge = Stragglers.__new__(Stragglers)
-    judge.run, judge.peers, judge.hosts, judge._slow = run, [0, 0, 1, 1], ["a", "b", "c", "d"], {}
-    judge._sums, judge._next = {}, 0.0
+    judge = judge_of(run, [0, 0, 1, 1], ["a", "b", "c", "d"])
     for step in (1, 2, 3, 4):
         judge.judge(step, own)
     assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
