@@ -133,5 +133,9 @@ def refusal(before: Attempts, cause: Exit, progress: bool, limits: RecoveryConfi
     allowed = limits.fruitless if cause in _BLAMELESS else 0
     if not progress and fruitless > allowed:
         attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        return f"{attempts} brought no new checkpoint; going on would be a loop"
+        words = f"{attempts} brought no new checkpoint; going on would be a loop"
+        if cause == Exit.TIME_LIMIT:
+            stage = (before.started or {}).get("stage")
+            words += f". It takes longer to start and to save than stages.{stage}.time allows"
+        return words
     return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,8 @@ from slurm.show.ledger import seconds
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
+_LEAST_WANTED = ("attempts", "nodes", "time", "loss", "job", "step")
+"""Columns that go where a terminal is narrow, in this order: Slurm's reason stays."""
 IDLE_LOOKS = 2
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
 and while a file system shows the outputs late, it may seem so for a moment."""
@@ -52,7 +55,8 @@ class Row:
     run: Run
     stage: str
     state: str
-    """done, running, pending …: a word of Slurm's while its job is active, else how it ended; never: waits in vain."""
+    """done, running, pending …: a word of Slurm's while its job is active, else how it ended; held: until a person lets
+    it go; never: waits in vain."""
     why: str
     """What is wrong, in words; empty where nothing is."""
     going: bool
@@ -77,6 +81,9 @@ def judge(
         return "done", "", False
     if job is not None and job.dead:
         return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
+    if job is not None and job.active and job.reason.startswith("JobHeld"):  # JobHeldUser, JobHeldAdmin
+        who = "" if job.reason == "JobHeldUser" else ", which takes an administrator"
+        return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
     if job is not None and job.active:
         return slurm.lower(), "", True
     if held:
@@ -161,6 +168,9 @@ class Lookout:
         job = shown.state if shown else None
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
+        if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
+            nodes = f"python submit.py doctor {shlex.quote(str(run.path.parent))} --check-nodes"
+            why += f" and left no log: do nodes see the run? {nodes}"
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         active, running = job if going else None, state == "running"
@@ -205,12 +215,20 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
 
 
-def grid(cells: Sequence[Sequence[str]]) -> Table:
-    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right."""
+def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
+    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right.
+
+    What does not fit into `width` is left out, the least wanted column first.
+    """
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for name, *column in zip(*cells, strict=True):
+    columns = {column[0]: column for column in zip(*cells, strict=True)}
+    for name in _LEAST_WANTED:
+        if width is None or sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= width:
+            break
+        columns.pop(name, None)
+    for name, *column in columns.values():
         drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
-    for row in cells[1:]:
+    for row in [*zip(*columns.values(), strict=True)][1:]:
         drawn.add_row(*map(Text, row))
     return drawn
 
@@ -243,8 +261,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = ()) -> Group:
-    """The table, what is wrong, and how to go on; columns that are empty everywhere are left out."""
+def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: int | None = None) -> Group:
+    """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
     used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
     cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
     lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
@@ -254,13 +272,13 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = ()) -> Group
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
         lines.append(Text(f"to go on: {run.resume_command}"))
     points = point_table(run, of_points)
-    return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
+    return Group(Text(run.title), grid(cells, width), *lines, *([grid(points)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     lookout = Lookout(run)
-    console.print(table(run, lookout.look(), lookout.points), highlight=False, soft_wrap=True)
+    console.print(table(run, lookout.look(), lookout.points, console.width), highlight=False, soft_wrap=True)
 
 
 def watch(run: Run, console: Console) -> None:
@@ -269,7 +287,7 @@ def watch(run: Run, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()
-            live.update(table(run, rows, lookout.points), refresh=True)
+            live.update(table(run, rows, lookout.points, console.width), refresh=True)
             everything = [*rows, *lookout.points]
             if all(row.state == "done" for row in everything):
                 return

@@ -17,11 +17,15 @@ from pipeline.config.layout import layout_of
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
+from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run, with_absolute_paths
+from slurm.query.causes import EARLY_S
 from slurm.submit.sbatch import script
 
+START_S = 60
+"""What a start may well take: imports from a shared file system, a rendezvous, a checkpoint."""
 _MASK = "*****"
 _SECRET = re.compile(
     r"((?:token|secret|pass|pwd|key|credential|auth|bearer|cookie|login)[\w.-]*[\"']?(?:\s*[=:]\s*|\s+))\S.*",
@@ -79,6 +83,10 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         each = f", for each of {points} points" if points and row.per_point else ""
         words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
         lines += [f"{stage:9} {nodes}{words}", f"          python -m slurm {stage} {shlex.quote(run.name)}"]
+        signal_s = config.site.signal_s
+        if row.trains and (left := parse_time(wanted.time) - signal_s - EARLY_S) < START_S:
+            asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
+            lines.append(f"          short: {asked}; that leaves {max(0, left):.0f} s to start and to train")
         tasks = (points or 1) if row.per_point else wanted.array_tasks
         on_slurm.append((stage, stage, tasks))
         if row.array and tasks > 1:

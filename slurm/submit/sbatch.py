@@ -32,8 +32,8 @@ from slurm.submit.local_job import become
 
 
 def job_name(config: Config, stage: str) -> str:
-    """The name of a stage's jobs."""
-    return f"{config.run.name}-{stage}"
+    """The name of a stage's jobs; squeue shows eight letters."""
+    return f"{stage}-{config.run.name}"
 
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
@@ -149,6 +149,7 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
 
 
 def _reason(error: Exception) -> str:
-    """The lines of sbatch's own complaint."""
-    lines = [line for line in str(error).splitlines() if "sbatch: error" in line]
-    return "; ".join(line.split("error: ", 1)[-1] for line in lines) or str(error).splitlines()[-1]
+    """The lines of sbatch's own complaint, such as `sbatch: error: …`, `sbatch: fatal: …`, `sbatch: unrecognized …`."""
+    lines = re.findall(r"^sbatch: (?:error: |fatal: )?(.+)$", str(error), re.MULTILINE)
+    useful = [line for line in lines if not line.startswith("Try ")]
+    return "; ".join(useful) or str(error).splitlines()[-1]

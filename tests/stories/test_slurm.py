@@ -156,7 +156,7 @@ def at_once(cluster: Cluster, folder: Path, *arguments: str) -> list[tuple[int, 
 
 def test_three_at_once_submit_one_chain(tmp_path: Path, cluster: Cluster) -> None:
     """What waits for tomorrow stays in the queue, to be counted."""
-    config, chain = write_config(tmp_path), ["tiny-evaluate", "tiny-prepare", "tiny-shard", "tiny-shard", "tiny-train"]
+    config, chain = write_config(tmp_path), ["evaluate-tiny", "prepare-tiny", "shard-tiny", "shard-tiny", "train-tiny"]
     queue = ["squeue", "-h", "--format=%j"]
     try:
         for words in (

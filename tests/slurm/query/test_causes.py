@@ -236,7 +236,9 @@ def test_every_failure_has_a_budget() -> None:
         assert isinstance(getattr(RecoveryConfig(), budget_of(code)), int)
     assert refusal(attempts.read([]), Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
     assert refusal(attempts.read([]), Exit.PREEMPTED, False, RecoveryConfig()) is None
-    assert "loop" in (refusal(attempts.read([]), Exit.TIME_LIMIT, False, RecoveryConfig()) or "")
+    begun = attempts.read([{"event": "started", "stage": "train"}])
+    words = refusal(begun, Exit.TIME_LIMIT, False, RecoveryConfig()) or ""
+    assert "loop. It takes longer to start and to save than stages.train.time allows" in words
 
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:

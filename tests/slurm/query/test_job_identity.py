@@ -57,7 +57,7 @@ def another_runs_jobs(cluster: Cluster, ids: Sequence[str], comments: Sequence[s
     """Jobs with these ids: one that runs, and those that wait for its end."""
     for job, comment, kind in zip(ids, comments, ("", "afternotok", "afterok"), strict=True):
         after = [f"--dependency={kind}:{ids[0]}"] if kind else []
-        words = [f"--comment={comment}", "-J", "tiny-train", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
+        words = [f"--comment={comment}", "-J", "train-tiny", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
         assert cluster.output(["sbatch", "--parsable", *words]) == job
     cluster.wait_job(ids[0], "RUNNING")
 
@@ -242,7 +242,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: Any) -> None:
-    told = {"cluster": "here", "uid": 1000, "job_name": f"tiny-{stage}"} | more
+    told = {"cluster": "here", "uid": 1000, "job_name": f"{stage}-tiny"} | more
     run.event("submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **told)
 
 

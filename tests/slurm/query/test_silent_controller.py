@@ -70,7 +70,7 @@ def answers(folder: Path, name: str, says: str, code: int = 0) -> None:
 def submitted(folder: Path, count: int) -> Run:
     run = make_run(folder)
     for job in range(count):
-        run.event("submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="tiny-train")
+        run.event("submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="train-tiny")
     return run
 
 

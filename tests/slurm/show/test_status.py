@@ -66,6 +66,39 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
     assert "to go on: python submit.py resume" in console.export_text()
 
 
+@pytest.mark.parametrize(("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", ", which takes an administrator")])
+def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
+    found = status.judge("x", False, [], JobState("9", "PENDING", reason))
+    assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
+
+
+def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    jobs = [Submitted(run.path, "train", "3", JobState("3", "FAILED"))]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
+    assert hint in status.Lookout(run).look()[2].why
+    (run.stage_folder("train") / "3_0_log.out").touch()
+    assert hint not in status.Lookout(run).look()[2].why
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    run, reason = make_run(tmp_path), "ReqNodeNotAvail, UnavailableNodes:n1"
+    jobs = [Submitted(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    console = Console(width=width, record=True)
+    status.print_status(run, console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= width for line in lines[1:]), lines
+    assert any("train" in line and "pending" in line and reason in line for line in lines), lines
+    assert ("attempts" in lines[1]) == (width == 160)
+
+
 def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = make_run(tmp_path), 1000.0
     asked: list[float] = []

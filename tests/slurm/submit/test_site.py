@@ -27,7 +27,7 @@ from slurm.query import topology
 from slurm.query.topology import nodes_of_ranks, problem
 from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
 from slurm.submit.dry_run import mask, print_plan
-from slurm.submit.sbatch import parameters, script
+from slurm.submit.sbatch import _reason, parameters, script
 from tests.support.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"
@@ -188,6 +188,36 @@ def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
     found = planned(config(tmp_path, "site.requeue=false"))
     assert found["train, its successor: takes over if it does not end well"].rstrip() == found["train"].rstrip()
     assert "no-requeue" in options(found["train"]) and len(planned(config(tmp_path))) == len(found) - 1
+
+
+@pytest.mark.parametrize(("time", "left"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
+def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str, left: str | None) -> None:
+    out = io.StringIO()
+    print_plan(config(tmp_path, f"stages.train.time='{time}'"), False, Console(file=out, width=200))
+    told = re.findall(r"^ +short: asked to save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M)
+    assert told == ([left] if left else [])
+
+
+@pytest.mark.parametrize(
+    ("complaint", "told"),
+    [
+        (
+            "sbatch: unrecognized option '--nonsense=1'\nTry \"sbatch --help\" for more information",
+            "unrecognized option '--nonsense=1'",
+        ),
+        (
+            "sbatch: fatal: --mem and --mem-per-cpu are mutually exclusive.",
+            "--mem and --mem-per-cpu are mutually exclusive.",
+        ),
+        (
+            "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid",
+            "invalid partition specified: x; Batch job submission failed: Invalid",
+        ),
+        ("bash: sbatch: not found", "bash: sbatch: not found"),
+    ],
+)
+def test_what_sbatch_complains_about_is_passed_on(complaint: str, told: str) -> None:
+    assert _reason(RuntimeError(f"Command failed\n{complaint}")) == told
 
 
 @given(st.text(), st.sampled_from(["API_TOKEN", "db-password", "SSH_KEY", "secret"]), st.sampled_from(["=", ": ", " "]))
