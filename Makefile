@@ -5,9 +5,11 @@
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
 # make count     lines of code by folder
-# make test-long the full matrices     make bench     the benchmarks, tables under benchmarks/results/
+# make test-long the full matrices, and after them test-mpich and test-debian13: hours
+# make bench     the benchmarks, tables under benchmarks/results/
 # make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
 #                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
+# make test-mpich    the tests of the MPI backend with MPICH instead of Open MPI, in .venv-mpich, which it sets up
 # make test-debian13  the tests on the Slurm cluster under Slurm 24.11, in a Debian 13 of its own (root, network, 1.4 GB)
 
 PYTHON ?= python3
@@ -18,7 +20,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-cluster test-long count test-gpu-fake test-debian13 check format bench cluster cluster-down clean
+.PHONY: run install test test-cluster test-long count test-gpu-fake test-mpich test-debian13 check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -57,10 +59,22 @@ test-cluster: $(VENV)/.tests
 
 test-long: check
 	$(PYTEST) -m "not gpu_fake"
+	$(MAKE) test-mpich test-debian13
 
 test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 	CUDA_PYTHON=$(or $(CUDA_PYTHON),$(CURDIR)/.venv-cuda/bin/python) \
 		$(BIN)/python -m pytest -m gpu_fake tests/train/test_fake_gpu.py
+
+test-mpich: check .venv-mpich/.installed
+	.venv-mpich/bin/python -m pytest -m "not gpu_fake" tests/mpi tests/slurm/supervise/test_mpi_launch.py
+
+# what .venv has, but for the MPI: a Python finds the mpirun beside it, and mpi4py the library
+.venv-mpich/.installed: $(VENV)/.tests
+	$(BIN)/python -m venv .venv-mpich
+	echo "import site; site.addsitedir('$$(realpath $(VENV)/lib/python*/site-packages)')" > \
+		$$(echo .venv-mpich/lib/python*/site-packages)/venv.pth
+	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-mpich/bin/pip install --quiet --no-deps mpich==5.0.2
+	touch $@
 
 # the oldest torch that is allowed, from the index that has its CUDA build
 .venv-cuda/.installed: setup.cfg
