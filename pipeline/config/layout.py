@@ -133,6 +133,9 @@ def layout_of(
     misfits = list(_misfits(config, world, per_node, vocab_size))
     if misfits:
         misfits.append(_nearest(config, world, per_node, vocab_size))
+        if world != train.ranks:
+            asked = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
+            misfits.append(f"stages.train asks for {train.ranks} ranks ({asked}), and these are {world}")
     if problems := [*_contradictions(config), *misfits]:
         raise LayoutError("; ".join(problems))
     data = world // (pipeline * tensor)

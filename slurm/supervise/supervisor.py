@@ -84,6 +84,8 @@ class Supervisor:
         refused = causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = Exit.CANCELLED, reason
+        if refused is None and not self._one_of_many() and self.work.missing(run) is None:
+            refused = Exit.DONE, self.work.progress(run).words  # a person's own job, or one submitted twice
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
             self.leave_nothing_waiting(done=refused[0] == Exit.DONE)

@@ -294,6 +294,12 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
         dist.destroy_process_group()
 
 
+def test_ranks_that_are_not_the_configs_are_named() -> None:
+    config = tiny_config(1, stages={"train": {"nodes": 2, "tasks_per_node": 2}}, train={"global_batch": 8})
+    with pytest.raises(LayoutError, match=r"stages.train asks for 4 ranks \(2 nodes × 2\), and these are 3"):
+        layout_of(config, 3)
+
+
 def test_absurd_sizes_take_no_time() -> None:
     huge = tiny_config(1, model={"layers": 2**62})
     assert layout_of(huge).stage_layers == (range(2**62),)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
+from pipeline.run.stages import Progress
 from slurm.query.job import JobFacts
 from slurm.query.states import JobState
 from slurm.supervise import supervisor
@@ -60,6 +62,16 @@ def supervised(run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None 
     monkeypatch.setattr(supervisor, "LocalRanks", ranks)
     monkeypatch.setattr(supervisor, "REQUEST_POLL_S", 0.0)
     return Supervisor(run, "train", flag or StopFlag())
+
+
+def test_a_stage_that_is_done_is_not_started_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when train.sbatch is given a finished run."""
+    one = supervised(run, monkeypatch, code=Exit.CRASHED)
+    monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: None, progress=lambda run: Progress("30/30")))
+    assert one.supervise() == Exit.DONE
+    assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not run.read_events("train")
 
 
 @pytest.mark.parametrize("look", [1, 2, 3])
