@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
-from pipeline.config.stages import STAGES
+from pipeline.config.job_request import JobRequest, SbatchOptions
 from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
 
 _DISTRIBUTION = re.compile(
@@ -22,30 +22,6 @@ _DISTRIBUTION = re.compile(
 _SWITCHES = re.compile(r"[1-9]\d*(@(\d+-)?\d+(:\d\d){0,2})?")
 _INTERFACES = re.compile(r"[A-Za-z0-9_.-]{1,15}(,[A-Za-z0-9_.-]{1,15})*")
 _POOL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_OPTION = re.compile(r"[a-z][a-z0-9]+(-[a-z0-9]+)*")
-
-OWN_OPTIONS = {
-    "account": "site.account", "constraint": "site.constraint", "cpus-per-task": "site.cpus_per_task",
-    "distribution": "site.distribution", "gpus-per-node": "site.gpus_per_node", "gres": "site.gpus_per_node",
-    "mem": "site.mem_gb", "nodes": "stages.STAGE.nodes", "ntasks-per-node": "stages.STAGE.tasks_per_node",
-    "partition": "site.partition", "qos": "site.qos", "signal": "site.signal_s", "switches": "site.switches",
-    "time": "stages.STAGE.time",
-    "array": "", "chdir": "", "comment": "", "dependency": "", "error": "", "export": "", "export-file": "",
-    "get-user-env": "", "ignore-pbs": "", "job-name": "", "kill-on-invalid-dep": "", "no-requeue": "site.requeue",
-    "open-mode": "", "output": "", "parsable": "", "requeue": "site.requeue", "test-only": "", "uid": "", "wait": "",
-    "wrap": "",
-}  # fmt: skip
-"""Options of sbatch that Sluice sets, and the key to use instead where there is one."""
-
-
-def _options(value: Any) -> Any:
-    for key in value if isinstance(value, dict) else ():
-        if not isinstance(key, str) or not _OPTION.fullmatch(key):
-            raise ValueError(f"{key!r} is no long option of sbatch; write it as sbatch does, without dashes in front")
-        for option, instead in OWN_OPTIONS.items():  # sbatch takes abbreviations, too
-            if option.startswith(key):
-                raise ValueError(f"{key}: " + (f"use {instead}" if instead else f"Sluice sets --{option} itself"))
-    return value
 
 
 class StripeConfig(Section):
@@ -63,24 +39,10 @@ AbsolutePath = Annotated[
     Path,
     matching(re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"),
 ]
-SbatchOptions = Annotated[dict[str, str | int | bool], BeforeValidator(_options)]
 
 
-class DataJobs(Section):
-    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. null: what others do."""
-
-    partition: str | None = None
-    """Slurm partition, such as one of nodes without GPUs."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the node must have; "": none."""
-    cpus_per_task: PositiveInt | None = None
-    """CPUs of each process; the tokenizer uses them all."""
-    mem_gb: PositiveFloat | None = None
-    """Memory in GB."""
-    sbatch: SbatchOptions = Field(default_factory=dict)
-    """Options of sbatch on top of `site.sbatch`; `exclusive: false` takes that one back."""
+class DataJobs(JobRequest):
+    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. Short for both stages."""
 
 
 class SiteConfig(Section):
@@ -95,7 +57,7 @@ class SiteConfig(Section):
     constraint: str | None = None
     """Features that the nodes must have, as sbatch takes them."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs asked for on each node."""
+    """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
     gpu_type: str | None = None
@@ -130,10 +92,3 @@ class SiteConfig(Section):
     then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
     setup: list[str] = Field(default_factory=list)
     """Shell lines run in each job before anything else (modules, variables)."""
-
-    def of(self, stage: str) -> SiteConfig:
-        """The site as the jobs of a stage see it."""
-        if STAGES[stage].joined:
-            return self
-        other = self.data_jobs.model_dump(exclude_none=True)
-        return self.model_copy(update={**other, "sbatch": {**self.sbatch, **other["sbatch"]}})

@@ -38,7 +38,7 @@ def job_name(config: Config, stage: str) -> str:
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted, single = config.site.of(stage), config.stages.of(stage), not STAGES[stage].joined
+    site, wanted, single = config.site_of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
         "job_name": job_name(config, stage),
         "time": math.ceil(parse_time(wanted.time) / 60),
@@ -69,7 +69,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
         more["ntasks"] = wanted.most_nodes * wanted.per_node
-    if site.gpus_per_node and site.gpus_as != "none" and not single:
+    if site.gpus_per_node and site.gpus_as != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
         more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
     if STAGES[stage].trains and (reason := planned_mismatch(config)):

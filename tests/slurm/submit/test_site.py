@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
-from pipeline.config.read import ConfigError, load_config
+from pipeline.config.job_request import OWN_OPTIONS
+from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
-from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query import topology
+from slurm.query import exclusion, topology
 from slurm.query.topology import nodes_of_ranks, problem
 from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
 from slurm.submit.dry_run import mask, print_plan
@@ -87,6 +88,54 @@ def test_the_cpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     assert cfg.site.stripe.count == 2
 
 
+STAGES_ASK = (
+    "stages.evaluate={partition: small, account: other, qos: short, constraint: '', cpus_per_task: 2, mem_gb: 8, "
+    "sbatch: {nice: 7, exclusive: false}}",
+    "stages.shard={partition: io, gpus_per_node: 1, sbatch: {nice: 9}}",
+)
+
+
+def test_each_stage_asks_for_its_own(tmp_path: Path) -> None:
+    """A stage's keys over `site.data_jobs`, and that over `site`; no more GPUs than ranks, unless it says so."""
+    wide = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
+    cfg = config(tmp_path, *wide, *STAGES_ASK, profile="gpu-cluster.yaml")
+    run = Run(tmp_path / "runs/tiny")
+    found = {stage: options(script(run, cfg, stage)) for stage in ("prepare", "shard", "train", "evaluate")}
+    keys = ("partition", "account", "qos", "constraint", "cpus-per-task", "mem", "gres", "nice", "exclusive")
+    assert {stage: tuple(asked.get(key) for key in keys) for stage, asked in found.items()} == {
+        "prepare": ("cpu", "x", None, None, "16", "65536M", None, None, None),
+        "shard": ("io", "x", None, None, "16", "65536M", "gpu:h100:1", "9", None),
+        "train": ("gpu", "x", "long", "ib&scratch", "16", "491520M", "gpu:h100:4", None, ""),
+        "evaluate": ("small", "other", "short", None, "2", "8192M", "gpu:h100:1", "7", None),
+    }
+    more = config(tmp_path, *wide, "stages.evaluate.gpus_per_node=0", profile="gpu-cluster.yaml")
+    assert "gres" not in options(script(run, more, "evaluate")), "evaluated on CPUs"
+    with pytest.raises(ConfigError, match=r"more than stages\.train\.gpus_per_node \(2\)"):
+        config(tmp_path, *wide, "stages.train.gpus_per_node=2", profile="gpu-cluster.yaml")
+
+
+def test_only_what_a_stage_says_is_written_down(tmp_path: Path) -> None:
+    cfg = config(tmp_path, *STAGES_ASK)
+    text = dump_config(cfg)
+    assert yaml.safe_load(text)["stages"]["prepare"] == {"time": "01:00:00"}
+    (tmp_path / "again.yaml").write_text(text)
+    assert load_config(tmp_path / "again.yaml") == cfg
+
+
+def test_bad_nodes_are_those_of_the_stages_own_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create(config(tmp_path, *STAGES_ASK, "site.partition=big"))
+    asked: list[str | None] = []
+
+    def nodes(partition: str | None) -> dict[str, bool]:
+        asked.append(partition)
+        return {}
+
+    monkeypatch.setattr(exclusion, "_nodes", nodes)
+    exclusion.remember_bad_node(run, "n1", "no")
+    assert [exclusion.at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
+    assert asked == ["big", "small"]
+
+
 def test_a_persons_lines_come_after_the_sites_and_win(tmp_path: Path) -> None:
     text = site_script(tmp_path, {"network_interface": "ib0", "setup": ["export NCCL_SOCKET_IFNAME=eth7"]})
     assert exported(text)["NCCL_SOCKET_IFNAME"] == "eth7" and exported(text)["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -105,6 +154,8 @@ def test_options_that_are_taken_back_are_not_there(tmp_path: Path) -> None:
         ("site.sbatch.part=x", "site.partition"),
         ("site.sbatch.requeue=true", "site.requeue"),
         ("site.sbatch.output=/x", "Sluice sets --output itself"),
+        ("site.sbatch.clusters=b", "a login node of that cluster"),
+        ("stages.train.sbatch.partition=x", "site.partition"),
         ("site.sbatch.--nice=1", "without dashes"),
         ("site.sbatch.mail_type=END", "as sbatch does"),
         ("site.sbatch.nice=[1]", "nice: [1] should be text or a whole number or true or false"),
@@ -119,7 +170,7 @@ def test_options_that_are_taken_back_are_not_there(tmp_path: Path) -> None:
 def test_what_a_profile_may_not_say(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config(tmp_path, override)
-    key = override.partition("=")[0].rsplit(".", 1)[1] if "sbatch" not in override else "site.sbatch"
+    key = override.partition("=")[0].rsplit(".", 1)[1] if "sbatch" not in override else "sbatch"
     assert words in str(raised.value) and key in str(raised.value) and "command line" in str(raised.value)
 
 
