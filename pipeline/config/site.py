@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.config.job_request import JobRequest, SbatchOptions
 from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
@@ -39,6 +39,8 @@ AbsolutePath = Annotated[
     Path,
     matching(re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"),
 ]
+SecretsFile = Annotated[Path, matching(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
+VariableName = Annotated[str, matching(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
 
 
 class DataJobs(JobRequest):
@@ -91,4 +93,19 @@ class SiteConfig(Section):
     """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
     then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines run in each job before anything else (modules, variables)."""
+    """Shell lines run in each job before anything else (modules, variables). No place for secrets: they would stand in
+    config.yaml; take `secrets` or `pass`."""
+    secrets: SecretsFile | None = None
+    """A shell file of your own that nobody else can read (mode 0600); each job runs it before `setup`, and exports all
+    variables that it sets."""
+    pass_: list[VariableName] = Field(default_factory=list, alias="pass")
+    """Variables such as WANDB_API_KEY that jobs get from the shell that submits them, by sbatch's own `--export`: their
+    values are written nowhere. Nothing is submitted, or resumed, from a shell that has not all of them."""
+    export: Literal["all", "none"] = "all"
+    """What else of the submitting shell's environment jobs get; `none` for sites that ask for `--export=NONE`: a job
+    begins as a login does, or with HOME, PATH, USER and `pass`."""
+
+    @model_serializer(mode="wrap")
+    def _as_it_is_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`pass` is a word of Python's own, and no name for a field."""
+        return {key.rstrip("_"): value for key, value in write(self).items()}

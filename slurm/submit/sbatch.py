@@ -3,12 +3,13 @@
 The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. A
 name, path or value of the config never becomes shell code: options are quoted by submitit, the few lines of
 set-up are quoted here, and what sbatch would still take for something else is refused (:func:`_refuse_awkward`).
-`site.setup` alone is shell, because that is what it is for.
+`site.setup` alone (and the file `site.secrets`, which the script only names) is shell, because that is what it is for.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -25,7 +26,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.query.exclusion import at_submission
-from slurm.query.site_variables import site_variables
+from slurm.query.site_variables import exported, refuse_unready, secrets_lines, site_variables
 from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
 from slurm.submit.local_job import become
@@ -61,6 +62,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
     more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
+    more["export"] = exported(site)
     if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
@@ -77,7 +79,8 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
     # a person's own lines come later and win, but for the code that runs
-    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()] + site.setup
+    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    values["setup"] += secrets_lines(site) + site.setup
     path = f"PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
@@ -137,11 +140,14 @@ def submit(
 def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
     """One sbatch call; the id of its first job."""
     run.stage_folder(stage)
+    site = run.config.site
+    refuse_unready(site, os.environ)
     executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
     if (avoided := at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
     try:
-        with outside_job(), executor.batch():
+        # a person's SBATCH_EXPORT would overrule what the script says
+        with outside_job(*(["SBATCH_EXPORT"] if exported(site) else [])), executor.batch():
             jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
         return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:

@@ -26,7 +26,7 @@ from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run, now
-from slurm.query.site_variables import SETUP_NOT_RUN, site_variables
+from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
@@ -53,10 +53,21 @@ class Left:
 
 
 def use_site(site: SiteConfig, job_id: str | None) -> None:
-    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote."""
+    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote.
+
+    Raises UserError where those that it wants are not there, or not ours alone.
+    """
+    os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get nothing of ours either
+    refuse_unready(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
         return
     os.environ.update(site_variables(site))
+    if lines := secrets_lines(site):
+        shell = ["bash", "-c", "\n".join([*lines, "env -0"])]
+        told = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+        for line in told.split("\0"):
+            name, _, value = line.partition("=")
+            os.environ[name or "_"] = value
     if site.setup:
         print(SETUP_NOT_RUN, flush=True)
 
