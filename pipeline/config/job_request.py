@@ -49,9 +49,10 @@ def _options(program: str, own: Mapping[str, str]) -> BeforeValidator:
                 raise ValueError(
                     f"{key!r} is no long option of {program}; write it as {program} does, without dashes in front"
                 )
-            for option, instead in own.items():  # abbreviations are taken, too
-                if option.startswith(key):
-                    raise ValueError(f"{key}: " + (f"use {instead}" if instead else f"Sluice sets --{option} itself"))
+            meant = key if key in own else next((option for option in own if option.startswith(key)), None)
+            if meant is not None:  # abbreviations are taken, too
+                instead = f"use {own[meant]}" if own[meant] else f"Sluice sets --{meant} itself"
+                raise ValueError(f"{key}: {instead}")
         return value
 
     return BeforeValidator(check)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
-from pipeline.config.job_request import JobRequest, SbatchOptions
+from pipeline.config.job_request import JobRequest, SbatchOptions, SrunOptions
 from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
 
 _DISTRIBUTION = re.compile(
@@ -41,6 +41,24 @@ AbsolutePath = Annotated[
 ]
 SecretsFile = Annotated[Path, matching(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
 VariableName = Annotated[str, matching(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
+
+
+_MOUNT = re.compile(r"/[^,:\s]*(:/[^,:\s]*(:[a-z]+)?)?")
+Mount = Annotated[str, matching(_MOUNT, "write /PATH, /OUTSIDE:/INSIDE or /OUTSIDE:/INSIDE:ro")]
+ImageName = Annotated[str, matching(re.compile(r"[^-\s]\S*"), "write an image as the runtime takes it")]
+
+
+class Container(Section):
+    """An image that ranks run in; their supervisor runs outside (slurm/supervise/inside.py)."""
+
+    runtime: Literal["pyxis", "apptainer"]
+    """What starts it: the plugin of srun, or `apptainer exec`."""
+    image: ImageName
+    """As the runtime takes it: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`, `/shared/torch.sif`."""
+    mounts: list[Mount] = Field(default_factory=list)
+    """What ranks see of the nodes besides the run, its data and `site.scratch`: the files of data.source, for one."""
+    python: ImageName = "python3"
+    """The interpreter inside, with all that Sluice imports."""
 
 
 class DataJobs(JobRequest):
@@ -87,6 +105,13 @@ class SiteConfig(Section):
     for one that is not given after all."""
     data_jobs: DataJobs = DataJobs()
     """What prepare and shard ask for instead of the above."""
+    python: AbsolutePath | None = None
+    """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all that Sluice imports;
+    null: the one that submits."""
+    container: Container | None = None
+    """What ranks run in; null: nothing but the node."""
+    srun: SrunOptions = Field(default_factory=dict)
+    """More options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     requeue: bool = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +24,24 @@ def site_variables(site: SiteConfig) -> dict[str, str]:
     return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
 
 
+def interpreter(site: SiteConfig) -> str:
+    """The Python of the site's jobs. A folder that only the nodes have is told from a file by its name."""
+    if site.python is None:
+        return sys.executable
+    program = re.fullmatch(r"python[\d.]*", site.python.name) and not site.python.is_dir()
+    return str(site.python if program else site.python / "bin/python")
+
+
+def refuse_other_clusters(env: Mapping[str, str]) -> None:
+    """Raise UserError where variables send Slurm's commands to other clusters than the one that they are called on."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
+            raise UserError(
+                f"{name}={value}: the jobs of a run are all on one cluster, and seen from there only: unset it, and "
+                "log in where they are to run (sbatch -M is not supported)"
+            )
+
+
 def exported(site: SiteConfig) -> str | None:
     """The `--export` of the site's jobs (sbatch(1)); None where nothing is to be said of it."""
     if not site.pass_:
@@ -30,7 +50,11 @@ def exported(site: SiteConfig) -> str | None:
 
 
 def refuse_unready(site: SiteConfig, env: Mapping[str, str]) -> None:
-    """Raise UserError where a variable of `site.pass` is not set in `env`, or `site.secrets` is not ours alone."""
+    """Raise UserError where a variable of `site.pass` is not set in `env`, or `site.secrets` is not ours alone.
+
+    And where `env` leads to another cluster.
+    """
+    refuse_other_clusters(env)
     if lacking := [name for name in site.pass_ if not env.get(name)]:
         raise UserError(
             f"site.pass: {', '.join(lacking)} not set in this environment: export it, and say the same again; or take "

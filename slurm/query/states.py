@@ -35,6 +35,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
+from slurm.query.site_variables import refuse_other_clusters
 
 TIMEOUT_S = 30
 VIEW_TIMEOUT_S = 10.0
@@ -154,6 +155,7 @@ def cluster_name() -> str | None:
     then for half a minute more: one who looks again and again does not wait each time."""
     if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
         return own
+    refuse_other_clusters(os.environ)
     conf = os.environ.get("SLURM_CONF")
     if conf not in _clusters and time.monotonic() >= _silent_until.get(conf, 0.0):
         if told := settings(VIEW_TIMEOUT_S).get("ClusterName"):

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.query.exclusion import at_submission
-from slurm.query.site_variables import exported, refuse_unready, secrets_lines, site_variables
+from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
 from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
 from slurm.submit.local_job import become
@@ -104,7 +103,7 @@ class JobExecutor(submitit.SlurmExecutor):
 
     def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(sys.executable)}")
+        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(interpreter(config.site))}")
         self.update_parameters(**parameters(run, config, stage, after))
 
     @classmethod

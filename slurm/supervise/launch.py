@@ -27,6 +27,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run, now
 from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
+from slurm.supervise.inside import inside
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
@@ -73,11 +74,11 @@ def use_site(site: SiteConfig, job_id: str | None) -> None:
 
 
 def _spawn(
-    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
+    run: Run, stage: str, program: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code, `more` variables and descriptors."""
+    """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
     return subprocess.Popen(
-        [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
+        [*program, "-m", "pipeline", stage, str(run.path)],
         env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
         cwd=run.code,
         stdin=subprocess.DEVNULL,
@@ -148,7 +149,7 @@ class LocalRanks(Ranks):
                 with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {now()} rank {rank}\n".encode())
                     log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [], log, place, self._lock, *sockets)
+                    self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, place, self._lock, *sockets)
 
 
 class SrunRanks(Ranks):
@@ -164,12 +165,12 @@ class SrunRanks(Ranks):
     def __init__(
         self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
     ) -> None:
-        """On so many `nodes`; srun has more `options`.
+        """On so many `nodes`; srun has more `options`. Raises UserError where the site's container cannot be used.
 
         `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
         """
         super().__init__(run, stage, size, lock)
-        self._nodes, self._options = nodes, options
+        self._nodes, self._options, self.inside = nodes, options, inside(run, stage)
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
         self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
@@ -184,12 +185,14 @@ class SrunRanks(Ranks):
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
-        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}", *self._options]
+        command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+        return [*command, *self.inside.srun, *self._options]
 
     def start(self) -> None:
         """Start the step."""
         with open(self.messages, "ab") as log:
-            self._alive[0] = _spawn(self._run, self._stage, self.command(), log, self.settings, self._lock)
+            program, told = [*self.command(), *self.inside.program], {**self.settings, **self.inside.variables}
+            self._alive[0] = _spawn(self._run, self._stage, program, log, told, self._lock)
 
     def poll(self) -> list[Left]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""

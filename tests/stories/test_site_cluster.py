@@ -153,8 +153,13 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     secrets = tmp_path / "secrets.sh"
     secrets.write_text("SECRET=hunter2\n")
     secrets.chmod(0o600)
+    python = tmp_path / "an environment/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexport ENVIRONMENT_OF=site\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     overrides = (
         *("stages.train.nodes=2", "stages.train.tasks_per_node=2", "optimizer.warmup_steps=1"),
+        *(f"site.python={python.parent.parent}", "site.srun={comment: of the site, ntasks-per-core: 4}"),
         "parallel.backend=gloo",  # two ranks share a GPU that is none
         *(f"site.secrets={secrets}", "site.pass=[PASSED]", "site.export=none", "stages.evaluate.partition=high"),
     )
@@ -193,6 +198,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     assert len(ranks) == 4
     for variables in ranks:
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == variables["OF_SETUP"] == "lo"
+        assert variables["ENVIRONMENT_OF"] == "site" and variables["SLURM_NTASKS_PER_CORE"] == "4"
         assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
         assert (variables["SECRET"], variables["PASSED"]) == ("hunter2", shell["PASSED"]) and "LEFT" not in variables
