@@ -28,6 +28,7 @@ from slurm.query.exclusion import at_submission
 from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
 from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
+from slurm.query.words import SBATCH_ERROR
 from slurm.submit.local_job import become
 
 
@@ -155,5 +156,4 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
 
 def _reason(error: Exception) -> str:
     """The lines of sbatch's own complaint."""
-    lines = [line for line in str(error).splitlines() if "sbatch: error" in line]
-    return "; ".join(line.split("error: ", 1)[-1] for line in lines) or str(error).splitlines()[-1]
+    return "; ".join(SBATCH_ERROR.pattern.findall(str(error))) or str(error).splitlines()[-1]

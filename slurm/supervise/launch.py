@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,14 +25,12 @@ from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run, now
+from slurm.query import words
 from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
 from slurm.supervise.inside import inside
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
-_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
-_SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
-_OOM_EVENT = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -213,14 +210,14 @@ class SrunRanks(Ranks):
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
         slurmstepd saw it.
         """
-        found, starved = [], _OOM_EVENT.search(messages) is not None
+        found, starved = [], words.STEPD_STARVED.pattern.search(messages) is not None
         for line in messages.splitlines():
-            if match := _SRUN_TASK.match(line):
-                host, task, words = match.groups()
-                killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
-                if "Out Of Memory" in words or (killed == -signal.SIGKILL and starved):
+            if match := words.SRUN_TASK.pattern.match(line):
+                host, task, told = match.groups()
+                killed = next((-n for name, n in words.SIGNALS.items() if told.startswith(name)), None)
+                if words.SRUN_STARVED.pattern.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(Exit.OUT_OF_MEMORY)
-                exited = re.search(r"exit code (\d+)", words)
+                exited = words.SRUN_EXITED.pattern.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 

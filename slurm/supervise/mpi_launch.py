@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -27,6 +26,7 @@ from pathlib import Path
 from pipeline.base.errors import Exit, UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
+from slurm.query import words
 from slurm.supervise.inside import Inside, inside
 from slurm.supervise.launch import Left, Ranks, SrunRanks
 
@@ -35,8 +35,6 @@ LOOK_S = 1.0
 LINGERS_S = 15.0
 """How long mpirun may still be there after its last rank; it takes less than a second."""
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
-_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
-_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
 def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
@@ -141,9 +139,9 @@ class MpirunRanks(SrunRanks):
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
         """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
-        if killed := _KILLED.search(messages):
+        if killed := words.MPIRUN_KILLED.pattern.search(messages):
             return Left(int(killed[1]), -int(killed[3]), killed[2])
-        if exited := _EXITED.search(messages):
+        if exited := words.MPIRUN_EXITED.pattern.search(messages):
             return Left(int(exited[1]), int(exited[2]))
         return None
 
