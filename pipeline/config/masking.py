@@ -39,7 +39,7 @@ def masked(values: Any, at: str = "") -> Any:
     if isinstance(values, list):
         return [masked(value, at) for value in values]
     if at.startswith("site.setup."):
-        return mask(values) if isinstance(values, str) else _MASK
+        return mask(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
         return {key: masked(value, f"{at}{key}.") for key, value in values.items()}
     option = at.endswith(".") and (".sbatch." in at or ".srun." in at)
