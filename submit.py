@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from pipeline.base.errors import Exit, UserError, storage_error
 
 if TYPE_CHECKING:
+    from pipeline.config.sections import Config
     from pipeline.run.directory import Run
 
 
@@ -82,6 +83,7 @@ def submit(
     if there := known.config_file.exists():
         known.refuse_foreign()
     chosen = _choose(executor, known if there and uses_slurm(known) else None)
+    _refuse_unready(chosen, loaded)
     _go(Run.create(loaded, try_model=True), chosen, again=False)
 
 
@@ -108,8 +110,11 @@ def resume(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
                 f"python submit.py cancel {run}"
             )
-        for one in (opened, *points(opened)):
+        everyone = (opened, *points(opened))
+        for one in everyone:
             one.change(overrides or [])
+        _refuse_unready(chosen, opened.config)
+        for one in everyone:
             one.clear_requests()
             one.event("resumed")
         if asked_anew:
@@ -159,8 +164,20 @@ def _choose(executor: Executor, run: Run | None = None) -> Executor:
     return Executor.LOCAL
 
 
+def _refuse_unready(executor: Executor, config: Config) -> None:
+    """Raise UserError where jobs on Slurm would lack something of this shell's, before anything is done."""
+    from slurm.query.site_variables import refuse_unready
+
+    if executor == Executor.SLURM:
+        refuse_unready(config.site, os.environ)
+
+
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
+    from pipeline.config.masking import exposed
+
     console.print(f"run {run.name}", highlight=False, soft_wrap=True)
+    if warning := exposed(run.config):
+        console.print(warning, highlight=False, markup=False, soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.submit.chain import submit_chain
 

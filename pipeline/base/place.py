@@ -270,13 +270,14 @@ def in_allocation(env: Env) -> bool:
 
 
 @contextmanager
-def outside_job() -> Iterator[None]:
-    """Without the variables of the job that this process runs in: sbatch hands the environment on to the new job.
+def outside_job(*more: str) -> Iterator[None]:
+    """Without the variables of the job that this process runs in, and `more`: sbatch hands the environment on.
 
     There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. SLURM_CONF stays.
     """
     before = dict(os.environ)
-    theirs = [name for name in before if name.startswith(("SLURM_", "SLUICE_", "PMI")) and name != "SLURM_CONF"]
+    own = ("SLURM_", "SLUICE_", "PMI")
+    theirs = [name for name in before if (name.startswith(own) and name != "SLURM_CONF") or name in more]
     try:
         for name in theirs:
             del os.environ[name]

@@ -197,12 +197,12 @@ def check(config: Config) -> None:
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes}:
         layout_of(config, nodes * train.tasks_per_node)
-    gpus = config.site.gpus_per_node if config.parallel.backend in ("auto", "nccl") else 0
     for name, row in STAGES.items():
-        per_node = config.stages.of(name).per_node
-        if row.joined and 0 < gpus < per_node:
+        stage, gpus = config.stages.of(name), config.site_of(name).gpus_per_node
+        if row.joined and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.per_node:
+            key = "site" if stage.gpus_per_node is None else f"stages.{name}"
             raise ValueError(
-                f"stages.{name}.tasks_per_node ({per_node}) is more than site.gpus_per_node ({gpus}): "
+                f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
     warmup, steps = config.optimizer.warmup_steps, config.train.steps

@@ -33,6 +33,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.base.errors import UserError
 from pipeline.config.layout import check
+from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, valid_keys
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
@@ -118,7 +119,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
-            raise ConfigError(f"{COMMAND_LINE}: {show(override)}: write section.key=value")
+            shown = show(masked(override, "site.setup." if "setup" in key else ""))
+            raise ConfigError(f"{COMMAND_LINE}: {shown}: write section.key=value")
         value = _parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
         changes = merge(changes, _nested(names, value, COMMAND_LINE))
     return changes
@@ -337,17 +339,19 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
             continue  # a branch of a union, which pydantic names in the path too
         at, value = (*at, part), value[part]
     kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+    unknown = kind == "extra_forbidden" and at[0] == "site"  # maybe `setup`, misspelt
+    shown = show(masked(value, "site.setup." if unknown else f"{dotted(at)}."))
     if kind == "missing":
         at = (*at, error["loc"][-1])
         return at, f"{where}: {dotted(at)} is missing; it should be {allowed(at)}"
     said = ": ".join([where, *[dotted(at)] * bool(at)])
     if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
-        return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {show(value)}: {message}"
+        return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
         section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
         near = difflib.get_close_matches(str(at[-1]), valid, n=2, cutoff=0.5)
         mean = f"did you mean {' or '.join(near)}? " if near else ""
-        return at, f"{said}: {show(value)}: there is no such key; {mean}{section} has {', '.join(valid)}"
+        return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid)}"
     should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
     hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
-    return at, f"{said}: {show(value)} should be {should}{hint}"
+    return at, f"{said}: {shown} should be {should}{hint}"

@@ -10,12 +10,14 @@ import ast
 import copy
 import inspect
 import json
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.sections import Config
+from pipeline.config.types import Section
 
 KeyPath = tuple[str | int, ...]
 """`("data", "source", 0)`: where a value stands in the config."""
@@ -50,9 +52,11 @@ def schema() -> dict[str, Any]:
     documented: dict[str, dict[str, str]] = {}
     for file in Path(__file__).parent.glob("*.py"):
         documented |= _field_docstrings(file.read_text(encoding="utf-8"))
+    bases = {model.__name__: model.__mro__ for model in _subclasses(Section)}
     for name, section in (("Config", result), *result["$defs"].items()):
-        for field, text in documented.get(name, {}).items():
-            section["properties"][field]["description"] = text
+        for base in reversed(bases.get(name, ())):
+            for field, text in documented.get(base.__name__, {}).items():
+                section["properties"][field.rstrip("_")]["description"] = text  # `pass_`: see SiteConfig
         if "properties" in section:
             section["properties"]["extends"] = extends
             section.pop("required", None)
@@ -62,6 +66,14 @@ def schema() -> dict[str, Any]:
 def schema_text() -> str:
     """:func:`schema` as the text of `configs/schema.json`."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _subclasses(of: type) -> Iterator[type]:
+    """All classes below one."""
+    below: type
+    for below in of.__subclasses__():
+        yield below
+        yield from _subclasses(below)
 
 
 def _field_docstrings(source: str) -> dict[str, dict[str, str]]:

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, model_validator
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
-from pipeline.config.stages import StagesConfig
+from pipeline.config.stages import STAGES, StagesConfig
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.types import Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
 
@@ -263,3 +263,14 @@ class Config(Section):
     """Resources by stage."""
     sweep: SweepConfig | None = None
     """Many trainings that differ in a few values; null: one training."""
+
+    def site_of(self, stage: str) -> SiteConfig:
+        """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the
+        stage's own keys. No more GPUs than ranks, of which each has one, unless the stage says so."""
+        wanted, joined = self.stages.of(stage), STAGES[stage].joined
+        asked: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
+        if joined:
+            asked["gpus_per_node"] = min(self.site.gpus_per_node, wanted.per_node)
+        else:
+            asked = self.site.data_jobs.over(asked)
+        return self.site.model_copy(update=wanted.over(asked))

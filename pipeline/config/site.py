@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
-from pipeline.config.stages import STAGES
+from pipeline.config.job_request import JobRequest, SbatchOptions, SrunOptions
 from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
 
 _DISTRIBUTION = re.compile(
@@ -22,30 +22,6 @@ _DISTRIBUTION = re.compile(
 _SWITCHES = re.compile(r"[1-9]\d*(@(\d+-)?\d+(:\d\d){0,2})?")
 _INTERFACES = re.compile(r"[A-Za-z0-9_.-]{1,15}(,[A-Za-z0-9_.-]{1,15})*")
 _POOL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_OPTION = re.compile(r"[a-z][a-z0-9]+(-[a-z0-9]+)*")
-
-OWN_OPTIONS = {
-    "account": "site.account", "constraint": "site.constraint", "cpus-per-task": "site.cpus_per_task",
-    "distribution": "site.distribution", "gpus-per-node": "site.gpus_per_node", "gres": "site.gpus_per_node",
-    "mem": "site.mem_gb", "nodes": "stages.STAGE.nodes", "ntasks-per-node": "stages.STAGE.tasks_per_node",
-    "partition": "site.partition", "qos": "site.qos", "signal": "site.signal_s", "switches": "site.switches",
-    "time": "stages.STAGE.time",
-    "array": "", "chdir": "", "comment": "", "dependency": "", "error": "", "export": "", "export-file": "",
-    "get-user-env": "", "ignore-pbs": "", "job-name": "", "kill-on-invalid-dep": "", "no-requeue": "site.requeue",
-    "open-mode": "", "output": "", "parsable": "", "requeue": "site.requeue", "test-only": "", "uid": "", "wait": "",
-    "wrap": "",
-}  # fmt: skip
-"""Options of sbatch that Sluice sets, and the key to use instead where there is one."""
-
-
-def _options(value: Any) -> Any:
-    for key in value if isinstance(value, dict) else ():
-        if not isinstance(key, str) or not _OPTION.fullmatch(key):
-            raise ValueError(f"{key!r} is no long option of sbatch; write it as sbatch does, without dashes in front")
-        for option, instead in OWN_OPTIONS.items():  # sbatch takes abbreviations, too
-            if option.startswith(key):
-                raise ValueError(f"{key}: " + (f"use {instead}" if instead else f"Sluice sets --{option} itself"))
-    return value
 
 
 class StripeConfig(Section):
@@ -63,24 +39,30 @@ AbsolutePath = Annotated[
     Path,
     matching(re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"),
 ]
-SbatchOptions = Annotated[dict[str, str | int | bool], BeforeValidator(_options)]
+SecretsFile = Annotated[Path, matching(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
+VariableName = Annotated[str, matching(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
 
 
-class DataJobs(Section):
-    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. null: what others do."""
+_MOUNT = re.compile(r"/[^,:\s]*(:/[^,:\s]*(:[a-z]+)?)?")
+Mount = Annotated[str, matching(_MOUNT, "write /PATH, /OUTSIDE:/INSIDE or /OUTSIDE:/INSIDE:ro")]
+ImageName = Annotated[str, matching(re.compile(r"[^-\s]\S*"), "write an image as the runtime takes it")]
 
-    partition: str | None = None
-    """Slurm partition, such as one of nodes without GPUs."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the node must have; "": none."""
-    cpus_per_task: PositiveInt | None = None
-    """CPUs of each process; the tokenizer uses them all."""
-    mem_gb: PositiveFloat | None = None
-    """Memory in GB."""
-    sbatch: SbatchOptions = Field(default_factory=dict)
-    """Options of sbatch on top of `site.sbatch`; `exclusive: false` takes that one back."""
+
+class Container(Section):
+    """An image that ranks run in; their supervisor runs outside (slurm/supervise/inside.py)."""
+
+    runtime: Literal["pyxis", "apptainer"]
+    """What starts it: the plugin of srun, or `apptainer exec`."""
+    image: ImageName
+    """As the runtime takes it: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`, `/shared/torch.sif`."""
+    mounts: list[Mount] = Field(default_factory=list)
+    """What ranks see of the nodes besides the run, its data and `site.scratch`: the files of data.source, for one."""
+    python: ImageName = "python3"
+    """The interpreter inside, with all that Sluice imports."""
+
+
+class DataJobs(JobRequest):
+    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. Short for both stages."""
 
 
 class SiteConfig(Section):
@@ -95,7 +77,7 @@ class SiteConfig(Section):
     constraint: str | None = None
     """Features that the nodes must have, as sbatch takes them."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs asked for on each node."""
+    """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
     gpu_type: str | None = None
@@ -123,17 +105,32 @@ class SiteConfig(Section):
     for one that is not given after all."""
     data_jobs: DataJobs = DataJobs()
     """What prepare and shard ask for instead of the above."""
+    python: AbsolutePath | None = None
+    """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all that Sluice imports;
+    null: the one that submits."""
+    container: Container | None = None
+    """What ranks run in; null: nothing but the node."""
+    srun: SrunOptions = Field(default_factory=dict)
+    """More options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     requeue: bool = True
     """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
     then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines run in each job before anything else (modules, variables)."""
+    """Shell lines run in each job before anything else (modules, variables). No place for secrets: they would stand in
+    config.yaml; take `secrets` or `pass`."""
+    secrets: SecretsFile | None = None
+    """A shell file of your own that nobody else can read (mode 0600); each job runs it before `setup`, and exports all
+    variables that it sets."""
+    pass_: list[VariableName] = Field(default_factory=list, alias="pass")
+    """Variables such as WANDB_API_KEY that jobs get from the shell that submits them, by sbatch's own `--export`: their
+    values are written nowhere. Nothing is submitted, or resumed, from a shell that has not all of them."""
+    export: Literal["all", "none"] = "all"
+    """What else of the submitting shell's environment jobs get; `none` for sites that ask for `--export=NONE`: a job
+    begins as a login does, or with HOME, PATH, USER and `pass`."""
 
-    def of(self, stage: str) -> SiteConfig:
-        """The site as the jobs of a stage see it."""
-        if STAGES[stage].joined:
-            return self
-        other = self.data_jobs.model_dump(exclude_none=True)
-        return self.model_copy(update={**other, "sbatch": {**self.sbatch, **other["sbatch"]}})
+    @model_serializer(mode="wrap")
+    def _as_it_is_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`pass` is a word of Python's own, and no name for a field."""
+        return {key.rstrip("_"): value for key, value in write(self).items()}

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import PositiveInt, model_validator
 
+from pipeline.config.job_request import JobRequest
 from pipeline.config.types import Section, TimeLimit
 
 
@@ -26,7 +27,7 @@ class Stage:
     """The stages whose outputs it reads."""
     joined: bool = False
     """Whether its ranks are one process group, on nodes and GPUs that `site` asks for. Else processes that know nothing
-    of each other, without GPUs, on what `site.data_jobs` asks for."""
+    of each other, on what `site.data_jobs` asks for, without GPUs where nobody asks for some."""
     array: bool = False
     """Whether its tasks are an array on Slurm, with one job behind them that does what they left, and validates."""
     per_point: bool = False
@@ -54,8 +55,8 @@ class NodeRange(Section):
         return self
 
 
-class Resources(Section):
-    """What a stage asks for: one process, where nothing else is said."""
+class Resources(JobRequest):
+    """What a stage asks for: one process, where nothing else is said; of Slurm what `site` says, or its own keys."""
 
     time: TimeLimit = "01:00:00"
     """Time limit, as Slurm writes it."""
@@ -94,8 +95,6 @@ class StageResources(Resources):
     layout and the batch allow. On one machine without Slurm, nodes (the most) × tasks_per_node processes start."""
     tasks_per_node: PositiveInt = 1
     """Processes per node."""
-    time: TimeLimit = "01:00:00"
-    """Time limit, as Slurm writes it."""
 
     @property
     def fewest_nodes(self) -> int:

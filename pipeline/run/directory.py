@@ -36,6 +36,7 @@ from typing import Any
 from pipeline.base.errors import UserError, storage_error
 from pipeline.base.files import append_line, flock, open_lock, read_jsonl, write_atomic
 from pipeline.base.trust import refuse_foreign
+from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.config.sections import Config, Sharing
 from pipeline.config.user_model import UserModel, found_for
@@ -187,7 +188,7 @@ class Run:
         point_configs(changed)
         found_for(changed, [self.code])
         append_line(self.changes, json.dumps({"time": now(), "set": changes}))
-        self.event("changed", set=flatten(changes))
+        self.event("changed", set=masked(flatten(changes)))
         self._config = changed
 
     @cached_property
@@ -291,8 +292,10 @@ class Run:
         OSError where the copy cannot be written (errors.storage_error explains both); the older one stays then, and
         nothing of the new.
         """
-        model = found_for(self.config, [Path.cwd(), CODE_ROOT])
-        copy_code(self.path, model, self.config.run.root.name, _UMASK[self.config.run.sharing], try_model)
+        config, site = self.config, self.config.site
+        model = found_for(config, [Path.cwd(), CODE_ROOT])
+        try_model &= site.python is None and site.container is None  # theirs may not be here
+        copy_code(self.path, model, config.run.root.name, _UMASK[config.run.sharing], try_model)
 
     @property
     def commit(self) -> str | None:
@@ -329,5 +332,6 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe_differences(old: Config, new: Config) -> list[str]:
     """Lines such as `train.steps: 200 → 300` for every key that differs."""
     before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
+    shown, then = masked(before), masked(after)
     keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)} → {after.get(k)}" for k in keys if before.get(k) != after.get(k)]
+    return [f"{k}: {shown.get(k)} → {then.get(k)}" for k in keys if before.get(k) != after.get(k)]

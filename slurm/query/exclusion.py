@@ -45,7 +45,7 @@ def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: It
 
 def at_submission(runs: Sequence[Run], stage: str) -> str | None:
     """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
-    site = runs[0].config.site.of(stage)
+    site = runs[0].config.site_of(stage)
     own = str(site.sbatch.get("exclude") or "")
     found: list[str] = []
     if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
@@ -60,7 +60,7 @@ def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     if not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
     ours = {_short(e["host"], nodes) for e in read_jsonl(run.path / "bad_nodes.jsonl")}
-    own = str(run.config.site.of(stage).sbatch.get("exclude") or "")
+    own = str(run.config.site_of(stage).sbatch.get("exclude") or "")
     named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
     wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage)) if ours else kept

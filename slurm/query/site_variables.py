@@ -1,10 +1,20 @@
-"""What a site's profile puts into a job's environment."""
+"""What a site's profile puts into a job's environment, and what must be there for it when a job is submitted."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.base.errors import Exit, UserError
 from pipeline.config.site import SiteConfig
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
+_PRIVATE = (0o600, 0o400)
 
 
 def site_variables(site: SiteConfig) -> dict[str, str]:
@@ -12,3 +22,71 @@ def site_variables(site: SiteConfig) -> dict[str, str]:
     interface = site.network_interface
     named = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
+
+
+def interpreter(site: SiteConfig) -> str:
+    """The Python of the site's jobs. A folder that only the nodes have is told from a file by its name."""
+    if site.python is None:
+        return sys.executable
+    program = re.fullmatch(r"python[\d.]*", site.python.name) and not site.python.is_dir()
+    return str(site.python if program else site.python / "bin/python")
+
+
+def refuse_other_clusters(env: Mapping[str, str]) -> None:
+    """Raise UserError where variables send Slurm's commands to other clusters than the one that they are called on."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
+            raise UserError(
+                f"{name}={value}: the jobs of a run are all on one cluster, and seen from there only: unset it, and "
+                "log in where they are to run (sbatch -M is not supported)"
+            )
+
+
+def exported(site: SiteConfig) -> str | None:
+    """The `--export` of the site's jobs (sbatch(1)); None where nothing is to be said of it."""
+    if not site.pass_:
+        return None if site.export == "all" else "NONE"
+    return ",".join([*(["ALL"] if site.export == "all" else ["HOME", "PATH", "USER"]), *site.pass_])
+
+
+def refuse_unready(site: SiteConfig, env: Mapping[str, str]) -> None:
+    """Raise UserError where a variable of `site.pass` is not set in `env`, or `site.secrets` is not ours alone.
+
+    And where `env` leads to another cluster.
+    """
+    refuse_other_clusters(env)
+    if lacking := [name for name in site.pass_ if not env.get(name)]:
+        raise UserError(
+            f"site.pass: {', '.join(lacking)} not set in this environment: export it, and say the same again; or take "
+            "it out of site.pass"
+        )
+    if site.secrets is None:
+        return
+    path = site.secrets.expanduser()
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"site.secrets: {path}: {error.strerror}: make it, or take it out of the config") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode not in _PRIVATE:
+        raise UserError(f"{_refusal(path)} (it is of uid {found.st_uid}, mode {mode:o})")
+
+
+def secrets_lines(site: SiteConfig) -> list[str]:
+    """Shell that runs `site.secrets` and exports what it sets; it ends the job where the file is not its user's alone.
+
+    :func:`refuse_unready` looked before, but the job may start days later.
+    """
+    if site.secrets is None:
+        return []
+    path = site.secrets.expanduser()
+    quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_refusal(path)}")
+    return [
+        f"[[ -f {quoted} && -O {quoted} && $(stat -Lc %a {quoted}) == [46]00 ]] || "
+        f"{{ echo {words} >&2; exit {int(Exit.USER_ERROR)}; }}",
+        f"set -a; . {quoted}; set +a",
+    ]
+
+
+def _refusal(path: Path) -> str:
+    return f"site.secrets: {path} must be a file of your own that nobody else can read: chmod 600 {path}"

@@ -35,6 +35,8 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
+from slurm.query import words
+from slurm.query.site_variables import refuse_other_clusters
 
 TIMEOUT_S = 30
 VIEW_TIMEOUT_S = 10.0
@@ -50,7 +52,6 @@ ENDED = {
 """States that a job does not leave again; the rest are of jobs that run or may still run. There are many, some for
 moments only: a running job that is being told of its time limit or its preemption is SIGNALING (seen on Slurm 22.05).
 Source: https://slurm.schedmd.com/job_state_codes.html"""
-_DEAD_REASON = "DependencyNeverSatisfied"
 _MARK = "sluice "
 _PUT_BACK = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
 """How accounting says that a run of a job ended after which there may be another, submitted at that moment."""
@@ -80,7 +81,7 @@ class JobState:
     @property
     def dead(self) -> bool:
         """Pending for ever: what it waits for can no longer happen (Slurm keeps such jobs)."""
-        return self.state == "PENDING" and _DEAD_REASON in self.reason
+        return self.state == "PENDING" and words.NEVER.pattern.search(self.reason) is not None
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,15 @@ def slurm_answers() -> bool:
         return False
     try:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=VIEW_TIMEOUT_S)
-        silent = " is UP" not in done.stdout and " is DOWN" in done.stdout
+        answers = words.CONTROLLER_UP.pattern.search(done.stdout) is not None
+        silent = not answers and words.CONTROLLER_DOWN.pattern.search(done.stdout) is not None
     except OSError:
         return False
     except subprocess.TimeoutExpired:
-        silent = True
+        answers, silent = False, True
     if silent:
         raise UserError(f"{SILENT} (scontrol ping): try again later, or say --executor local to train on this machine")
-    return " is UP" in done.stdout  # where a machine merely has Slurm's commands, nothing is said of a controller
+    return answers  # where a machine merely has Slurm's commands, nothing is said of a controller
 
 
 def must_answer(states: Iterable[JobState]) -> None:
@@ -154,6 +156,7 @@ def cluster_name() -> str | None:
     then for half a minute more: one who looks again and again does not wait each time."""
     if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
         return own
+    refuse_other_clusters(os.environ)
     conf = os.environ.get("SLURM_CONF")
     if conf not in _clusters and time.monotonic() >= _silent_until.get(conf, 0.0):
         if told := settings(VIEW_TIMEOUT_S).get("ClusterName"):

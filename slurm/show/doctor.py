@@ -27,6 +27,7 @@ from pipeline.base.files import file_system_type
 from pipeline.config.site import SiteConfig
 from pipeline.config.types import parse_time
 from slurm.query.states import call, fields, parse_config
+from slurm.query.words import SRUN_ERROR
 
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
@@ -231,7 +232,7 @@ def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | Non
     told = done.stderr.splitlines()
     if by_cat := [line for line in told if re.match(r"\S*\bcat: ", line)]:
         return by_cat[0], ""
-    return None, next((line for line in told if "error: " in line), f"srun left with {done.returncode}")
+    return None, next((line for line in told if SRUN_ERROR.pattern.search(line)), f"srun left with {done.returncode}")
 
 
 def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:

@@ -35,6 +35,7 @@ from slurm.query import attempts
 from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
+from slurm.query.words import HELD
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
 
@@ -81,8 +82,8 @@ def judge(
         return "done", "", False
     if job is not None and job.dead:
         return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
-    if job is not None and job.active and job.reason.startswith("JobHeld"):  # JobHeldUser, JobHeldAdmin
-        who = "" if job.reason == "JobHeldUser" else ", which takes an administrator"
+    if job is not None and job.active and (held_by := HELD.pattern.match(job.reason)):
+        who = "" if held_by[1] == "User" else ", which takes an administrator"
         return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
     if job is not None and job.active:
         return slurm.lower(), "", True

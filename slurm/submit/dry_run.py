@@ -1,19 +1,18 @@
 """`--dry-run`: what a config would run, printed before anything is made: plan, resolved config, sbatch scripts.
 
-It is meant to be pasted into tickets and chats, so secrets are masked: in `setup` and `sbatch` of the site, which alone
-may hold any, everything after a name that looks like one (`WANDB_API_KEY=…`, `--password …`, `Bearer …`) and passwords
-in URLs. Too much may be masked, so that too little is not. The scripts that are submitted are the same, unmasked.
+It is meant to be pasted into tickets and chats, so what may be secret is masked (pipeline/config/masking.py). The
+scripts that are submitted are the same, unmasked.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.config.layout import layout_of
+from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
@@ -26,29 +25,6 @@ from slurm.submit.sbatch import script
 
 START_S = 60
 """What a start may well take: imports from a shared file system, a rendezvous, a checkpoint."""
-_MASK = "*****"
-_SECRET = re.compile(
-    r"((?:token|secret|pass|pwd|key|credential|auth|bearer|cookie|login)[\w.-]*[\"']?(?:\s*[=:]\s*|\s+))\S.*",
-    re.IGNORECASE | re.DOTALL,
-)
-_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
-
-
-def mask(text: str) -> str:
-    """A shell line without its secrets: what follows a name like one, to the end, and passwords in URLs."""
-    return _URL_PASSWORD.sub(rf"\g<1>{_MASK}@", _SECRET.sub(rf"\g<1>{_MASK}", text))
-
-
-def masked(config: Config) -> Config:
-    """The config without secrets, to be shown."""
-    site = config.site
-    options, more = (
-        {key: value if mask(f"{key}={value}") == f"{key}={value}" else _MASK for key, value in given.items()}
-        for given in (site.sbatch, site.data_jobs.sbatch)
-    )
-    jobs = site.data_jobs.model_copy(update={"sbatch": more})
-    shown = {"setup": [mask(line) for line in site.setup], "sbatch": options, "data_jobs": jobs}
-    return config.model_copy(update={"site": site.model_copy(update=shown)})
 
 
 def print_plan(config: Config, scripts: bool, console: Console) -> None:
@@ -57,7 +33,8 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     Raises UserError where a script cannot be written.
     """
     points = len(config.sweep.points()) if config.sweep else 0
-    config = masked(with_absolute_paths(config))
+    warning = exposed(config)
+    config = Config.model_validate(masked(with_absolute_paths(config).model_dump(mode="json")))
     run, train = Run(config.run.root / config.run.name), config.train
     own = found_for(config, [Path.cwd(), CODE_ROOT])
     model, length, sources = config.model, config.data.sequence_length, ", ".join(config.data.sources)
@@ -66,6 +43,7 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     if own is not None:
         arrays, unit, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     lines = [
+        *([warning] if warning else []),
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
         f"data      {sources}: {arrays}",
         f"model     {what}, {train.precision}",

@@ -3,15 +3,15 @@
 The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. A
 name, path or value of the config never becomes shell code: options are quoted by submitit, the few lines of
 set-up are quoted here, and what sbatch would still take for something else is refused (:func:`_refuse_awkward`).
-`site.setup` alone is shell, because that is what it is for.
+`site.setup` alone (and the file `site.secrets`, which the script only names) is shell, because that is what it is for.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.query.exclusion import at_submission
-from slurm.query.site_variables import site_variables
+from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
 from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
+from slurm.query.words import SBATCH_ERROR
 from slurm.submit.local_job import become
 
 
@@ -38,7 +39,7 @@ def job_name(config: Config, stage: str) -> str:
 
 def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted, single = config.site.of(stage), config.stages.of(stage), not STAGES[stage].joined
+    site, wanted, single = config.site_of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
         "job_name": job_name(config, stage),
         "time": math.ceil(parse_time(wanted.time) / 60),
@@ -61,6 +62,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
     more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
+    more["export"] = exported(site)
     if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
@@ -69,15 +71,18 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
         more["ntasks"] = wanted.most_nodes * wanted.per_node
-    if site.gpus_per_node and site.gpus_as != "none" and not single:
+    if site.gpus_per_node and site.gpus_as != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
         more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
+    if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & more.keys()):
+        raise UserError(f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: leave one out of site or stages")
     if STAGES[stage].trains and (reason := planned_mismatch(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
     # a person's own lines come later and win, but for the code that runs
-    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()] + site.setup
+    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    values["setup"] += secrets_lines(site) + site.setup
     path = f"PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
@@ -101,7 +106,7 @@ class JobExecutor(submitit.SlurmExecutor):
 
     def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(sys.executable)}")
+        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(interpreter(config.site))}")
         self.update_parameters(**parameters(run, config, stage, after))
 
     @classmethod
@@ -137,11 +142,14 @@ def submit(
 def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
     """One sbatch call; the id of its first job."""
     run.stage_folder(stage)
+    site = run.config.site
+    refuse_unready(site, os.environ)
     executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
     if (avoided := at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
     try:
-        with outside_job(), executor.batch():
+        # a person's SBATCH_EXPORT would overrule what the script says
+        with outside_job(*(["SBATCH_EXPORT"] if exported(site) else [])), executor.batch():
             jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
         return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:
@@ -149,7 +157,5 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
 
 
 def _reason(error: Exception) -> str:
-    """The lines of sbatch's own complaint, such as `sbatch: error: …`, `sbatch: fatal: …`, `sbatch: unrecognized …`."""
-    lines = re.findall(r"^sbatch: (?:error: |fatal: )?(.+)$", str(error), re.MULTILINE)
-    useful = [line for line in lines if not line.startswith("Try ")]
-    return "; ".join(useful) or str(error).splitlines()[-1]
+    """The lines of sbatch's own complaint."""
+    return "; ".join(SBATCH_ERROR.pattern.findall(str(error))) or str(error).splitlines()[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,13 +25,12 @@ from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run, now
-from slurm.query.site_variables import SETUP_NOT_RUN, site_variables
+from slurm.query import words
+from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
+from slurm.supervise.inside import inside
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
-_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
-_SRUN_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Aborted": 6, "Bus error": 7}
-_OOM_EVENT = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,20 +51,31 @@ class Left:
 
 
 def use_site(site: SiteConfig, job_id: str | None) -> None:
-    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote."""
+    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote.
+
+    Raises UserError where those that it wants are not there, or not ours alone.
+    """
+    os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get nothing of ours either
+    refuse_unready(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
         return
     os.environ.update(site_variables(site))
+    if lines := secrets_lines(site):
+        shell = ["bash", "-c", "\n".join([*lines, "env -0"])]
+        told = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+        for line in told.split("\0"):
+            name, _, value = line.partition("=")
+            os.environ[name or "_"] = value
     if site.setup:
         print(SETUP_NOT_RUN, flush=True)
 
 
 def _spawn(
-    run: Run, stage: str, launcher: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
+    run: Run, stage: str, program: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m pipeline STAGE RUN` behind `launcher`, with the run's code, `more` variables and descriptors."""
+    """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
     return subprocess.Popen(
-        [*launcher, sys.executable, "-m", "pipeline", stage, str(run.path)],
+        [*program, "-m", "pipeline", stage, str(run.path)],
         env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
         cwd=run.code,
         stdin=subprocess.DEVNULL,
@@ -137,7 +146,7 @@ class LocalRanks(Ranks):
                 with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {now()} rank {rank}\n".encode())
                     log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [], log, place, self._lock, *sockets)
+                    self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, place, self._lock, *sockets)
 
 
 class SrunRanks(Ranks):
@@ -153,12 +162,12 @@ class SrunRanks(Ranks):
     def __init__(
         self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
     ) -> None:
-        """On so many `nodes`; srun has more `options`.
+        """On so many `nodes`; srun has more `options`. Raises UserError where the site's container cannot be used.
 
         `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
         """
         super().__init__(run, stage, size, lock)
-        self._nodes, self._options = nodes, options
+        self._nodes, self._options, self.inside = nodes, options, inside(run, stage)
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
         self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
@@ -173,12 +182,14 @@ class SrunRanks(Ranks):
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
-        return [*command, f"--output={folder}/{self._log}", f"--chdir={self._run.code}", *self._options]
+        command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+        return [*command, *self.inside.srun, *self._options]
 
     def start(self) -> None:
         """Start the step."""
         with open(self.messages, "ab") as log:
-            self._alive[0] = _spawn(self._run, self._stage, self.command(), log, self.settings, self._lock)
+            program, told = [*self.command(), *self.inside.program], {**self.settings, **self.inside.variables}
+            self._alive[0] = _spawn(self._run, self._stage, program, log, told, self._lock)
 
     def poll(self) -> list[Left]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
@@ -199,14 +210,14 @@ class SrunRanks(Ranks):
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
         slurmstepd saw it.
         """
-        found, starved = [], _OOM_EVENT.search(messages) is not None
+        found, starved = [], words.STEPD_STARVED.pattern.search(messages) is not None
         for line in messages.splitlines():
-            if match := _SRUN_TASK.match(line):
-                host, task, words = match.groups()
-                killed = next((-n for word, n in _SRUN_SIGNALS.items() if word in words), None)
-                if "Out Of Memory" in words or (killed == -signal.SIGKILL and starved):
+            if match := words.SRUN_TASK.pattern.match(line):
+                host, task, told = match.groups()
+                killed = next((-n for name, n in words.SIGNALS.items() if told.startswith(name)), None)
+                if words.SRUN_STARVED.pattern.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(Exit.OUT_OF_MEMORY)
-                exited = re.search(r"exit code (\d+)", words)
+                exited = words.SRUN_EXITED.pattern.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 

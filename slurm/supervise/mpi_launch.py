@@ -27,6 +27,8 @@ from pathlib import Path
 from pipeline.base.errors import Exit, UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
+from slurm.query import words
+from slurm.supervise.inside import Inside, inside
 from slurm.supervise.launch import Left, Ranks, SrunRanks
 
 TRIAL_S = 60.0
@@ -34,9 +36,6 @@ LOOK_S = 1.0
 LINGERS_S = 15.0
 """How long mpirun may still be there after its last rank; it takes less than a second."""
 _TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
-_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
-_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
-_PROCESS_LEFT = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")  # MPICH's Hydra: a signal as a code
 _RANK = "--- rank"
 """What each rank's log begins with, and the number of its process: Hydra tells that one only."""
 _SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
@@ -67,13 +66,16 @@ def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, 
 
 def ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunRanks:
     """The ranks of a stage, not started yet, started as this site's MPI wants it."""
-    if on_slurm and (plugin := slurm_plugin()) is not None:
+    if on_slurm and (plugin := slurm_plugin(inside(run, stage))) is not None:
         # one that fails takes the others along: they would wait for it
         return SrunRanks(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
+    box = run.config.site.container
+    if on_slurm and box is not None and box.runtime == "pyxis":
+        raise UserError("site.container: pyxis needs an srun that starts MPI (srun --mpi=list); or take apptainer")
     return MpirunRanks(run, stage, size, lock, local=not on_slurm)
 
 
-def slurm_plugin() -> str | None:
+def slurm_plugin(inside: Inside) -> str | None:
     """The `--mpi` of srun with which MPI works in this job; None where mpirun must start the ranks."""
     if chosen := os.environ.get("SLURM_MPI_TYPE"):
         return None if chosen == "none" else chosen
@@ -81,8 +83,9 @@ def slurm_plugin() -> str | None:
     for plugin in ("pmix", "pmi2"):
         if plugin in (listed.stdout + listed.stderr).split():
             trial = ["srun", f"--mpi={plugin}", "--nodes=1", "--ntasks=2", "--overcommit", "--kill-on-bad-exit=1"]
+            trial += [*inside.srun, *inside.program, "-c", _TRIAL]
             try:
-                done = subprocess.run([*trial, sys.executable, "-c", _TRIAL], capture_output=True, timeout=TRIAL_S)
+                done = subprocess.run(trial, capture_output=True, timeout=TRIAL_S)
             except subprocess.TimeoutExpired:
                 continue
             if done.returncode == 0:
@@ -97,6 +100,8 @@ class MpirunRanks(SrunRanks):
 
     def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
         super().__init__(run, stage, size, lock)
+        if local:  # what a site says is for its jobs
+            self.inside = Inside((sys.executable,))
         self._mpirun, self.settings = mpirun_command(size, local)
         self._next_look, self._last_seen = 0.0, math.inf
         self._had_ranks = self._lingered = False
@@ -104,9 +109,10 @@ class MpirunRanks(SrunRanks):
     def command(self) -> list[str]:
         """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
         log = shlex.quote(f"{self._run.stage_folder(self._stage)}/rank-")
-        path = shlex.quote(with_code(os.environ, self._run.code)["PYTHONPATH"])
+        variables = {"PYTHONPATH": with_code(os.environ, self._run.code)["PYTHONPATH"], **self.inside.variables}
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         script = (
-            f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 PYTHONPATH={path} && "
+            f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 {exports} && "
             f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log}$rank.log 2>&1 && "
             f'echo "{_RANK} $rank, process $$ on $(uname -n)" && exec "$@"'
         )
@@ -133,7 +139,7 @@ class MpirunRanks(SrunRanks):
     def _explained(self, left: Left) -> Left:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
-        if said.told and (match := _PROCESS_LEFT.search(said.told)):
+        if said.told and (match := words.HYDRA_LEFT.pattern.search(said.told)):
             process, host, code = match[1], match[2], int(match[3])
             for log in self._run.stage_folder(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
@@ -144,9 +150,9 @@ class MpirunRanks(SrunRanks):
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
         """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
-        if killed := _KILLED.search(messages):
+        if killed := words.MPIRUN_KILLED.pattern.search(messages):
             return Left(int(killed[1]), -int(killed[3]), killed[2])
-        if exited := _EXITED.search(messages):
+        if exited := words.MPIRUN_EXITED.pattern.search(messages):
             return Left(int(exited[1]), int(exited[2]))
         return None
 

@@ -150,18 +150,29 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     )
     config = write_config(tmp_path, steps=5)
     config.write_text(config.read_text() + "site: {extends: site.yaml}\n")
+    secrets = tmp_path / "secrets.sh"
+    secrets.write_text("SECRET=hunter2\n")
+    secrets.chmod(0o600)
+    python = tmp_path / "an environment/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexport ENVIRONMENT_OF=site\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     overrides = (
         *("stages.train.nodes=2", "stages.train.tasks_per_node=2", "optimizer.warmup_steps=1"),
+        *(f"site.python={python.parent.parent}", "site.srun={comment: of the site, ntasks-per-core: 4}"),
         "parallel.backend=gloo",  # two ranks share a GPU that is none
+        *(f"site.secrets={secrets}", "site.pass=[PASSED]", "site.export=none", "stages.evaluate.partition=high"),
     )
+    shell = {"PASSED": "hunter2, 'too'", "LEFT": "behind", "SBATCH_EXPORT": "NIL"}
     run = Run.create(load_config(config, overrides))
     door = run.code / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
     dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
-    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
+    assert done.returncode == 0, done.stderr
     job = next(e["job_id"] for e in run.read_events("train") if e["event"] == "submitted")
-    written = next((run.jobs / "train").glob("*_submission.sh")).read_text()
+    written = next((run.jobs / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
     planned = dry.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
     assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     shown = cluster.output(["scontrol", "--oneliner", "show", "job", job])
@@ -176,6 +187,8 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     assert re.search(r"gres[:/]gpu:1", shown), "22.05 has a colon, 24.11 a slash"
     job_of_shard = next(e["job_id"] for e in run.read_events("shard") if e["event"] == "submitted")
     shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
+    job_of_evaluation = next(e["job_id"] for e in run.read_events("evaluate") if e["event"] == "submitted")
+    assert "Partition=high" in cluster.output(["scontrol", "--oneliner", "show", "job", job_of_evaluation])
     for words in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
         assert words in shown, shown
     wait_until_empty(cluster, 240)
@@ -185,8 +198,12 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     assert len(ranks) == 4
     for variables in ranks:
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == variables["OF_SETUP"] == "lo"
+        assert variables["ENVIRONMENT_OF"] == "site" and variables["SLURM_NTASKS_PER_CORE"] == "4"
         assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
+        assert (variables["SECRET"], variables["PASSED"]) == ("hunter2", shell["PASSED"]) and "LEFT" not in variables
+    files = [file for file in run.path.rglob("*") if file.is_file() and run.code not in file.parents]
+    assert not [file for file in files if b"hunter2" in file.read_bytes()], "secrets stand nowhere"
     assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
 
 

@@ -74,7 +74,11 @@ def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options
     """In the second case nodes have room for two tasks: a step with one gets its two CPUs and not all four."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    site = (f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']")
+    secrets = tmp_path / "secrets"
+    secrets.write_text("SECRET='hunter2 too'\n")
+    secrets.chmod(0o600)
+    site = [f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']"]
+    site += [f"site.secrets={secrets}", "site.pass=[PATH]"]
     run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
     door = run.code / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
@@ -88,7 +92,7 @@ def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options
     assert len({variables["SLURMD_NODENAME"] for variables in told[1:]}) == int(options[2])
     for variables in told:
         assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert "NEVER" not in variables
+        assert "NEVER" not in variables and variables["SECRET"] == "hunter2 too"
     assert done.stdout.count(SETUP_NOT_RUN) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pipeline.run.directory import Run
 from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
 from slurm.show.report import attempts_of
 from slurm.show.status import Lookout
+from slurm.supervise.launch import SrunRanks
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
@@ -102,7 +104,9 @@ def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
     job = cluster.output(["sbatch", "--parsable", *words])
     cluster.wait_job(job, "RUNNING")
     machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
-    [slurmd] = [process for process in machine.children() if process.name() == "slurmd"]
+    # while it starts a job's slurmstepd, a fork of it has its name, too, and is a child of init
+    found = [process for process in machine.children() if process.name() == "slurmd"]
+    slurmd = min(found, key=lambda process: process.create_time())
     slurmd.suspend()
     try:
         cluster.output(["scancel", "--signal=CONT", job])
@@ -111,6 +115,15 @@ def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
         slurmd.resume()
     assert (state.state, state.active) == ("SIGNALING", True)
     cluster.output(["scancel", job])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGUSR1])
+def test_srun_says_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
+    """In words of this version's own (slurm/query/words.py)."""
+    shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
+    done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
+    left = SrunRanks.first_bad(done.stderr, done.returncode)
+    assert left is not None and (left.rank, left.code) == (1, -number) and left.host[0] == "n", done.stderr
 
 
 def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Cluster) -> None:

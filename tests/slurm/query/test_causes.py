@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,9 +22,10 @@ from pipeline.checkpoint.saved import step_name
 from pipeline.config.read import load_config
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
+from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
-from slurm.query import attempts, job
+from slurm.query import attempts, job, words
 from slurm.query import causes as recovery
 from slurm.query.attempts import budget_of, refusal
 from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
@@ -271,6 +273,37 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
     assert SrunRanks.first_bad(lost + killed, 76) == Left(2, -9, "n2")
     assert SrunRanks.first_bad(lost, 76) == Left(1, 76, "n1")
     assert SrunRanks.first_bad("nothing", 1) is None
+
+
+SAMPLES = {
+    "SRUN_TASK": "srun: error: n1: tasks 0-1: Exited with exit code 20",
+    "SRUN_EXITED": "Exited with exit code 20",
+    "SRUN_STARVED": "Out Of Memory",
+    "STEPD_STARVED": "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
+    "SRUN_ERROR": "srun: error: Invalid MPI type 'nosuch', --mpi=list for acceptable types",
+    "SBATCH_ERROR": "sbatch: error: invalid partition specified: nosuch",
+    "CONTROLLER_UP": "Slurmctld(primary) at control is UP",
+    "CONTROLLER_DOWN": "Slurmctld(primary) at control is DOWN",
+    "NEVER": "DependencyNeverSatisfied",
+    "HELD": "JobHeldUser",
+    "MPIRUN_KILLED": "prterun noticed that process rank 1 with PID 271 on node n2 exited on\nsignal 9 (Killed).",
+    "MPIRUN_EXITED": "   Process name: [prterun-vm-27247@1,1]\n   Exit code:    3\n",
+    "HYDRA_LEFT": "=   PID 27247 RUNNING AT n1\n=   EXIT CODE: 9\n=   CLEANING UP REMAINING PROCESSES\n",
+}
+
+
+def test_each_pattern_has_its_version_and_finds_what_was_said() -> None:
+    rows = {name: row for name, row in vars(words).items() if isinstance(row, words.Words)}
+    assert rows.keys() == SAMPLES.keys() and all(row.pattern.search(SAMPLES[name]) for name, row in rows.items())
+    seen = r"(Slurm|Open MPI|MPICH) (\d+\.\d+)|Slurm's documentation only"
+    assert all(re.match(seen, row.seen) for row in rows.values())
+
+
+def test_slurms_words_stand_in_one_table() -> None:
+    """Nobody else looks for what they say."""
+    said = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
+    found = {path.name for path in (CODE_ROOT / "slurm").rglob("*.py") if any(w in path.read_text() for w in said)}
+    assert found == {"words.py"}
 
 
 @pytest.mark.parametrize(

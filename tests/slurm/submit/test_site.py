@@ -8,26 +8,31 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
-from pipeline.config.read import ConfigError, load_config
+from pipeline.config.job_request import OWN_OPTIONS
+from pipeline.config.masking import exposed, mask
+from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
-from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query import topology
+from slurm.query import exclusion, topology
+from slurm.query.site_variables import refuse_unready
 from slurm.query.topology import nodes_of_ranks, problem
 from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
-from slurm.submit.dry_run import mask, print_plan
+from slurm.submit.dry_run import print_plan
 from slurm.submit.sbatch import _reason, parameters, script
+from slurm.supervise.launch import use_site
 from tests.support.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"
@@ -87,6 +92,54 @@ def test_the_cpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     assert cfg.site.stripe.count == 2
 
 
+STAGES_ASK = (
+    "stages.evaluate={partition: small, account: other, qos: short, constraint: '', cpus_per_task: 2, mem_gb: 8, "
+    "sbatch: {nice: 7, exclusive: false}}",
+    "stages.shard={partition: io, gpus_per_node: 1, sbatch: {nice: 9}}",
+)
+
+
+def test_each_stage_asks_for_its_own(tmp_path: Path) -> None:
+    """A stage's keys over `site.data_jobs`, and that over `site`; no more GPUs than ranks, unless it says so."""
+    wide = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
+    cfg = config(tmp_path, *wide, *STAGES_ASK, profile="gpu-cluster.yaml")
+    run = Run(tmp_path / "runs/tiny")
+    found = {stage: options(script(run, cfg, stage)) for stage in ("prepare", "shard", "train", "evaluate")}
+    keys = ("partition", "account", "qos", "constraint", "cpus-per-task", "mem", "gres", "nice", "exclusive")
+    assert {stage: tuple(asked.get(key) for key in keys) for stage, asked in found.items()} == {
+        "prepare": ("cpu", "x", None, None, "16", "65536M", None, None, None),
+        "shard": ("io", "x", None, None, "16", "65536M", "gpu:h100:1", "9", None),
+        "train": ("gpu", "x", "long", "ib&scratch", "16", "491520M", "gpu:h100:4", None, ""),
+        "evaluate": ("small", "other", "short", None, "2", "8192M", "gpu:h100:1", "7", None),
+    }
+    more = config(tmp_path, *wide, "stages.evaluate.gpus_per_node=0", profile="gpu-cluster.yaml")
+    assert "gres" not in options(script(run, more, "evaluate")), "evaluated on CPUs"
+    with pytest.raises(ConfigError, match=r"more than stages\.train\.gpus_per_node \(2\)"):
+        config(tmp_path, *wide, "stages.train.gpus_per_node=2", profile="gpu-cluster.yaml")
+
+
+def test_only_what_a_stage_says_is_written_down(tmp_path: Path) -> None:
+    cfg = config(tmp_path, *STAGES_ASK)
+    text = dump_config(cfg)
+    assert yaml.safe_load(text)["stages"]["prepare"] == {"time": "01:00:00"}
+    (tmp_path / "again.yaml").write_text(text)
+    assert load_config(tmp_path / "again.yaml") == cfg
+
+
+def test_bad_nodes_are_those_of_the_stages_own_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create(config(tmp_path, *STAGES_ASK, "site.partition=big"))
+    asked: list[str | None] = []
+
+    def nodes(partition: str | None) -> dict[str, bool]:
+        asked.append(partition)
+        return {}
+
+    monkeypatch.setattr(exclusion, "_nodes", nodes)
+    exclusion.remember_bad_node(run, "n1", "no")
+    assert [exclusion.at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
+    assert asked == ["big", "small"]
+
+
 def test_a_persons_lines_come_after_the_sites_and_win(tmp_path: Path) -> None:
     text = site_script(tmp_path, {"network_interface": "ib0", "setup": ["export NCCL_SOCKET_IFNAME=eth7"]})
     assert exported(text)["NCCL_SOCKET_IFNAME"] == "eth7" and exported(text)["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -105,6 +158,8 @@ def test_options_that_are_taken_back_are_not_there(tmp_path: Path) -> None:
         ("site.sbatch.part=x", "site.partition"),
         ("site.sbatch.requeue=true", "site.requeue"),
         ("site.sbatch.output=/x", "Sluice sets --output itself"),
+        ("site.sbatch.clusters=b", "a login node of that cluster"),
+        ("stages.train.sbatch.partition=x", "site.partition"),
         ("site.sbatch.--nice=1", "without dashes"),
         ("site.sbatch.mail_type=END", "as sbatch does"),
         ("site.sbatch.nice=[1]", "nice: [1] should be text or a whole number or true or false"),
@@ -119,7 +174,7 @@ def test_options_that_are_taken_back_are_not_there(tmp_path: Path) -> None:
 def test_what_a_profile_may_not_say(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config(tmp_path, override)
-    key = override.partition("=")[0].rsplit(".", 1)[1] if "sbatch" not in override else "site.sbatch"
+    key = override.partition("=")[0].rsplit(".", 1)[1] if "sbatch" not in override else "sbatch"
     assert words in str(raised.value) and key in str(raised.value) and "command line" in str(raised.value)
 
 
@@ -148,10 +203,14 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
         "export WANDB_API_KEY=hunter2", "HF_TOKEN='hunter2 hunter2' cmd", "login -u me --password hunter2",
         'curl -H "Authorization: Bearer hunter2" x', "git clone https://me:hunter2@example.com", "export\tPASS=hunter2",
         "docker login --username me hunter2", 'export SECRET="one\nhunter2"', "aws_secret_access_key : hunter2",
+        "export GH_PAT=hunter2", "curl -u me:hunter2 x", "curl https://hooks.example.com/services/hunter2",
+        "X=hunter2; export TOKEN=$X", "set -- hunter2 && export TOKEN=$1", "echo hunter2 | docker login -u me",
+        "module load git && git clone https://hunter2@example.com", "[ -f x ] || export A=hunter2",
     ]  # fmt: skip
-    private = {"nice": 5, "admin-comment": "token=hunter2"}
+    private = {"nice": 5, "admin-comment": "token=hunter2", "spank-hook": "https://hooks.example.com/hunter2"}
     site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": private, "data_jobs": {"sbatch": private}}
-    cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00")
+    own = "stages.evaluate.sbatch={spank-pat: hunter2}"
+    cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", own)
     out = io.StringIO()
     print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Console(file=out, width=80))
     text = out.getvalue()
@@ -198,6 +257,12 @@ def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str
     assert told == ([left] if left else [])
 
 
+def test_two_ways_to_ask_for_memory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train: mem_gb and sbatch\.mem-per-cpu exclude each other"):
+        planned(config(tmp_path, "site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"))
+    planned(config(tmp_path, "site.mem_gb=4", "site.sbatch={mem-per-cpu: 1G}", "site.sbatch={mem-per-cpu: false}"))
+
+
 @pytest.mark.parametrize(
     ("complaint", "told"),
     [
@@ -227,9 +292,137 @@ def test_no_value_of_a_secret_is_shown(text: str, name: str, between: str) -> No
     assert shown == f"export {name}{between}*****"
 
 
-@pytest.mark.parametrize("line", ["module load cuda/12.4", "export OMP_NUM_THREADS=4", "source /sw/env.sh", ""])
+@pytest.mark.parametrize(
+    "line", ["module load cuda/12.4 gcc", "source /sw/env.sh", ". ~/env", "conda activate x", "/sw/init.sh", ""]
+)
 def test_what_is_no_secret_is_shown(line: str) -> None:
     assert mask(line) == line
+
+
+# -- secrets -------------------------------------------------------------------------------------------------
+
+EXPORTS = "site.setup=[export GH_PAT=hunter2, module load cuda]"
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """It raises UserError with these words, and without the secret."""
+    with pytest.raises(UserError) as raised:
+        call()
+    assert all(word in str(raised.value) for word in words) and "hunter2" not in str(raised.value)
+
+
+def test_secrets_of_the_setup_stay_where_jobs_need_them(tmp_path: Path) -> None:
+    run = Run.create(config(tmp_path, EXPORTS))
+    run.change(["site.setup=[export GH_PAT=hunter2, export B=hunter2]", "site.sbatch={spank-token: hunter2}"])
+    assert Run.open(run.path).config.site.setup[1] == "export B=hunter2", "a job needs it"
+    holding = {file.name for file in run.path.glob("*.*") if file.is_file() and b"hunter2" in file.read_bytes()}
+    assert holding == {"config.yaml", "changes.jsonl"}
+    assert '["export GH_PAT=*****", "export B=*****"]' in run.events.read_text()
+    others = config(tmp_path, "site.setup=[export GH_PAT=hunter22]")
+    refused(lambda: Run.create(others), "exists with another config", "site.setup: ['export GH_PAT=*****', 'module")
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("site.setup=export GH_PAT=hunter2", '"export GH_PAT=*****" should be a list'),
+        ("site.setpu=[curl -u me hunter2]", '["curl *****"]: there is no such key; did you mean setup'),
+        ("site.setup=[{export GH_PAT: hunter2}]", "site.setup.0"),
+        ("site..setup=[export GH_PAT=hunter2]", "write section.key=value"),
+        ("stages.train.sbatch={spank-token: [hunter2]}", "should be text"),
+    ],
+)
+def test_a_mistake_in_the_setup_is_answered_without_it(tmp_path: Path, override: str, shown: str) -> None:
+    refused(lambda: config(tmp_path, override), shown)
+
+
+def test_who_may_read_the_setup_is_told(tmp_path: Path) -> None:
+    assert exposed(config(tmp_path, EXPORTS)) is None
+    assert exposed(config(tmp_path, "run.sharing=group", "site.setup=[module load cuda]")) is None
+    warning = exposed(config(tmp_path, "run.sharing=group", EXPORTS))
+    assert warning and "(export GH_PAT=*****)" in warning and "site.secrets or site.pass" in warning
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "run.sharing=group", EXPORTS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert warning in done.stdout and "hunter2" not in done.stdout + done.stderr, done.stderr
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    """A file with a secret, as it should be; its path needs quotes."""
+    file = tmp_path / "my secrets"
+    file.write_text("WANDB_API_KEY='hunter2 $x'\n[ -e /nowhere ] && X=1\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_job_runs_the_secrets_and_its_script_has_none(tmp_path: Path, secrets: Path) -> None:
+    text = site_script(tmp_path, {"secrets": str(secrets), "setup": ["export AFTER=$WANDB_API_KEY"]})
+    assert "hunter2" not in text and exported(text)["AFTER"] == exported(text)["WANDB_API_KEY"] == "hunter2 $x"
+    setup = text[text.index("# setup") : text.index("# command")]
+    secrets.chmod(0o640)
+    done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stdout) == (2, "") and f"chmod 600 {secrets}" in done.stderr
+
+
+def test_secrets_that_others_can_read_are_refused(tmp_path: Path, secrets: Path) -> None:
+    site = config(tmp_path, f"site.secrets={secrets}").site
+    refuse_unready(site, {})
+    secrets.chmod(0o644)
+    refused(lambda: refuse_unready(site, {}), str(secrets), "mode 644", "chmod 600")
+    secrets.chmod(0o600)
+    os.chown(secrets, 1234, 1234)
+    refused(lambda: refuse_unready(site, {}), "of uid 1234")
+    secrets.unlink()
+    refused(lambda: refuse_unready(site, {}), str(secrets), "No such file")
+    refused(lambda: config(tmp_path, "site.secrets=secrets.sh"), "site.secrets", "absolute path")
+
+
+@pytest.mark.parametrize(
+    ("site", "option"),
+    [
+        ([], None),
+        (["site.pass=[A, B]"], "ALL,A,B"),
+        (["site.export=none"], "NONE"),
+        (["site.export=none", "site.pass=[A]"], "HOME,PATH,USER,A"),
+    ],
+)
+def test_what_a_job_gets_of_the_submitting_shell(tmp_path: Path, site: list[str], option: str | None) -> None:
+    cfg = config(tmp_path, *site)
+    assert options(script(Run(tmp_path / "runs/tiny"), cfg, "train")).get("export") == option
+    assert load_config(Run.create(cfg).config_file).site == cfg.site, "`pass` is a word of Python's"
+
+
+def test_nothing_is_done_from_a_shell_without_the_variables(tmp_path: Path) -> None:
+    """Neither submitted nor resumed; the name is told."""
+    wanted = "site.pass=[GH_PAT, WANDB_API_KEY]"
+    cfg = config(tmp_path, wanted)
+    refuse_unready(cfg.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})
+    refused(lambda: refuse_unready(cfg.site, {"GH_PAT": "hunter2"}), "site.pass: WANDB_API_KEY not set")
+    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {tmp_path}/asked; exit 1", "squeue": "exit 1"}
+    for name, line in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GH_PAT": "hunter2"}
+    for words in (["tiny.yaml", wanted], ["resume", "runs/tiny"]):
+        command = [sys.executable, str(CODE_ROOT / "submit.py"), *words, "--executor=slurm"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 2 and done.stderr.startswith("error: site.pass: WANDB_API_KEY not set"), done.stderr
+        assert (tmp_path / "runs").exists() == (words[0] == "resume"), "nothing was made"
+        run = Run.create(cfg)
+    assert [event["event"] for event in run.read_events()] == ["created"] and not (tmp_path / "asked").exists()
+
+
+def test_a_job_of_ones_own_gets_the_secrets_too(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In salloc, and under the templates, no script of ours ran."""
+    for name in ("WANDB_API_KEY", "SLUICE_JOB_ID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    monkeypatch.setenv("GH_PAT", "x")
+    site = config(tmp_path, f"site.secrets={secrets}", "site.pass=[GH_PAT]").site
+    use_site(site, "5")
+    assert os.environ["WANDB_API_KEY"] == "hunter2 $x" and "SLURM_EXPORT_ENV" not in os.environ
+    secrets.chmod(0o644)
+    refused(lambda: use_site(site, "5"), "chmod 600")
 
 
 # -- placement -----------------------------------------------------------------------------------------------

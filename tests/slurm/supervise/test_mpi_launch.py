@@ -19,6 +19,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.supervise import mpi_launch
+from slurm.supervise.inside import Inside
 from slurm.supervise.launch import Left
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -162,10 +163,10 @@ def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for works, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("nothing", None)):
         monkeypatch.setenv("WORKS", works)
-        assert mpi_launch.slurm_plugin() == plugin
+        assert mpi_launch.slurm_plugin(Inside((sys.executable,))) == plugin
     for chosen, plugin in (("none", None), ("pmix_v4", "pmix_v4")):
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
-        assert mpi_launch.slurm_plugin() == plugin
+        assert mpi_launch.slurm_plugin(Inside((sys.executable,))) == plugin
 
 
 @pytest.mark.parametrize("said", ["   Process name: [x@1,0]\\n   Exit code:    75", ""])

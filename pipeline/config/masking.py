@@ -1,0 +1,57 @@
+"""A config without what may be a secret in it, for whatever is shown, logged or pasted into a ticket.
+
+Secrets do not belong into a config: `site.secrets` names a file that is the user's alone, `site.pass` variables of the
+shell that submits. Where people write them all the same, `config.yaml` and `changes.jsonl` keep them, for jobs need
+them; nothing else does. `site.setup` is shell, in which no pattern finds every secret (`X=…; export TOKEN=$X`), so its
+lines are masked but for those that are known to hold none. Of the other options, those are masked whose name or value
+looks like a secret. Too much may be masked, so that too little is not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pipeline.config.sections import Config, Sharing
+
+_MASK = "*****"
+_HARMLESS = re.compile(
+    r"((module|ml|spack load|source|\.|(conda|micromamba) activate|ulimit|umask|unset|cd)(\s+[\w./+~@%-]+)+"
+    r"|[\w./-]+)?\s*"
+)
+_BEFORE_VALUE = re.compile(r"\s*(export\s+)?[\w./-]+(\s*[=:]\s*|\s+)(?=\S)")
+_SECRET = re.compile(
+    r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)[\w.-]*[\"']?\s*[=:\s]\s*\S|://",
+    re.IGNORECASE,
+)
+
+
+def mask(line: str) -> str:
+    """A line of shell without its values: all that follows the first word, or the first name that is set."""
+    if _HARMLESS.fullmatch(line):
+        return line
+    shown = _BEFORE_VALUE.match(line)
+    return (shown[0] if shown else "") + _MASK
+
+
+def masked(values: Any, at: str = "") -> Any:
+    """Values of a config without secrets. `at`: the key, or dotted keys, that they stand under, and a dot."""
+    if isinstance(values, list):
+        return [masked(value, at) for value in values]
+    if at.startswith("site.setup."):
+        return mask(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
+    if isinstance(values, dict):
+        return {key: masked(value, f"{at}{key}.") for key, value in values.items()}
+    option = at.endswith(".") and (".sbatch." in at or ".srun." in at)
+    return _MASK if option and _SECRET.search(f"{at[:-1]}={values}") else values
+
+
+def exposed(config: Config) -> str | None:
+    """A warning where others may read the lines of `site.setup` that are masked elsewhere; None where they may not."""
+    lines = [shown for line in config.site.setup if (shown := mask(line)) != line]
+    if config.run.sharing == Sharing.PRIVATE or not lines:
+        return None
+    return (
+        f"warning: run.sharing: {config.run.sharing} lets others read site.setup in config.yaml and jobs/ "
+        f"({'; '.join(lines)}): what is secret there belongs into site.secrets or site.pass"
+    )

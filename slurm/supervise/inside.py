@@ -1,0 +1,53 @@
+"""What the ranks of a job run in: this Python, the site's, or a container; and what srun is told for that.
+
+The supervisor stays outside, and with it srun, the logs and Slurm's commands, which an image need not have. The run's
+folders are mounted at their own paths, so nothing that a rank reads or writes has another name inside. The image
+brings Python and what Sluice imports; Sluice itself is the run's copy, as ever.
+
+pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), apptainer a program that each rank is started through.
+Variables of the job are set inside unless the image sets them: those that must not be its own are named to both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.base.errors import UserError
+from pipeline.run.directory import Run
+from slurm.query.site_variables import interpreter
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How the program of a rank is started."""
+
+    program: tuple[str, ...]
+    """The words up to the interpreter; its arguments follow."""
+    srun: tuple[str, ...] = ()
+    """Options of the srun that starts it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What it must find in its environment."""
+
+
+def inside(run: Run, stage: str) -> Inside:
+    """Where the ranks of a stage run in a job on Slurm. Raises UserError for a path that cannot be mounted."""
+    site = run.config.site_of(stage)
+    given = {key: value for key, value in site.srun.items() if value is not False}
+    options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
+    box, code = site.container, str(run.code)
+    if box is None:
+        return Inside((interpreter(site),), tuple(options))
+    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch))
+    own = [str(folder) for folder in folders if folder is not None]
+    if awkward := [path for path in own if re.search(r"[,:\s]", path)]:
+        raise UserError(f"site.container: {awkward[0]} cannot be mounted: choose a path without ',', ':' and blanks")
+    mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in (*own, *box.mounts))
+    variables = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1"}
+    if box.runtime == "pyxis":
+        options += [f"--container-image={box.image}", f"--container-mounts={mounts}", f"--container-workdir={code}"]
+        return Inside((box.python,), (*options, f"--container-env={','.join(variables)}"), variables)
+    program = ["apptainer", "exec", *(["--nv"] if site.gpus_per_node else []), f"--bind={mounts}", f"--pwd={code}"]
+    variables |= {f"APPTAINERENV_{name}": value for name, value in variables.items()}
+    return Inside((*program, box.image, box.python), tuple(options), variables)
