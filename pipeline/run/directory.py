@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError, storage_error
-from pipeline.base.files import append_line, flock, open_lock, read_jsonl, write_atomic
+from pipeline.base.files import append_line, flock, open_lock, write_atomic
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.config.sections import Config, Sharing
 from pipeline.config.user_model import UserModel, found_for
+from pipeline.run import lines
 from pipeline.run.code import CODE_ROOT, copy_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
@@ -160,9 +161,10 @@ class Run:
         """The config as it holds now: config.yaml with all changes of `resume` applied."""
         if self._config is None:
             values = load_config(self.config_file).model_dump(mode="json")
-            for change in read_jsonl(self.changes):
-                values = merge(values, change.get("set", {}))
-            self._config = config_from_mapping(values, self.config_file.name)
+            for change in lines.read_all(self.changes, lines.change):
+                values = merge(values, change["set"])
+            changed = f" with {self.changes.name}" if self.changes.exists() else ""
+            self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
 
     def change(self, overrides: Sequence[str]) -> None:
@@ -201,8 +203,8 @@ class Run:
         append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
 
     def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
-        """All events, or those of one stage, or of these names; oldest first."""
-        events = (e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage)
+        """All events, or those of one stage, or of these names; oldest first. Lines that are none are left out."""
+        events = (e for e in lines.read(self.events, lines.event) if stage is None or e.get("stage") == stage)
         return [e for e in events if not names or e["event"] in names]
 
     def attempts(self, stage: str) -> int:
@@ -265,7 +267,7 @@ class Run:
         for lock in sorted((self.jobs / stage).glob("lock*")):
             with open(open_lock(lock, os.O_RDONLY), "rb") as file:
                 if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
-                    pid, _, host = file.read().decode().strip().partition(" ")
+                    pid, _, host = file.read(200).decode(errors="replace").strip().partition(" ")
                     return Holder(int(pid) if pid.isdigit() else 0, host)
         return None
 
@@ -297,7 +299,7 @@ class Run:
         """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
             diff = self.code / "DIFF"
-            return (self.code / "COMMIT").read_text().strip() + ("+" if diff.stat().st_size else "")
+            return (self.code / "COMMIT").read_text(errors="replace").strip() + ("+" if diff.stat().st_size else "")
         return None
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.stages import STAGES
+from pipeline.run import lines as known
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -150,7 +151,7 @@ class Lookout:
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         active, running = job if going else None, state == "running"
-        spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
+        spent = sum(e.get("seconds") or 0.0 for e in events if e["event"] in ENDS)
         told = attempts.read(events)
         if running and told.started is not None and told.end is None:
             spent += time.time() - seconds(told.started)
@@ -209,6 +210,8 @@ def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {run.resume_command}"))
+    if words := known.odd_words(run.events, known.event):
+        lines.append(Text(words, style="yellow"))
     points = point_table(run)
     return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
 
