@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.errors import Exit, UserError, printable, storage_error
+from slurm.show.console import Plain
 
 if TYPE_CHECKING:
     from pipeline.run.directory import Run
@@ -52,7 +52,7 @@ app = typer.Typer(
     cls=SubmitByDefault, add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
+console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
@@ -94,7 +94,7 @@ def resume(
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
     enlarge train.steps."""
-    from pipeline.run.points import points
+    from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.submit.chain import cancel_jobs
 
@@ -108,7 +108,7 @@ def resume(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
                 f"python submit.py cancel {run}"
             )
-        for one in (opened, *points(opened)):
+        for one in (opened, *make_points(opened)):
             one.change(overrides or [])
             one.clear_requests()
             one.event("resumed")
@@ -160,7 +160,7 @@ def _choose(executor: Executor, run: Run | None = None) -> Executor:
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
-    console.print(f"run {run.name}", highlight=False, soft_wrap=True)
+    console.print(f"run {run.name}", soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.submit.chain import submit_chain
 
@@ -172,7 +172,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
 
     code = run_chain(run, console)
     if code == Exit.DONE:
-        console.print(outcome(run), highlight=False, soft_wrap=True)
+        console.print(outcome(run), soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -213,7 +213,7 @@ def cancel(run: RunPath) -> None:
     from slurm.submit.chain import cancel_run
 
     for words in cancel_run(_open(run)):
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
+        console.print(words, soft_wrap=True)
 
 
 @app.command()
@@ -277,7 +277,7 @@ def main() -> None:
         found = error if isinstance(error, UserError) else storage_error(error)
         if found is None:
             raise
-        print(f"error: {found}", file=sys.stderr)
+        print(f"error: {printable(str(found))}", file=sys.stderr)
         sys.exit(found.code)
 
 

@@ -129,7 +129,7 @@ def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
-    yield from filter(None, (lines.odd_words(run.events, lines.event), lines.odd_words(run.metrics, lines.metric)))
+    yield from filter(None, (lines.odd(run.events, lines.event), lines.odd(run.metrics, lines.metric)))
 
 
 def print_report(run: Run, console: Console) -> None:
@@ -141,11 +141,11 @@ def print_report(run: Run, console: Console) -> None:
     told = [f"evaluation/{name} is left out: torn, or altered" for name in odd]
     shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *_lines(run, training), *told]
     for part in shown:
-        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str))
     metrics = [m for m in lines.read(run.metrics, lines.metric) if m["loss"] is not None]
     pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
     page = run.path / "report.html"
     everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(results)]))]
     with suppress(PermissionError):  # somebody else's run
         write_atomic(page, html.page(run.title, everything, pictures))
-        console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
+        console.print(f"with pictures: {page}", soft_wrap=True)

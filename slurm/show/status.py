@@ -210,7 +210,7 @@ def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     if not points_going and not any(row.going for row in rows) and any(row.state != "done" for row in rows):
         lines.append(Text(f"to go on: {run.resume_command}"))
-    if words := known.odd_words(run.events, known.event):
+    if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))
     points = point_table(run)
     return Group(Text(run.title), grid(cells), *lines, *([grid(points)] if points else []))
@@ -219,7 +219,7 @@ def table(run: Run, rows: Sequence[Row], points_going: bool = False) -> Group:
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     lookout = Lookout(run)
-    console.print(table(run, lookout.look(), lookout.points_going), highlight=False, soft_wrap=True)
+    console.print(table(run, lookout.look(), lookout.points_going), soft_wrap=True)
 
 
 def watch(run: Run, console: Console) -> None:

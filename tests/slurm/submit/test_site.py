@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
@@ -25,6 +24,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query import topology
 from slurm.query.topology import nodes_of_ranks, problem
+from slurm.show.console import Plain
 from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
 from slurm.submit.dry_run import mask, print_plan
 from slurm.submit.sbatch import parameters, script
@@ -153,7 +153,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": private, "data_jobs": {"sbatch": private}}
     cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00")
     out = io.StringIO()
-    print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Console(file=out, width=80))
+    print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Plain(file=out, width=80))
     text = out.getvalue()
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
@@ -166,7 +166,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
 def planned(config: Config) -> dict[str, str]:
     """What a dry run prints for Slurm: the scripts by their headings."""
     out = io.StringIO()
-    print_plan(config, True, Console(file=out, width=80))
+    print_plan(config, True, Plain(file=out, width=80))
     _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
