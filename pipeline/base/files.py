@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, refuse_no_more_files
 
 PATIENCE_S = 5.0
 """How long an append waits for the lock, in seconds."""
@@ -113,19 +113,23 @@ def write_line(fd: int, line: str, name: str) -> None:
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file to read it. Raises UserError for a pipe or a device, which would never end, or never answer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise UserError(f"{path} is no ordinary file: put one in its place")
     return os.fdopen(fd, "rb")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a JSON file; None where it holds none, or one too deep to be read. FileNotFoundError as usual."""
+    """The value of a JSON file, as `parse` reads it."""
     with open_regular(path) as file:
-        return _value(file.read())
+        return parse(file.read())
 
 
-def _value(text: bytes) -> Any:
+def parse(text: bytes) -> Any:
+    """The JSON value of a text; None where it is none, or one too deep to be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # also what is no UTF-8, and numbers of 5,000 digits
@@ -140,7 +144,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    return (value for value in map(_value, lines) if isinstance(value, dict))
+    return (value for value in map(parse, lines) if isinstance(value, dict))
 
 
 def last_object(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> dict[str, Any] | None:
@@ -171,6 +175,11 @@ def intact(values: Any) -> bool:
     return isinstance(values, dict) and seal(values)["sha256"] == values.get("sha256")
 
 
+def altered(values: Mapping[str, Any]) -> bool:
+    """Whether what was sealed is not as it was written. What was written before there were seals has none."""
+    return "sha256" in values and not intact(values)
+
+
 def sha256_json(value: Any) -> str:
     """SHA-256 of `value`'s canonical JSON (sorted keys, no spaces), as 64 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -192,4 +201,5 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
+        refuse_no_more_files(error)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import intact, read_json
+from pipeline.base.files import altered, read_json
 from pipeline.checkpoint.saved import read_manifest, saved_steps, step_name
 from pipeline.run.directory import Run
 from pipeline.run.lines import number
@@ -26,9 +26,9 @@ def result_file(run: Run, step: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The evaluation in a file; None where it is torn or altered. Those from before there were seals have none."""
+    """The evaluation in a file; None where it is torn or altered."""
     result = read_json(path)
-    if not isinstance(result, dict) or ("sha256" in result and not intact(result)):
+    if not isinstance(result, dict) or altered(result):
         return None
     of_text = TEXT_FIGURES if "bits_per_byte" in result else ()
     named = [key for key in result if key not in ("checkpoint", "sha256")]

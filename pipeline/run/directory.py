@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError, storage_error
-from pipeline.base.files import append_line, flock, open_lock, write_atomic
+from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.config.sections import Config, Sharing
@@ -72,8 +72,9 @@ class Holder:
 class Run:
     """One run directory. Constructing reads nothing; `create` and `open` are the ways to get one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
+    def __init__(self, path: Path, config: Config | None = None) -> None:
+        """`config`: what it will have, where it is not made yet."""
+        self.path = Path(os.path.realpath(path))
         self.code = self.path / "code"
         self.jobs = self.path / "jobs"
         self.data = self.path / "data"
@@ -87,7 +88,7 @@ class Run:
         self.stop_file = self.path / "stop"
         self.save_file = self.path / "save"
         self.cancelled_file = self.path / "cancelled"
-        self._config: Config | None = None
+        self._config = None if self.config_file.exists() else config
 
     # -- making and finding ------------------------------------------------------------------------------
 
@@ -103,7 +104,11 @@ class Run:
         if not run.config_file.exists():
             found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
         if not run.path.exists():
-            run.path.mkdir(parents=True, exist_ok=True)
+            try:
+                run.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                words = f"run.root: cannot make {run.path}: {error.strerror}; choose another run.root"
+                raise storage_error(error, run.path) or UserError(words) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
@@ -128,6 +133,7 @@ class Run:
         run = cls(Path(path))
         if not run.config_file.is_file():
             hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
+            hint = "it is a file" if run.path.is_file() else hint
             raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run
@@ -187,7 +193,7 @@ class Run:
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
         point_configs(changed)
         found_for(changed, [self.code])
-        append_line(self.changes, json.dumps({"time": now(), "set": changes}))
+        append_line(self.changes, json.dumps(seal({"time": now(), "set": changes})))
         self.event("changed", set=flatten(changes))
         self._config = changed
 

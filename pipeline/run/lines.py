@@ -7,15 +7,13 @@ say what is trained, only a line that a crash tore is left out: one that does no
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Exit, InputError
-from pipeline.base.files import open_regular, read_jsonl
+from pipeline.base.files import altered, open_regular, parse, read_jsonl
 
 Check = Callable[[Any], bool]
 LONGEST_S = 1e10
@@ -34,7 +32,7 @@ def count(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def duration(value: Any) -> bool:
@@ -85,7 +83,7 @@ _OF_AN_EVENT = {
     "exit_code": lambda value: count(value) and value in set(Exit),
 }  # fmt: skip
 _NEEDED = {
-    "submitted": ("stage", "job_id"), "started": ("stage", "attempt"), "saved": ("step",), "restored": ("step",),
+    "submitted": ("stage", "job_id"), "started": ("stage",), "saved": ("step",), "restored": ("step",),
     "ready": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
     "recovered": ("rank",), "took_over": ("job_id", "children"), "retried": ("job_id", "cause"),
 }  # fmt: skip
@@ -120,35 +118,28 @@ def read(path: Path, fits: Check) -> Iterator[dict[str, Any]]:
     return filter(fits, read_jsonl(path))
 
 
-def odd(path: Path, fits: Check) -> int:
-    """How many lines of a file do not fit, but for one at the end that is being written."""
-    if not path.exists():
-        return 0
-    with open_regular(path) as file:
-        whole = sum(1 for line in file if line.endswith(b"\n") and not line.isspace())
-    return max(0, whole - sum(1 for _ in read(path, fits)))
-
-
-def odd_words(path: Path, fits: Check) -> str:
-    """The same in words; "" where there is nothing to say."""
-    found = odd(path, fits)
+def odd(path: Path, fits: Check) -> str:
+    """How many lines of a file do not fit, in words, but for one at the end that is being written; "" for none."""
+    found = 0
+    if path.exists():
+        with open_regular(path) as file:
+            found = sum(line.endswith(b"\n") and not line.isspace() and not fits(parse(line)) for line in file)
     return f"{path.name}: {found} line{'s' * (found != 1)} left out, torn or not as Sluice writes them" if found else ""
 
 
 def read_all(path: Path, fits: Check) -> list[dict[str, Any]]:
-    """All lines of a file that nobody may leave out. Raises InputError, naming the line, for one that does not fit."""
+    """All lines of a file that nobody may leave out. Raises InputError, naming the line, for one that does not fit.
+
+    What a crash tore, before anything was done by it, has lost its end, and is left out here, too.
+    """
     found: list[dict[str, Any]] = []
-    if not path.exists():
-        return found
-    with open_regular(path) as file:
-        for place, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                if not line.rstrip().endswith(b"}"):
-                    continue  # a crash tore it, before anything was done by it
-                value = None
-            if not fits(value):
+    if path.exists():
+        with open_regular(path) as file:
+            whole = [(place, line, parse(line)) for place, line in enumerate(file, 1)]
+        for place, line, value in whole:
+            if value is None and not line.rstrip().endswith(b"}"):
+                continue
+            if not fits(value) or altered(value):
                 raise InputError(f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was")
             found.append(value)
     return found

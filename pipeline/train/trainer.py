@@ -267,7 +267,7 @@ class Trainer:
         if self.world.first:
             saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
             self.clock.save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
-            if words := lines.odd_words(self.run.metrics, lines.metric):
+            if words := lines.odd(self.run.metrics, lines.metric):
                 self._print(f"WARNING: {words}")
             lost = lost_lines(self.run.metrics, step)
             if lost:  # noted before it is cut, so that no crash in between loses it twice

@@ -156,7 +156,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     progress = standing(run, stage) != started.get("standing")
     if end is None:
         cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
-        message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
+        message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
     else:
         cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
     asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
@@ -166,7 +166,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     if why_not is not None and requeued and end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
         return (cause, why_not) if once_more else None
-    common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
+    common = {"job_id": started.get("job_id"), "attempt": started.get("attempt"), "task": task, "noticed_later": True}
     if end is None or (why_not is not None and not end.get("final")):
         message += f"\nnot tried again: {why_not}" if why_not else ""
         facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
