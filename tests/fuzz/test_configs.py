@@ -6,6 +6,7 @@ made from its number, so one that fails can be run again alone.
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import random
@@ -35,7 +36,8 @@ ODD: list[Any] = [
     "99999999-0",
     [], [[]], [None], list(range(50)), {}, {"a": {}}, {"min": 4, "max": 2}, {"min": 1, "max": 2**40},
     {"low": 1, "high": 2}, {"replicate": 2, "shard": 2}, {"extends": "/dev/zero"}, {"extends": "seed.yaml"},
-    {"extends": ["."]}, {"x": [1] * 3000}, {"kind": "file", "path": "/dev/zero"}, ["python-stdlib", 3],
+    {"extends": ["."]}, {"x": [float("nan")]}, {"x": [1] * 3000}, {"kind": "file", "path": "/dev/zero"},
+    ["python-stdlib", 3],
 ]  # fmt: skip
 KEYS = [
     "extends",
@@ -74,7 +76,7 @@ def alter_values(source: random.Random, values: Any) -> Any:
         if what == 0:
             del inside[key]
         elif what == 1 and isinstance(inside, dict):
-            inside[source.choice(KEYS)] = source.choice(ODD)
+            inside[source.choice(KEYS)] = copy.deepcopy(source.choice(ODD))
         elif what == 2:
             inside[key] = yaml.safe_load(yaml.safe_dump(other[0].get(other[1]) if isinstance(other[0], dict) else None))
         elif what == 3 and isinstance(inside[key], int | float):
@@ -85,7 +87,7 @@ def alter_values(source: random.Random, values: Any) -> Any:
             for _ in range(source.choice((1, 3, 40))):
                 inside[key] = {"x": inside[key]} if source.random() < 0.5 else [inside[key]]
         else:
-            inside[key] = source.choice(ODD)
+            inside[key] = copy.deepcopy(source.choice(ODD))
     return values
 
 
@@ -136,7 +138,11 @@ def make(number: int) -> tuple[bytes, list[str]]:
         content = content[:at] + source.randbytes(source.choice((1, 3, 50))) + content[at + 1 :]
     overrides = []
     if source.random() < 0.3:
-        value = yaml.safe_dump(source.choice(ODD), default_flow_style=True, width=10**9).removesuffix("...\n").strip()
+        value = (
+            yaml.safe_dump(copy.deepcopy(source.choice(ODD)), default_flow_style=True, width=10**9)
+            .removesuffix("...\n")
+            .strip()
+        )
         overrides = [f"{source.choice(KEYS_OF_CONFIGS)}={value}"]
     return content, overrides
 
