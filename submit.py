@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.errors import Exit, UserError, printable, storage_error
+from slurm.show.console import Plain
 
 if TYPE_CHECKING:
     from pipeline.config.sections import Config
@@ -53,7 +53,7 @@ app = typer.Typer(
     cls=SubmitByDefault, add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
+console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
@@ -96,7 +96,7 @@ def resume(
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
     enlarge train.steps."""
-    from pipeline.run.points import points
+    from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.submit.chain import cancel_jobs
 
@@ -110,7 +110,7 @@ def resume(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
                 f"python submit.py cancel {run}"
             )
-        everyone = (opened, *points(opened))
+        everyone = (opened, *make_points(opened))
         for one in everyone:
             one.change(overrides or [])
         _refuse_unready(chosen, opened.config)
@@ -175,9 +175,9 @@ def _refuse_unready(executor: Executor, config: Config) -> None:
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
     from pipeline.config.masking import exposed
 
-    console.print(f"run {run.name}", highlight=False, soft_wrap=True)
+    console.print(f"run {run.name}", soft_wrap=True)
     if warning := exposed(run.config):
-        console.print(warning, highlight=False, markup=False, soft_wrap=True)
+        console.print(warning, soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.submit.chain import submit_chain
 
@@ -189,7 +189,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
 
     code = run_chain(run, console)
     if code == Exit.DONE:
-        console.print(outcome(run), highlight=False, soft_wrap=True)
+        console.print(outcome(run), soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -230,7 +230,7 @@ def cancel(run: RunPath) -> None:
     from slurm.submit.chain import cancel_run
 
     for words in cancel_run(_open(run)):
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
+        console.print(words, soft_wrap=True)
 
 
 @app.command()
@@ -294,7 +294,7 @@ def main() -> None:
         found = error if isinstance(error, UserError) else storage_error(error)
         if found is None:
             raise
-        print(f"error: {found}", file=sys.stderr)
+        print(f"error: {printable(str(found))}", file=sys.stderr)
         sys.exit(found.code)
 
 

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
             report_error(run, asked.stage, place, code, message, getattr(error, "host", None))
             if noting:
                 # the culprit writes; rank 0 where the culprit could not
-                written = place.rank > 0 or run.read_events(asked.stage)[-1]["event"] == "failed"
+                written = place.rank > 0 or [e["event"] for e in run.read_events(asked.stage)][-1:] == ["failed"]
                 if code != Exit.PEER_LOST or not written:
                     where = {"rank": place.rank, "host": os.uname().nodename, "message": message}
                     note_end(run, asked.stage, place, "failed", code, began, cause=code.name.lower(), **where)

@@ -22,6 +22,7 @@ import glob
 import gzip
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -111,8 +112,10 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
         for path in paths:
             file_format = "text" if source == PYTHON_STDLIB else _format(path, data, formats or ENDINGS)
             with reading(path):
-                stat = os.stat(path)
-            found.setdefault(path, Input(path, stat.st_size, stat.st_mtime_ns, file_format))
+                seen = os.stat(path)
+            if not stat.S_ISREG(seen.st_mode):
+                raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+            found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
     return list(found.values())
 
 

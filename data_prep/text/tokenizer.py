@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
@@ -62,7 +63,7 @@ def load_encoder(path: Path, eos_token: str) -> Encoder:
     in a text for the token itself.
     """
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(open_regular(path).read().decode())
     except FileNotFoundError:
         raise UserError(f"data.tokenizer.path: there is no file {path}") from None
     except Exception as error:  # the package raises bare Exception for a file that it does not understand

@@ -14,6 +14,14 @@ import shutil
 from enum import IntEnum
 from pathlib import Path
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """What a terminal may get of a text that anybody may have written: control characters, which could clear the
+    screen, fake what stands there or turn its direction, become `?`; tabs and line ends stay."""
+    return _CONTROL.sub("?", text)
+
 
 class Exit(IntEnum):
     """Exit codes of ranks and supervisors. Values are stable: scripts may test them."""
@@ -106,9 +114,21 @@ _STORAGE_ERRNOS = {
     errno.EPERM: "permission denied: check the owner and mode of the folder",
     errno.ENOTDIR: "a part of the path is a file, not a folder: check `run.root`",
     errno.ENAMETOOLONG: "the path is too long: choose a shorter `run.root` or `run.name`",
+    errno.ELOOP: "links lead in a circle: remove the one that is in the way",
+    errno.EEXIST: "something else is in the way: remove it, or choose another `run.name`",
+    errno.EISDIR: "a folder is in the way: remove it",
+    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this machine: try again later, or on another one",
     errno.EIO: "input/output error: the storage itself failed",
     errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
 }
+
+
+def refuse_no_more_files(error: BaseException) -> None:
+    """Raise StorageError where this process, or its machine, may open no more files: the file at hand is all right."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # h5py's
+        limit = OSError(getattr(error, "errno", None) or errno.EMFILE, "", getattr(error, "filename", None))
+        raise storage_error(limit) or error from error
 
 
 def storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:

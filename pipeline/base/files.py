@@ -13,15 +13,16 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import subprocess
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, refuse_no_more_files
 
 PATIENCE_S = 5.0
 """How long an append waits for the lock, in seconds."""
@@ -109,29 +110,52 @@ def write_line(fd: int, line: str, name: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file to read it. Raises UserError for a pipe or a device, which would never end, or never answer."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise UserError(f"{path} is no ordinary file: put one in its place")
+    return os.fdopen(fd, "rb")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file, as `parse` reads it."""
+    with open_regular(path) as file:
+        return parse(file.read())
+
+
+def parse(text: bytes) -> Any:
+    """The JSON value of a text; None where it is none, or one too deep to be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # also what is no UTF-8, and numbers of 5,000 digits
+        return None
+
+
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
     if Path(path).exists():
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield from _objects(file)
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(ValueError):
-            if isinstance(value := json.loads(line), dict):
-                yield value
+    return (value for value in map(parse, lines) if isinstance(value, dict))
 
 
-def last_object(path: str | Path, tail: int = 1 << 16) -> dict[str, Any] | None:
-    """The last whole object of a JSON-lines file, reading at most `tail` bytes; None where there is none."""
+def last_object(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> dict[str, Any] | None:
+    """The last object of a JSON-lines file that fits, reading at most `tail` bytes; None where there is none."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return next(_objects(reversed(lines)), None)
+    return next(filter(fits, _objects(reversed(lines))), None)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -149,6 +173,11 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
 def intact(values: Any) -> bool:
     """Whether this is the content of a sealed manifest, as it was written."""
     return isinstance(values, dict) and seal(values)["sha256"] == values.get("sha256")
+
+
+def altered(values: Mapping[str, Any]) -> bool:
+    """Whether what was sealed is not as it was written. What was written before there were seals has none."""
+    return "sha256" in values and not intact(values)
 
 
 def sha256_json(value: Any) -> str:
@@ -172,4 +201,5 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
+        refuse_no_more_files(error)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

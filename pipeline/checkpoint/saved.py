@@ -11,7 +11,6 @@ a hash of the config, versions, and size and SHA-256 of each file; its own `sha2
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import intact, sha256_file
+from pipeline.base.files import intact, read_json, sha256_file
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -56,13 +55,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn or altered."""
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        manifest = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing") from None
-    except ValueError:
-        manifest = None
     if not intact(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
+    if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
+        raise CheckpointError(f"{path} is of step {manifest.get('step')}: this folder had another name")
     return dict(manifest)
 
 

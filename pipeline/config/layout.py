@@ -15,7 +15,6 @@ calls it on the login node (so no torch here), the trainer calls it again with t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import read_json
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import refuse_changed
@@ -34,6 +34,7 @@ V_SCHEDULES = ("zbv", "dualpipe_v")
 """Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
 _MOST = 1024
 """Sizes beyond this are not looked at when something that fits is sought."""
+_MOST_IN_SCHEDULE = 10_000
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute gradients of inputs and of weights apart, to fill bubbles with the latter."""
 
@@ -167,11 +168,11 @@ def _size_of(tokenizer: Path) -> int | None:
     None where that cannot be told: the stage prepare says what is wrong with it.
     """
     try:
-        content = json.loads(tokenizer.read_bytes())
+        content = read_json(tokenizer)
         vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", ()))])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, UserError):
         return None
 
 
@@ -294,6 +295,8 @@ def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
     wanted, pipeline, virtual = config.parallel, config.parallel.pipeline, config.parallel.virtual_stages
     schedule = f"parallel.schedule {wanted.schedule}"
     have = f"there are {micro_batches} (train.global_batch / data parallel ranks / train.micro_batch)"
+    if micro_batches > _MOST_IN_SCHEDULE:
+        yield f"a pipeline's schedule names each micro-batch, and may have {_MOST_IN_SCHEDULE:,}; {have}"
     if pipeline * virtual > config.model.layers:
         yield (
             f"{pipeline} pipeline ranks × parallel.virtual_stages ({virtual}) = {pipeline * virtual} stages are more "

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, valid_keys
@@ -40,6 +41,7 @@ from pipeline.config.site import SiteConfig
 
 COMMAND_LINE = "command line"
 
+_MOST_BYTES = 1 << 22
 _MOST_VALUES = 100_000
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
@@ -154,8 +156,12 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
     name = os.path.normpath(path)
     try:
         real = os.path.realpath(path)
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
+        with open_regular(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError, UserError) as error:
         raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}") from error
     if real in by or len(by) > _DEEPEST:
         raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")

@@ -9,6 +9,7 @@ Nothing here imports torch, numpy or h5py: the login node reads configs too.
 
 from __future__ import annotations
 
+import json
 import math
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,7 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, StagesConfig
 from pipeline.config.sweep import SweepConfig
-from pipeline.config.types import Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
+from pipeline.config.types import FilePath, Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
 
 
 class Sharing(StrEnum):
@@ -37,7 +38,7 @@ class RunConfig(Section):
 
     name: Name
     """Name of the run: the folder `root/name` and the prefix of its Slurm jobs."""
-    root: Path = Path("runs")
+    root: FilePath = Path("runs")
     """Folder that holds the runs; on a cluster a path that all nodes share."""
     seed: NonNegativeInt = 1
     """Seed of everything random: weights, order of the samples, dropout."""
@@ -52,7 +53,7 @@ class TokenizerConfig(Section):
     """`byte_bpe` trains a byte-level BPE on the source; `file` takes a `tokenizer.json`."""
     vocab_size: Annotated[int, Field(ge=257, le=2**32 - 1)] = 4096
     """Number of token ids of a trained tokenizer (256 bytes, one end-of-text token, merges)."""
-    path: Path | None = None
+    path: FilePath | None = None
     """The `tokenizer.json` of kind `file`."""
     eos_token: str = "<|endoftext|>"
     """The token that ends each document; it must exist in a given `tokenizer.json`."""
@@ -128,6 +129,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:
+        try:
+            json.dumps(self.options, allow_nan=False)
+        except ValueError:
+            raise ValueError("options: .nan and .inf would be lost in config.yaml: give a number, or text") from None
         if self.target is not None:
             if not all(part.isidentifier() for part in self.target.split(".")):
                 raise ValueError(f"target ({self.target}) is no name of a Python module such as my_package.my_model")
@@ -166,7 +171,7 @@ class TrainConfig(Section):
 
     steps: PositiveInt
     """Optimizer steps of the whole training."""
-    global_batch: PositiveInt = 16
+    global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Sequences of one forward and backward pass on one rank."""

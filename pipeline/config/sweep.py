@@ -19,6 +19,9 @@ from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
 ALLOWED = ("train.", "optimizer.", "model.", "checkpoint.", "evaluate.", "run.seed")
 """Keys that a point may set begin with one of these."""
 
+MOST_POINTS = 5000
+"""Each is a folder with a config, and all of them are checked before anything is submitted."""
+
 
 class Range(Section):
     """Numbers to draw from."""
@@ -68,6 +71,9 @@ class SweepConfig(Section):
             raise ValueError("give `grid`, `random` or both: there is nothing to vary")
         if both := self.grid.keys() & self.random.keys():
             raise ValueError(f"{min(both)} stands in grid and in random")
+        count = math.prod(map(len, self.grid.values())) * (self.samples if self.random else 1)
+        if count > MOST_POINTS:
+            raise ValueError(f"these are {count:,} points; a sweep may have {MOST_POINTS:,}: make several sweeps of it")
         for key in (*self.grid, *self.random):
             if not key.startswith(ALLOWED) or key in ("train.threads", "model.target"):
                 raise ValueError(

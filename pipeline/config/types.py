@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
@@ -53,6 +54,7 @@ def _time(value: Any) -> Any:
 
 Name = Annotated[str, matching(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
 TimeLimit = Annotated[str, BeforeValidator(_time)]
+FilePath = Annotated[Path, matching(re.compile(r"[^\0]{0,3000}"), "write a path, shorter than 3,000 characters")]
 
 
 class Section(BaseModel):

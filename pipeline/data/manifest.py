@@ -10,12 +10,11 @@ the reverse. A login node reads it too, so nothing here imports numpy or h5py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from pipeline.base.errors import InputError
-from pipeline.base.files import intact, seal, sha256_file, write_json
+from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
 from pipeline.config.types import Section
 
 FORMAT_VERSION = 1
@@ -178,7 +177,7 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
     Runs that were made before manifests had seals go on: `pipeline/data/check.py` compares the numbers with the shards.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
         if isinstance(values, dict) and "sha256" in values:
             if not intact(values):
                 raise InputError(f"{path} is damaged: its content does not fit its own hash: {way_out}")

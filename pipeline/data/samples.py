@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.base.errors import InputError, UserError
+from pipeline.base.errors import InputError, UserError, refuse_no_more_files
 from pipeline.config.user_model import LENGTHS
 from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry
 from pipeline.data.order import Int64Array, perm
@@ -50,6 +50,7 @@ def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
             for name, array in entry.arrays.items()
         }
     except (OSError, ValueError) as error:
+        refuse_no_more_files(error)
         raise InputError(f"cannot map {path}: {error}; {entry.way_out}") from error
 
 

@@ -21,9 +21,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import write_json
+from pipeline.base.files import seal, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import saved
+from pipeline.checkpoint.identity import identity, refuse_other
 from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
 from pipeline.data.check import verify_shards
@@ -48,6 +49,7 @@ class Evaluator:
         self.agreement = Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
+        self.identity = identity(config, manifest)
         self.task = task = task_of(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
@@ -73,13 +75,14 @@ class Evaluator:
                 saved.set_aside(self.run.checkpoints, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
+        refuse_other(sealed, self.identity)
         load({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
         sums = self._batch_sums(step)
         if sums is None:
             return False
         if self.world.first:
             result = {"step": step, **self.held_out.result(sums), "checkpoint": sealed["sha256"]}
-            write_json(result_file(self.run, step), result)
+            write_json(result_file(self.run, step), seal(result))
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.event("evaluated", "evaluate", step=step, **known)
             print(result_words(result), flush=True)

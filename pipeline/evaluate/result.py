@@ -5,14 +5,19 @@ The login node asks, so nothing here imports torch or numpy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
+from pipeline.base.files import altered, read_json
 from pipeline.checkpoint.saved import read_manifest, saved_steps, step_name
 from pipeline.run.directory import Run
+from pipeline.run.lines import number
+
+TEXT_FIGURES = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
+"""What an evaluation on text has besides its loss."""
 
 
 def result_file(run: Run, step: int) -> Path:
@@ -20,15 +25,30 @@ def result_file(run: Run, step: int) -> Path:
     return run.evaluation / f"{step_name(step)}.json"
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    """The evaluation in a file; None where it is torn or altered."""
+    result = read_json(path)
+    if not isinstance(result, dict) or altered(result):
+        return None
+    of_text = TEXT_FIGURES if "bits_per_byte" in result else ()
+    named = [key for key in result if key not in ("checkpoint", "sha256")]
+    whole = all(number(result.get(key)) for key in ("step", "loss", *of_text, *named))
+    return result if whole and isinstance(result.get("checkpoint"), str) else None
+
+
 def read_result(run: Run, step: int) -> dict[str, Any] | None:
     """The evaluation of a step, None where there is none, or none of this checkpoint."""
-    try:
-        result = json.loads(result_file(run, step).read_bytes())
-        if result["checkpoint"] == read_manifest(run.checkpoints / step_name(step))["sha256"]:
-            return dict(result)
-    except (FileNotFoundError, ValueError, KeyError, TypeError, CheckpointError):
-        pass
+    with suppress(FileNotFoundError, CheckpointError):
+        result = _read(result_file(run, step))
+        if result and result["checkpoint"] == read_manifest(run.checkpoints / step_name(step))["sha256"]:
+            return result
     return None
+
+
+def all_results(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
+    """All evaluations, also of checkpoints that are gone; and the names of files that hold none."""
+    found = {path.name: _read(path) for path in sorted(run.evaluation.glob("step-*.json"))}
+    return [result for result in found.values() if result], [name for name, result in found.items() if not result]
 
 
 def newest_result(run: Run) -> dict[str, Any] | None:
@@ -40,7 +60,7 @@ def result_words(result: Mapping[str, Any]) -> str:
     """An evaluation in one line, text against the unigram figure."""
     words = f"step {result['step']}: held-out loss {result['loss']:.4f}"
     if "bits_per_byte" not in result:
-        known = ("step", "loss", "samples", "entries", "checkpoint")
+        known = ("step", "loss", "samples", "entries", "checkpoint", "sha256")
         return words + "".join(f", {name} {value:.4f}" for name, value in result.items() if name not in known)
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import NamedTuple
 
+from pipeline.base.errors import UserError
 from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
@@ -234,11 +236,21 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
     """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
     import torch
 
-    module, options = facts.load(facts.root.parent), {**config.model.options, "layers": config.model.layers}
+    options = {**config.model.options, "layers": config.model.layers}
     for rank in range(layout.pipeline):
-        with torch.device("meta"):
-            parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
-        yield sum(parameter.numel() for part in parts for parameter in part.parameters())
+        try:
+            module = facts.load(facts.root.parent)
+            with torch.device("meta"):
+                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+            count = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        except (Exception, SystemExit) as error:  # it is anybody's code
+            if isinstance(error, UserError):
+                raise
+            at = extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"model.target: {facts.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+            ) from error
+        yield count
 
 
 def plan(config: Config) -> Iterator[str]:
@@ -257,7 +269,7 @@ def plan(config: Config) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
-    single = [[Action(kind, 0, micro) for micro in range(layout.micro_batches) for kind in "FB"]]
+    single = [[Action("F", 0, 0), Action("B", 0, 0)]]  # one micro-batch after the other: the first is like all
     orders = actions(layout) if layout.pipeline > 1 else single
     if layout.pipeline > 1:
         rows = timeline(orders, layout.stages)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.base.errors import NonFiniteError
-from pipeline.base.files import append_line, fsync
+from pipeline.base.files import append_line, fsync, seal
 from pipeline.run.directory import Run, now
 
 WINDOW = 100
@@ -136,6 +136,6 @@ class Guard:
     def _write(self, decision: str, position: int, step: int, reason: str, **more: int) -> None:
         if self.writes:
             line = {"time": now(), "decision": decision, "position": position, "step": step, "reason": reason, **more}
-            append_line(self.run.decisions, json.dumps(line))
+            append_line(self.run.decisions, json.dumps(seal(line)))
             fsync(self.run.decisions)  # a checkpoint never knows more than this file
             self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)

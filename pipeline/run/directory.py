@@ -34,12 +34,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError, storage_error
-from pipeline.base.files import append_line, flock, open_lock, read_jsonl, write_atomic
+from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
 from pipeline.config.sections import Config, Sharing
 from pipeline.config.user_model import UserModel, found_for
+from pipeline.run import lines
 from pipeline.run.code import CODE_ROOT, copy_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
@@ -72,8 +73,9 @@ class Holder:
 class Run:
     """One run directory. Constructing reads nothing; `create` and `open` are the ways to get one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
+    def __init__(self, path: Path, config: Config | None = None) -> None:
+        """`config`: what it will have, where it is not made yet."""
+        self.path = Path(os.path.realpath(path))
         self.code = self.path / "code"
         self.jobs = self.path / "jobs"
         self.data = self.path / "data"
@@ -87,7 +89,7 @@ class Run:
         self.stop_file = self.path / "stop"
         self.save_file = self.path / "save"
         self.cancelled_file = self.path / "cancelled"
-        self._config: Config | None = None
+        self._config = None if self.config_file.exists() else config
 
     # -- making and finding ------------------------------------------------------------------------------
 
@@ -104,7 +106,11 @@ class Run:
         if not run.config_file.exists():
             found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
         if not run.path.exists():
-            run.path.mkdir(parents=True, exist_ok=True)
+            try:
+                run.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                words = f"run.root: cannot make {run.path}: {error.strerror}; choose another run.root"
+                raise storage_error(error, run.path) or UserError(words) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
@@ -129,6 +135,7 @@ class Run:
         run = cls(Path(path))
         if not run.config_file.is_file():
             hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
+            hint = "it is a file" if run.path.is_file() else hint
             raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run
@@ -162,9 +169,10 @@ class Run:
         """The config as it holds now: config.yaml with all changes of `resume` applied."""
         if self._config is None:
             values = load_config(self.config_file).model_dump(mode="json")
-            for change in read_jsonl(self.changes):
-                values = merge(values, change.get("set", {}))
-            self._config = config_from_mapping(values, self.config_file.name)
+            for change in lines.read_all(self.changes, lines.change):
+                values = merge(values, change["set"])
+            changed = f" with {self.changes.name}" if self.changes.exists() else ""
+            self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
 
     def change(self, overrides: Sequence[str]) -> None:
@@ -187,7 +195,7 @@ class Run:
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
         point_configs(changed)
         found_for(changed, [self.code])
-        append_line(self.changes, json.dumps({"time": now(), "set": changes}))
+        append_line(self.changes, json.dumps(seal({"time": now(), "set": changes})))
         self.event("changed", set=masked(flatten(changes)))
         self._config = changed
 
@@ -203,8 +211,8 @@ class Run:
         append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
 
     def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
-        """All events, or those of one stage, or of these names; oldest first."""
-        events = (e for e in read_jsonl(self.events) if stage is None or e.get("stage") == stage)
+        """All events, or those of one stage, or of these names; oldest first. Lines that are none are left out."""
+        events = (e for e in lines.read(self.events, lines.event) if stage is None or e.get("stage") == stage)
         return [e for e in events if not names or e["event"] in names]
 
     def attempts(self, stage: str) -> int:
@@ -267,7 +275,7 @@ class Run:
         for lock in sorted((self.jobs / stage).glob("lock*")):
             with open(open_lock(lock, os.O_RDONLY), "rb") as file:
                 if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
-                    pid, _, host = file.read().decode().strip().partition(" ")
+                    pid, _, host = file.read(200).decode(errors="replace").strip().partition(" ")
                     return Holder(int(pid) if pid.isdigit() else 0, host)
         return None
 
@@ -302,7 +310,7 @@ class Run:
         """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
             diff = self.code / "DIFF"
-            return (self.code / "COMMIT").read_text().strip() + ("+" if diff.stat().st_size else "")
+            return (self.code / "COMMIT").read_text(errors="replace").strip() + ("+" if diff.stat().st_size else "")
         return None
 
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import read_jsonl, write_atomic, write_line
+from pipeline.base.files import read_json, write_atomic, write_line
+from pipeline.run import lines
 from pipeline.run.directory import Run
 
 
@@ -50,12 +51,12 @@ def speed_words(line: Mapping[str, Any]) -> str:
 
 def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines beyond `step`: work that a restore of `step` loses."""
-    return [line for line in read_jsonl(path) if line["step"] > step]
+    return [line for line in lines.read(path, lines.metric) if line["step"] > step]
 
 
 def rewind(path: Path, step: int) -> None:
-    """Cut metrics.jsonl after `step`, and mend a torn tail."""
-    kept: dict[int, dict[str, Any]] = {line["step"]: line for line in read_jsonl(path) if line["step"] <= step}
+    """Cut metrics.jsonl after `step`, and mend a torn tail; lines that fit no step go, too."""
+    kept = {line["step"]: line for line in lines.read(path, lines.metric) if line["step"] <= step}
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)
@@ -65,3 +66,10 @@ def own_times_file(run: Run) -> Path:
     """For each host of the newest attempt its ranks' own time, divided by their peers'
     (pipeline/resilience/stragglers.py)."""
     return run.jobs / "train/own-times.json"  # whoever only reads makes no folder
+
+
+def own_times(run: Run) -> dict[str, float]:
+    """What stands there; nothing where there is no such file, or another one."""
+    file = own_times_file(run)
+    found = read_json(file) if file.exists() else {}
+    return found if isinstance(found, dict) and all(map(lines.number, found.values())) else {}

@@ -12,17 +12,24 @@ from pipeline.run.directory import Run
 
 
 def points(run: Run) -> list[Run]:
-    """The runs of a sweep's points, made where they are missing; none where `run` is no sweep."""
-    found = []
-    for config in point_configs(run.config):
-        point = Run(config.run.root / config.run.name)
-        if not point.config_file.exists():
-            for folder in (point.jobs, point.checkpoints, point.evaluation):
-                folder.mkdir(parents=True, exist_ok=True)
-            for link in (point.data, point.code):
-                if not link.is_symlink():
-                    link.symlink_to(f"../../{link.name}")
-            write_atomic(point.config_file, dump_config(config))
-            point.event("created", config=str(point.config_file), sweep=run.config.run.name)
-        found.append(point)
+    """The runs of a sweep's points, where the sweep lies now; none where `run` is no sweep.
+
+    Nothing is made: a point that is not there yet is known by the config that it will have.
+    """
+    return [Run(run.path / "points" / config.run.name, config) for config in point_configs(run.config)]
+
+
+def make_points(run: Run) -> list[Run]:
+    """The same, those that are missing made: for whoever writes into them."""
+    found = points(run)
+    for point in found:
+        if point.config_file.exists():
+            continue
+        for folder in (point.jobs, point.checkpoints, point.evaluation):
+            folder.mkdir(parents=True, exist_ok=True)
+        for link in (point.data, point.code):
+            if not link.is_symlink():
+                link.symlink_to(f"../../{link.name}")
+        write_atomic(point.config_file, dump_config(point.config))
+        point.event("created", config=str(point.config_file), sweep=run.config.run.name)
     return found

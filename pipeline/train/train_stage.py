@@ -11,6 +11,7 @@ from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step
 from pipeline.run.directory import Run
+from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
 from pipeline.run.stages import Progress
 
@@ -23,7 +24,7 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    steps, last = run.config.train.steps, last_object(run.metrics)
+    steps, last = run.config.train.steps, last_object(run.metrics, metric)
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"

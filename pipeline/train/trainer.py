@@ -19,18 +19,16 @@ from typing import Any
 
 import torch
 
-from pipeline.base.errors import CheckpointError, Exit
-from pipeline.base.files import read_jsonl, sha256_json
+from pipeline.base.errors import Exit
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.identity import identity, refuse_other
 from pipeline.checkpoint.save import Checkpointer
 from pipeline.comm import groups
 from pipeline.config.layout import layout_of
-from pipeline.config.sections import Config
 from pipeline.data.check import verify_shards
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.data.order import ORDER_VERSION
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.model.task import Batch, task_of
 from pipeline.parallel.plan import traffic
@@ -38,24 +36,12 @@ from pipeline.resilience.guard import Guard, recent
 from pipeline.resilience.stop import Agreement, Clock, SaveRequest
 from pipeline.resilience.stragglers import OwnTime, Stragglers
 from pipeline.resilience.watchdog import Watchdog
+from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
 from pipeline.train.meter import Meter
 from pipeline.train.optimizer import learning_rate, set_learning_rate
-
-
-def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
-    """What makes a training this training, wherever and however long it runs: kept in each checkpoint."""
-    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
-        for key in keys:
-            values.get(section, {}).pop(key, None)
-    return {
-        "config_hash": sha256_json({**values, "seed": config.run.seed}),
-        "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
-        "order_version": ORDER_VERSION,
-    }
 
 
 class Trainer:
@@ -273,19 +259,16 @@ class Trainer:
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is not None:
-            for key in ("config_hash", "data_hash", "order_version"):
-                if manifest[key] != self.checkpointer.describe[key]:
-                    raise CheckpointError(
-                        f"checkpoint {step} has another {key} than this run now: its config, shards or code were "
-                        "changed by hand; going on would be another training. Undo that, or start a new run"
-                    )
+            refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])
             note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
-            saves = [event["seconds"] for event in self.run.read_events("train") if event["event"] == "saved"]
-            self.clock.save_s = saves[-1] if saves else 0.0
+            saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
+            self.clock.save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
+            if words := lines.odd(self.run.metrics, lines.metric):
+                self._print(f"WARNING: {words}")
             lost = lost_lines(self.run.metrics, step)
             if lost:  # noted before it is cut, so that no crash in between loses it twice
                 self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
@@ -305,10 +288,14 @@ class Trainer:
 
     def _make_guard(self) -> Guard:
         """The judge of bad numbers, from what rank 0 reads of the steps before."""
-        known: tuple[list[Any], list[Any]] = ([], [])
-        if self.world.first:
-            known = (list(read_jsonl(self.run.decisions)), recent(read_jsonl(self.run.metrics)))
-        decisions, metrics = groups.from_rank0(self.agreement.group, known)
+
+        def read() -> tuple[list[Any], list[Any]]:
+            if not self.world.first:
+                return [], []
+            metrics = recent(lines.read(self.run.metrics, lines.metric))
+            return lines.read_all(self.run.decisions, lines.decision), metrics
+
+        decisions, metrics = groups.agree(self.agreement.group, read)[0]
         return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
 
     def _log_saved(self, step: int, seconds: float) -> None:

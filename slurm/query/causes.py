@@ -146,7 +146,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
         return None
     job = started.get("slurm_job")
     same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
-    times = place.restart_count - started.get("restarts", 0) if same else 0
+    times = place.restart_count - (started.get("restarts") or 0) if same else 0
     requeued = times > 0
     once_more = times == 1 and _preempted(run, stage, started) and preemption.puts_back()
     if before.done:
@@ -156,7 +156,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     progress = standing(run, stage) != started.get("standing")
     if end is None:
         cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
-        message = f"attempt {started['attempt']} ended without a word of its supervisor (on {started.get('host')})"
+        message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
     else:
         cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
     asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
@@ -166,7 +166,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     if why_not is not None and requeued and end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
         return (cause, why_not) if once_more else None
-    common = {"job_id": started.get("job_id"), "attempt": started["attempt"], "task": task, "noticed_later": True}
+    common = {"job_id": started.get("job_id"), "attempt": started.get("attempt"), "task": task, "noticed_later": True}
     if end is None or (why_not is not None and not end.get("final")):
         message += f"\nnot tried again: {why_not}" if why_not else ""
         facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
@@ -189,7 +189,7 @@ def predecessor_of(run: Run, stage: str, job: str) -> str | None:
     """The job that `job` was submitted to succeed; None where it is no successor."""
     for event in since_submitted(run.read_events(None, "submitted"), job)[:1]:
         if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
-            return str(event["after"][0])
+            return next(iter(event["after"]), None)
     return None
 
 
@@ -197,7 +197,7 @@ def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Ex
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if before.asked:
         return Exit.CANCELLED if before.asked == "cancelled" else Exit.STOPPED
-    word = Exit[before.told["cause"].upper()] if "cause" in before.told else None
+    word = Exit.__members__.get(str(before.told.get("cause")).upper())
     if requeued:  # so it was not cancelled, whatever it looked like
         return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
     if job is None:

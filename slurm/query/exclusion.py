@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from pipeline.base.files import append_line, read_jsonl
+from pipeline.base.files import append_line
 from pipeline.base.place import expand_hostlist
+from pipeline.run import lines
 from pipeline.run.directory import Run
 from slurm.query.job import JobFacts
 from slurm.query.states import call
@@ -25,6 +27,10 @@ def remember_bad_node(run: Run, host: str, cause: str) -> None:
     append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
 
 
+def _noted(run: Run) -> Iterator[dict[str, Any]]:
+    return lines.read(run.path / "bad_nodes.jsonl", lines.bad_node)
+
+
 def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: Iterable[str], fewest: int) -> list[str]:
     """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones.
 
@@ -32,7 +38,7 @@ def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: It
     `taken`: those that a person excludes. `fewest`: how many the job needs, which are always left.
     """
     limits = runs[0].config.recovery
-    entries = sorted((e for run in runs for e in read_jsonl(run.path / "bad_nodes.jsonl")), key=lambda e: -e["time"])
+    entries = sorted((e for run in runs for e in _noted(run)), key=lambda e: -e["time"])
     fresh = [_short(e["host"], nodes) for e in entries if now - e["time"] < limits.exclude_hours * 3600]
     usable = {node for node, can in nodes.items() if can} - set(taken)
     found: list[str] = []
@@ -59,7 +65,7 @@ def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     now = expand_hostlist(facts.excluded) if facts.excluded else []
     if not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
-    ours = {_short(e["host"], nodes) for e in read_jsonl(run.path / "bad_nodes.jsonl")}
+    ours = {_short(e["host"], nodes) for e in _noted(run)}
     own = str(run.config.site_of(stage).sbatch.get("exclude") or "")
     named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))

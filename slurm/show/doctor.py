@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
@@ -267,8 +267,8 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """The findings as a table, and the count of what will not work."""
     table = Table("", "what", "found", "what it means for a run", box=None, pad_edge=False)
     for finding in findings:
-        words = (escape(text) for text in (finding.what, finding.found, finding.meaning))
-        table.add_row(f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", *words)
+        words = (Text(text) for text in (finding.what, finding.found, finding.meaning))
+        table.add_row(Text(finding.verdict, style=_COLOURS[finding.verdict]), *words)
     console.print(table)
     bad = sum(finding.verdict == "problem" for finding in findings)
-    console.print(f"{bad} problem{'' if bad == 1 else 's'}", highlight=False, style="red" if bad else "green")
+    console.print(f"{bad} problem{'' if bad == 1 else 's'}", style="red" if bad else "green")

@@ -29,7 +29,8 @@ def clock(seconds: float) -> str:
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `going()`; the seconds that it took."""
     started, live = time.monotonic(), console.is_terminal
-    columns = (TextColumn("[bold]{task.fields[stage]:9}"), BarColumn(bar_width=24), TextColumn("{task.description}"))
+    said = TextColumn("{task.description}", markup=False)
+    columns = (TextColumn("[bold]{task.fields[stage]:9}"), BarColumn(bar_width=24), said)
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
     task = bar.add_task("starting", total=None, stage=stage)
     next_look = started if live else started + PLAIN_EVERY_S
@@ -41,6 +42,6 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
                 words = far.running + ("" if far.left_s is None else f"  {clock(far.left_s)} left")
                 bar.update(task, completed=far.done, total=far.total or None, description=words)
                 if not live:
-                    console.print(f"{stage:9} {words}", highlight=False, soft_wrap=True)
+                    console.print(f"{stage:9} {words}", soft_wrap=True)
             time.sleep(POLL_S)
     return time.monotonic() - started

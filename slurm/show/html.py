@@ -11,8 +11,10 @@ import io
 from collections.abc import Sequence
 from html import escape
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
+from pipeline.base.errors import printable
+from slurm.show.console import Plain
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt
 
@@ -32,15 +34,15 @@ _POINTS = 500
 
 def page(title: str, shown: Sequence[RenderableType], pictures: str) -> str:
     """The whole document; `shown`: what is in the terminal."""
-    console = Console(record=True, file=io.StringIO(), width=160)
+    console = Plain(record=True, file=io.StringIO(), width=160)
     for part in shown:
-        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str))
     before = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>{pictures}"
     )
     code_format = before.replace("{", "{{").replace("}", "}}") + "<pre>{code}</pre></body></html>\n"
-    return console.export_html(code_format=code_format, inline_styles=True)
+    return printable(console.export_html(code_format=code_format, inline_styles=True))
 
 
 def timeline(attempts: Sequence[Attempt]) -> str:

@@ -135,7 +135,7 @@ def _attempts(
         else:  # the last sign of life
             ends = [seconds(e) for e in own if not e.get("noticed_later") and e["event"] not in _ASKS]
             ends.append(max(start, ready or 0.0) + sum(line["step_time_s"] for line in [*kept, *lost]))
-        attempt = Attempt(stage, task, len(found) + 1, own[0].get("ranks", 1), begin, max(start, *ends))
+        attempt = Attempt(stage, task, len(found) + 1, own[0].get("ranks") or 1, begin, max(start, *ends))
         attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
         attempt.parts |= {"idle": asked_at - begin, "queue": start - asked_at}
         if STAGES[stage].trains and ready is not None:

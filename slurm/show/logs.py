@@ -6,13 +6,14 @@ own words are in the log of its job, `JOB_0_log.out`: one file per job, appended
 
 from __future__ import annotations
 
-import shutil
+import io
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, printable
+from pipeline.base.files import open_regular
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.show.status import IDLE_LOOKS, LOOK_S, Lookout, Row
@@ -65,10 +66,12 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
 
 
 def _print_from(path: Path, start: int) -> int:
-    """Print what a file holds from byte `start` on; where it ended."""
-    with open(path, "rb") as file:
+    """Print what a file holds from byte `start` on, without commands to the terminal; where it ended."""
+    with open_regular(path) as file:
         file.seek(start)
-        shutil.copyfileobj(file, sys.stdout.buffer)
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
+        while part := text.read(1 << 16):
+            sys.stdout.buffer.write("\r".join(map(printable, part.split("\r"))).encode())
         sys.stdout.flush()
         return file.tell()
 

@@ -6,21 +6,22 @@ works without Slurm; where there is accounting, `sacct` says when each job reall
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import nan
+from typing import Any
 
 from rich.console import Console, RenderableType
 
-from pipeline.base.files import read_jsonl, write_atomic
+from pipeline.base.files import write_atomic
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import newest_result, result_words
+from pipeline.evaluate.result import all_results, newest_result, result_words
+from pipeline.run import lines, stages
 from pipeline.run import points as sweep
-from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.metrics import own_times_file
+from pipeline.run.metrics import own_times
 from slurm.query.jobs import uses_slurm
 from slurm.query.states import Claim, call, claims, cluster_name
 from slurm.show import html
@@ -61,12 +62,13 @@ def attempts_of(run: Run, rows: Iterable[Row]) -> list[Attempt]:
     submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
     jobs, now, events = job_runs(submitted), time.time(), run.read_events()
     going = [row.stage for row in rows if row.state in ("running", "completing")]
-    found = ledger(events, list(read_jsonl(run.metrics)), stages.own_stages(run), now, going, jobs)
+    found = ledger(events, list(lines.read(run.metrics, lines.metric)), stages.own_stages(run), now, going, jobs)
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
     swept = stages.point_stages()
     for number, point in enumerate(points):
-        going, lines = [stage for stage in swept if point.holder(stage)], list(read_jsonl(point.metrics))
-        for attempt in ledger([*shared, *point.read_events()], lines, swept, now, going, jobs):
+        going = [stage for stage in swept if point.holder(stage)]
+        metrics = list(lines.read(point.metrics, lines.metric))
+        for attempt in ledger([*shared, *point.read_events()], metrics, swept, now, going, jobs):
             attempt.task = number
             found.append(attempt)
     return found
@@ -104,13 +106,12 @@ def _causes(attempts: Sequence[Attempt]) -> Rows:
     return rows
 
 
-def _evaluations(run: Run) -> Rows:
+def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
     """All evaluations, as a table; empty where there are none."""
-    results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation.glob("step-*.json"))]
     if not results:
         return []
     keys = [key for key, value in results[0].items() if isinstance(value, float)]
-    return [["step", *keys], *([str(one["step"]), *(f"{one[key]:.4f}" for key in keys)] for one in results)]
+    return [["step", *keys], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
 
 
 def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
@@ -123,10 +124,11 @@ def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
         yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
     if run.config.sweep is None:
         yield outcome(run)
-    if (own_times := own_times_file(run)).exists():
-        slowest = sorted(json.loads(own_times.read_bytes()).items(), key=lambda item: -item[1])[:8]
+    if ratio_of := own_times(run):
+        slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
+    yield from filter(None, (lines.odd(run.events, lines.event), lines.odd(run.metrics, lines.metric)))
 
 
 def print_report(run: Run, console: Console) -> None:
@@ -135,14 +137,16 @@ def print_report(run: Run, console: Console) -> None:
     attempts = attempts_of(run, lookout.look())
     training = [a for a in attempts if a.stage == "train"]
     tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run, lookout.points)]
+    results, odd = all_results(run)
     told = [*failures(lookout.points), *_lines(run, training)]
+    told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
     shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *told]
     for part in shown:
-        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
-    metrics = [m for m in read_jsonl(run.metrics) if m["loss"] is not None]
+        console.print(part, soft_wrap=isinstance(part, str))
+    metrics = [m for m in lines.read(run.metrics, lines.metric) if m["loss"] is not None]
     pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
     page = run.path / "report.html"
-    everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(run)]))]
+    everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(results)]))]
     with suppress(PermissionError):  # somebody else's run
         write_atomic(page, html.page(run.title, everything, pictures))
-        console.print(f"with pictures: {page}", highlight=False, soft_wrap=True)
+        console.print(f"with pictures: {page}", soft_wrap=True)

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import figure, newest_result
+from pipeline.run import lines as known
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -175,7 +176,7 @@ class Lookout:
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         active, running = job if going else None, state == "running"
-        spent = sum(e.get("seconds", 0.0) for e in events if e["event"] in ENDS)
+        spent = sum(e.get("seconds") or 0.0 for e in events if e["event"] in ENDS)
         told = attempts.read(events)
         if running and told.started is not None and told.end is None:
             spent += time.time() - seconds(told.started)
@@ -272,6 +273,8 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     everything = [*rows, *of_points]
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
         lines.append(Text(f"to go on: {run.resume_command}"))
+    if words := known.odd(run.events, known.event):
+        lines.append(Text(words, style="yellow"))
     points = point_table(run, of_points)
     return Group(Text(run.title), grid(cells, width), *lines, *([grid(points)] if points else []))
 
@@ -279,7 +282,7 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     lookout = Lookout(run)
-    console.print(table(run, lookout.look(), lookout.points, console.width), highlight=False, soft_wrap=True)
+    console.print(table(run, lookout.look(), lookout.points, console.width), soft_wrap=True)
 
 
 def watch(run: Run, console: Console) -> None:

@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import make_points, points
 from slurm.query import attempts
 from slurm.query.causes import leaving
 from slurm.query.jobs import jobs_of, unproven
@@ -106,7 +106,7 @@ class Chain:
 
 def cancel_run(run: Run) -> list[str]:
     """Ask what runs to save and leave, and cancel what waits; what is to be said of it."""
-    everyone, held = (run, *points(run)), []
+    everyone, held = (run, *make_points(run)), []
     for one in everyone:
         one.request(one.cancelled_file)
         one.event("cancel_requested")

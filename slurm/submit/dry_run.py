@@ -74,4 +74,4 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
     for stage, heading, tasks in on_slurm if scripts else ():
         lines += ["", f"# ---- on Slurm: {heading}", script(run, config, stage, tasks).rstrip()]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)

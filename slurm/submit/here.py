@@ -18,7 +18,7 @@ from pipeline.base.place import in_allocation
 from pipeline.base.signals import StopFlag
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import make_points
 from slurm.query import attempts
 from slurm.query.attempts import Attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
@@ -30,12 +30,12 @@ def run_chain(run: Run, console: Console) -> Exit:
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     if in_allocation(os.environ) and run.config.site.setup:
-        console.print(SETUP_NOT_RUN, highlight=False, soft_wrap=True)
+        console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
     own = [(run, stages.own_stages(run))]
-    for one, names in own + [(point, stages.point_stages()) for point in points(run)]:
+    for one, names in own + [(point, stages.point_stages()) for point in make_points(run)]:
         if one is not run:
-            console.print(f"point {one.path.name}", highlight=False)
+            console.print(f"point {one.path.name}")
         for stage in names:
             if (code := run_stage(one, stage, flag, console)) != Exit.DONE:
                 return code
@@ -46,7 +46,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
     """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
     from slurm.submit.local_job import submit_local
 
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(console.print, soft_wrap=True)
     work, asked = stages.load(stage), False
     job: Any = None
 

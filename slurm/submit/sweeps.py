@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import make_points
 from slurm.query.causes import leaving
 from slurm.query.states import JobState, cancel, claims, query
 
@@ -34,7 +34,7 @@ def submit_sweep(
     """
     from slurm.submit.sbatch import submit
 
-    everyone, names = points(run), stages.point_stages()
+    everyone, names = make_points(run), stages.point_stages()
     own = {stage: [parent for parent in STAGES[stage].needs if parent in names] for stage in names}
     # the newest job of each, but for those that evaluate one checkpoint (slurm/supervise/evaluations.py)
     known = {(point, e["stage"]): job for point in everyone for e, job in claims(point) if "step" not in e}

@@ -43,7 +43,7 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
         elif event.get("kind") == "afterany" and job in event["after"]:
             continue
         elif not needed.isdisjoint(event.get("after", ())):
-            kinds[event["job_id"]] = event["kind"]
+            kinds[event["job_id"]] = event.get("kind") or ""
     known = _claims(run)
     shown = states.query(known[waits] for waits in kinds if waits in known and waits != job)
     pending = {state.job_id: state for state in shown.values() if state.state == "PENDING"}

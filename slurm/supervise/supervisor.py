@@ -201,7 +201,7 @@ class Supervisor:
             ended.asked = asked
             return ended
         if any(left.code == Exit.STOPPED for left in gone):
-            told = run.read_events(stage, "started", "stop_requested")[-1]  # of this attempt
+            told = [{}, *run.read_events(stage, "started", "stop_requested")][-1]  # of this attempt
             return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
         return Ended(Exit.DONE, asked)
 

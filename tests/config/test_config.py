@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import string
 import subprocess
@@ -122,7 +123,7 @@ def test_extended_values_are_blamed_on_their_file(tmp_path: Path) -> None:
     )
     assert lines == [
         "t.yaml:1: train.steps: 0 should be a whole number greater than 0",
-        "command line: train.global_batch: -2 should be a whole number greater than 0",
+        "command line: train.global_batch: -2 should be a whole number greater than 0 and at most 16777216",
         "run.yaml:4: train.micro_batch: -1 should be a whole number greater than 0",
     ]
 
@@ -330,6 +331,28 @@ def test_one_problem(tmp_path: Path, text: str, line: str) -> None:
     assert problems(tmp_path, text) == [line]
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.options={a: {b: [.nan]}}", "options: .nan and .inf would be lost in config.yaml"),
+        ("model.options={a: 1e999}", "options: .nan and .inf would be lost"),
+        ("train.global_batch=1099511627776", "train.global_batch: 1099511627776 should be .* at most 16777216"),
+        ("run.root=/tmp/" + "x" * 5000, "write a path, shorter than 3,000 characters"),
+        ('run.root="a\\0b"', "write a path"),
+    ],
+)
+def test_bounds(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(tmp_path, SMALL, override)
+
+
+def test_a_pipeline_names_a_bounded_number_of_micro_batches(tmp_path: Path) -> None:
+    deep = ("parallel.pipeline=2", "stages.train.tasks_per_node=2", "train.micro_batch=1")
+    load(tmp_path, SMALL, *deep, "train.global_batch=10000")
+    with pytest.raises(ConfigError, match=r"may have 10,000; there are 10001"):
+        load(tmp_path, SMALL, *deep, "train.global_batch=10001")
+
+
 def test_rules_between_keys_name_them(tmp_path: Path) -> None:
     text = "run: {name: x}\ntrain:\n  steps: 5\n  global_batch: 10\n  micro_batch: 4\n"
     assert problems(tmp_path, text) == ["run.yaml:2: train: global_batch (10) is no multiple of micro_batch (4)"]
@@ -340,11 +363,17 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for path, says in (
         (tmp_path / "none.yaml", "none.yaml: cannot read it: No such file or directory"),
         (tmp_path, "cannot read it: Is a directory"),
         (write(tmp_path, "", "file") / "x.yaml", "cannot read it: Not a directory"),
         (tmp_path / "\0.yaml", "cannot read it"),
+        (Path("/dev/zero"), "/dev/zero is no ordinary file"),
+        (pipe, "pipe is no ordinary file"),
+        (write(tmp_path, "#" * 5_000_000, "long.yaml"), "long.yaml: cannot read it: it has more than 4,194,304 bytes"),
+        (write(tmp_path, "extends: /dev/zero", "zero.yaml"), "zero.yaml:1: extends: /dev/zero: cannot read it"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             load_config(path)
@@ -534,6 +563,7 @@ AWKWARD = [
 ]
 AWKWARD += ["2024-01-01", "'", '"', "a\nb\n", "\t", "\x85", "a\u2028b", "\ufeff", "\x00", "é", "x" * 200 + " y"]
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(AWKWARD)
+PATH = TEXT.map(lambda text: text.replace("\0", ""))
 POSITIVE = st.integers(1, 2**40)
 FLOAT = st.floats(0, 1e300, exclude_min=True)
 BELOW_ONE = st.floats(0, 1, exclude_max=True)
@@ -555,7 +585,7 @@ def configs(draw: st.DrawFn) -> Config:
         {
             "run": {"name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True))}
             | draw(
-                some(root=TEXT, seed=st.integers(0, 2**64 - 1), sharing=st.sampled_from(["private", "group", "all"]))
+                some(root=PATH, seed=st.integers(0, 2**64 - 1), sharing=st.sampled_from(["private", "group", "all"]))
             ),
             "data": draw(
                 some(
@@ -567,7 +597,7 @@ def configs(draw: st.DrawFn) -> Config:
             )
             | {
                 "tokenizer": draw(
-                    st.fixed_dictionaries({"kind": st.just("file"), "path": TEXT}, optional={"eos_token": TEXT})
+                    st.fixed_dictionaries({"kind": st.just("file"), "path": PATH}, optional={"eos_token": TEXT})
                 )
             },
             "model": draw(some(layers=POSITIVE, rope_theta=FLOAT, rms_norm_eps=FLOAT, dropout=BELOW_ONE)),

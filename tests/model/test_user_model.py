@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.checkpoint.saved import step_name
 from pipeline.config.read import load_config
 from pipeline.config.user_model import find, found_for
 from pipeline.data.order import deal
+from pipeline.parallel.plan import plan
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
@@ -484,6 +486,29 @@ def test_the_run_keeps_its_own_copy(tmp_path: Path) -> None:
     run = new_run(tmp_path, "copy", "model.target=mine.net", "train.steps=2")
     source.write_text("raise SystemExit('edited')\n")
     assert len(trained(run, 1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("1 / 0\n", r"bad fails at .*bad\.py:5: ZeroDivisionError: division by zero"),
+        ("raise SystemExit('away')\n", r"bad fails at .*bad\.py:5: SystemExit: away"),
+        ("def build(options, layers): return options['width']\n", r"bad fails at .*bad\.py:5: KeyError: 'width'"),
+        ("def build(options, layers): return None\n", "bad fails at .* has no attribute 'parameters'"),
+    ],
+)
+def test_a_module_that_fails_is_named_by_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad", raising=False)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    head = "ARRAYS = INPUTS = ('a',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n\n"
+    (tmp_path / "bad.py").write_text(head + source)
+    text = "run: {name: x}\ntrain: {steps: 1}\nmodel: {target: bad}\ndata: {source: x.h5}\n"
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=says):
+        list(plan(load_config(tmp_path / "x.yaml")))
 
 
 def build_rank(place: Place, path: Path, text: str) -> str:

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
@@ -29,6 +28,7 @@ from pipeline.run.directory import Run
 from slurm.query import exclusion, topology
 from slurm.query.site_variables import refuse_unready
 from slurm.query.topology import nodes_of_ranks, problem
+from slurm.show.console import Plain
 from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
 from slurm.submit.dry_run import print_plan
 from slurm.submit.sbatch import _reason, parameters, script
@@ -212,7 +212,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     own = "stages.evaluate.sbatch={spank-pat: hunter2}"
     cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", own)
     out = io.StringIO()
-    print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Console(file=out, width=80))
+    print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Plain(file=out, width=80))
     text = out.getvalue()
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
@@ -225,7 +225,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
 def planned(config: Config) -> dict[str, str]:
     """What a dry run prints for Slurm: the scripts by their headings."""
     out = io.StringIO()
-    print_plan(config, True, Console(file=out, width=80))
+    print_plan(config, True, Plain(file=out, width=80))
     _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
@@ -252,7 +252,7 @@ def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("time", "left"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
 def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str, left: str | None) -> None:
     out = io.StringIO()
-    print_plan(config(tmp_path, f"stages.train.time='{time}'"), False, Console(file=out, width=200))
+    print_plan(config(tmp_path, f"stages.train.time='{time}'"), False, Plain(file=out, width=200))
     told = re.findall(r"^ +short: asked to save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M)
     assert told == ([left] if left else [])
 

@@ -3,6 +3,7 @@ evaluations that a training submits as its checkpoints appear."""
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -18,7 +19,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import make_points, points
 from slurm.show.ledger import seconds
 from slurm.show.report import attempts_of, print_report
 from slurm.show.status import Lookout, print_status
@@ -90,6 +91,7 @@ def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["line
         ("sweep={grid: {}}", "nothing to vary"),
         ("sweep={grid: {optimizer.lr: [1]}, random: {optimizer.lr: [2]}}", "in grid and in random"),
         ("sweep={grid: {optimizer.lrr: [1]}}", "point 000 (optimizer.lrr=1)"),
+        ("sweep={grid: {run.seed: [1, 2, 3]}, random: {optimizer.lr: [1]}, samples: 7000}", "these are 21,000 points"),
         ("sweep={grid: {train.micro_batch: [3]}}", "multiple of micro_batch (3)"),
     ],
 )
@@ -102,7 +104,7 @@ def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) ->
 def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
     run.event("done", "shard", job_id="1")
-    for number, point in enumerate(points(run)):
+    for number, point in enumerate(make_points(run)):
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
@@ -183,3 +185,14 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
     assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation.glob("*.json"))] == [8, 16, 24]
     assert "failed" not in events(run.path, "evaluate")
+
+
+def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_is(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
+    moved = Run(run.path.rename(tmp_path / "elsewhere"))
+    shown = io.StringIO()
+    print_status(Run.open(moved.path), Console(file=shown, width=160))
+    assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
+    assert [one.config.optimizer.lr for one in make_points(moved)] == [0.1, 0.2]
+    assert [one.path for one in points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
+    assert points(moved)[1].data.resolve() == moved.data and not run.path.exists()

@@ -1,0 +1,36 @@
+"""What makes a training this training, wherever and however long it runs: kept in each checkpoint, compared before one
+is used. So nobody goes on with, or evaluates, the weights of another config or other data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.base.errors import CheckpointError
+from pipeline.base.files import sha256_json
+from pipeline.config.sections import Config
+from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.order import ORDER_VERSION
+
+
+def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
+    """Hashes of the config and the data, and the version of the order of samples."""
+    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
+    for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
+        for key in keys:
+            values.get(section, {}).pop(key, None)
+    return {
+        "config_hash": sha256_json({**values, "seed": config.run.seed}),
+        "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
+        "order_version": ORDER_VERSION,
+    }
+
+
+def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the manifest of a checkpoint is not of the training with the identity `now`."""
+    for key in ("config_hash", "data_hash", "order_version"):
+        if saved[key] != now[key]:
+            raise CheckpointError(
+                f"checkpoint {saved['step']} has another {key} than this run now: its config, shards or code were "
+                "changed by hand; going on would be another training. Undo that, or start a new run"
+            )

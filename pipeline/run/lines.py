@@ -1,0 +1,145 @@
+"""What a line of a run's files must hold, checked where it is read, so that nobody else need ask.
+
+A line of events.jsonl or metrics.jsonl that does not fit (torn by a crash, altered by a person or a disk) is left out,
+by everybody alike; `status` and `report` say how many (:func:`odd`). Of `changes.jsonl` and `decisions.jsonl`, which
+say what is trained, only a line that a crash tore is left out: one that does not fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import Exit, InputError
+from pipeline.base.files import altered, open_regular, parse, read_jsonl
+
+Check = Callable[[Any], bool]
+LONGEST_S = 1e10
+"""More seconds than this (three hundred years) are none that anything took."""
+
+
+def text(value: Any) -> bool:
+    """Whether it is text."""
+    return isinstance(value, str)
+
+
+def count(value: Any) -> bool:
+    """Whether it is a whole number from 0 on, of a size that something can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+
+
+def number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def duration(value: Any) -> bool:
+    """Whether it is a number of seconds."""
+    return number(value) and 0 <= value <= LONGEST_S
+
+
+def _stamp(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _fits(line: Any, needs: Mapping[str, Check], may: Mapping[str, Check]) -> bool:
+    """Whether `line` has what it needs; what it `may` have may be null, too."""
+    return (
+        isinstance(line, dict)
+        and all(key in line and check(line[key]) for key, check in needs.items())
+        and all(line.get(key) is None or check(line[key]) for key, check in may.items())
+    )
+
+
+_STEP = {"step": count, "step_time_s": duration}
+_OF_A_STEP = {
+    "loss": number, "tokens_per_s": number, "samples_per_s": number, "data_wait_s": number, "exposed_comm_s": number,
+    "checkpoint_s": number, "skipped": text,
+}  # fmt: skip
+
+
+def metric(line: Any) -> bool:
+    """Whether it is the line of a step. The loss of one that was left out may be no number."""
+    if not _fits(line, _STEP, _OF_A_STEP) or not number(line.get("tokens_per_s", line.get("samples_per_s"))):
+        return False
+    return number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
+
+
+_ANY_EVENT = {"time": _stamp, "event": text}
+_OF_AN_EVENT = {
+    "stage": text, "task": count, "step": count, "rank": count, "ranks": count, "attempt": count, "restarts": count,
+    "host": text, "seconds": duration, "job_id": text, "slurm_job": text, "cluster": text, "job_name": text,
+    "kind": text, "after": _list_of(text), "children": _list_of(text), "job_submitted": number, "ratio": number,
+    "steps": _list_of(count), "lines": _list_of(metric), "message": text, "cause": text, "by": text, "uid": count,
+    "exit_code": lambda value: count(value) and value in set(Exit),
+}  # fmt: skip
+_NEEDED = {
+    "submitted": ("stage", "job_id"), "started": ("stage",), "saved": ("step",), "restored": ("step",),
+    "ready": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
+    "recovered": ("rank",), "took_over": ("job_id", "children"), "retried": ("job_id", "cause"),
+}  # fmt: skip
+
+
+def event(line: Any) -> bool:
+    """Whether it says what an event of its name says."""
+    if not _fits(line, _ANY_EVENT, _OF_AN_EVENT):
+        return False
+    needed = (*_NEEDED.get(line["event"], ()), *(("after",) if line.get("kind") is not None else ()))
+    return all(line.get(key) is not None for key in needed)
+
+
+def bad_node(line: Any) -> bool:
+    """Whether it names a node that failed."""
+    return _fits(line, {"time": number, "host": text}, {})
+
+
+def change(line: Any) -> bool:
+    """Whether it is a change of the config."""
+    return _fits(line, {"set": lambda value: isinstance(value, dict)}, {})
+
+
+def decision(line: Any) -> bool:
+    """Whether it says which samples a training leaves out."""
+    needs = {"decision": lambda value: value in ("skip", "leave_out"), "position": count, "reason": text}
+    return _fits(line, needs, {"samples": count}) and ("samples" in line or line["decision"] == "skip")
+
+
+def read(path: Path, fits: Check) -> Iterator[dict[str, Any]]:
+    """The lines of a file that fit; nothing where there is no file."""
+    return filter(fits, read_jsonl(path))
+
+
+def odd(path: Path, fits: Check) -> str:
+    """How many lines of a file do not fit, in words, but for one at the end that is being written; "" for none."""
+    found = 0
+    if path.exists():
+        with open_regular(path) as file:
+            found = sum(line.endswith(b"\n") and not line.isspace() and not fits(parse(line)) for line in file)
+    return f"{path.name}: {found} line{'s' * (found != 1)} left out, torn or not as Sluice writes them" if found else ""
+
+
+def read_all(path: Path, fits: Check) -> list[dict[str, Any]]:
+    """All lines of a file that nobody may leave out. Raises InputError, naming the line, for one that does not fit.
+
+    What a crash tore, before anything was done by it, has lost its end, and is left out here, too.
+    """
+    found: list[dict[str, Any]] = []
+    if path.exists():
+        with open_regular(path) as file:
+            whole = [(place, line, parse(line)) for place, line in enumerate(file, 1)]
+        for place, line, value in whole:
+            if value is None and not line.rstrip().endswith(b"}"):
+                continue
+            if not fits(value) or altered(value):
+                raise InputError(f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was")
+            found.append(value)
+    return found

@@ -1,0 +1,24 @@
+"""The terminal as everything that is shown meets it: as text. What stands in other people's paths, configs and events
+is neither markup of rich nor a command to the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from pipeline.base.errors import printable
+
+
+class Plain(Console):
+    """rich's console without markup, emoji and control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What rich makes of something, control characters shown as `?`; its own, which move a live table, stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))

@@ -1,0 +1,122 @@
+"""Paths that are not what they should be, and limits that are reached: told as what they are, at once."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import StorageError, UserError, storage_error
+from pipeline.base.files import reading
+from pipeline.config.read import load_config
+from pipeline.data.manifest import ShardEntry
+from pipeline.data.samples import map_file
+from pipeline.run.directory import Run
+from tests.support.tiny import write_config
+
+
+def file_at(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("a thesis")
+
+
+def circle_at(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "root", "says"),
+    [
+        (file_at, "runs", "runs/tiny.*(is a file, not a folder|in the way)"),
+        (circle_at, "runs", "something else is in the way: remove it"),
+        (None, "/proc", "run.root: cannot make /proc/tiny: .* choose another run.root"),
+        (None, "/dev/null", "a part of the path is a file"),
+        (None, "/sys/kernel", "cannot"),
+    ],
+)
+def test_a_run_cannot_be_made_there(
+    tmp_path: Path, make: Callable[[Path], None] | None, root: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(write_config(tmp_path), [f"run.root={root}"])
+    if make is not None:
+        make(tmp_path / root / "tiny")
+    with pytest.raises((UserError, OSError)) as found:
+        Run.create(config)
+    error = found.value if isinstance(found.value, UserError) else storage_error(found.value)
+    assert error is not None, repr(found.value)
+    with pytest.raises(UserError, match=says):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/proc", "no config.yaml"), ("/dev/null", "no such directory"), ("tiny.yaml", "it is a file"),
+        ("circle", "no such directory"), ("none", "no such directory"), ("tiny.yaml/x", "no such directory"),
+    ],
+)  # fmt: skip
+def test_there_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    circle_at(tmp_path / "more/circle")
+    (tmp_path / "circle").symlink_to("more/circle")
+    with pytest.raises(UserError, match=f"{path} is not a run: .*{says}"):
+        Run.open(path)
+
+
+def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "snapshot_code", lambda self: None)
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.events.unlink()
+    os.mkfifo(run.events)
+    with pytest.raises(UserError, match=r"events\.jsonl is no ordinary file"):
+        run.read_events()
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    before, opened = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, before[0]), before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in opened:
+            os.close(fd)
+
+
+def test_a_limit_of_files_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    import h5py
+    import numpy as np
+
+    shard = tmp_path / "shard.h5"
+    with h5py.File(shard, "w") as file:
+        file["tokens"] = np.arange(8, dtype=np.uint16)
+    entry = ShardEntry(
+        file="shard.h5", size=1, sha256="", tokens=8, documents=1, bytes=1, offset=2048, dtype="uint16"
+    )  # fmt: skip
+    with no_more_files():
+        for use in (lambda: map_file(entry, tmp_path), lambda: _read_hdf5(shard), lambda: _read_text(shard)):
+            with pytest.raises(StorageError, match=r"too many files are open: raise the limit \(`ulimit -n`\)"):
+                use()
+
+
+def _read_hdf5(path: Path) -> None:
+    import h5py
+
+    with reading(str(path)), h5py.File(path, "r"):
+        pass
+
+
+def _read_text(path: Path) -> None:
+    with reading(str(path)), open(path, "rb"):
+        pass

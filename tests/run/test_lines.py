@@ -1,0 +1,142 @@
+"""Odd lines in a run's files: left out by everybody, counted and told; where they say what is trained, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.base.errors import CheckpointError, InputError
+from pipeline.base.files import append_line, seal, write_json
+from pipeline.checkpoint import saved
+from pipeline.config.read import load_config
+from pipeline.evaluate.result import newest_result, result_file
+from pipeline.run import lines
+from pipeline.run.directory import Run
+from pipeline.run.metrics import lost_lines, own_times_file, rewind
+from pipeline.train.train_stage import progress
+from slurm.show.report import print_report
+from slurm.show.status import print_status
+from tests.support.tiny import write_config
+
+STEP = {"step": 1, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
+RESULT = {"step": 1, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 1.4, "unigram_bits_per_byte": 2.0, "tokens": 9}
+CHANGED_EVENTS: list[dict[str, Any]] = [
+    {"time": "2026-91-01T00:00:00Z"}, {"time": 5}, {"time": "2026-01-01T00:00:00"}, {"event": None},
+    {"event": ["started"]}, {"stage": {}}, {"task": "x"}, {"ranks": -1}, {"ranks": 1e300}, {"attempt": -1},
+    {"event": "saved"}, {"event": "saved", "step": "7"}, {"event": "lost_work", "steps": [1], "lines": [{}]},
+    {"event": "straggler", "rank": 1}, {"event": "failed", "exit_code": 9999}, {"event": "done", "seconds": "x"},
+    {"event": "submitted", "job_id": ["9"]}, {"event": "submitted", "job_id": "9", "kind": "afterok"},
+    {"uid": []}, {"cause": {}, "event": "failed"}, {"by": [], "event": "stopping"},
+]  # fmt: skip
+EVENT = {"time": "2026-01-01T00:00:00Z", "event": "started", "stage": "train", "attempt": 1}
+ODD_EVENTS = [
+    "{}", '{"step": 5}', "null", "[]", '"event"', "1e999", "{torn", '{"event": "started"}', "\x00\x1b[2J",
+    '{"a": ' * 9999, *(json.dumps({**EVENT, **change}) for change in CHANGED_EVENTS),
+]  # fmt: skip
+CHANGED_STEPS: list[dict[str, Any]] = [
+    {"step": "5"}, {"step": True}, {"step": 1.5}, {"step": 10**30}, {"loss": 10**400}, {"loss": None}, {"loss": "nan"},
+    {"loss": float("nan")}, {"step_time_s": None}, {"step_time_s": -1}, {"step_time_s": 1e300},
+    {"tokens_per_s": None}, {"data_wait_s": "x"}, {"checkpoint_s": []}, {"loss": None, "skipped": None},
+]  # fmt: skip
+ODD_STEPS = [
+    '{"step": 5}', "null", "{torn", "17", '{"loss": 1.0}',
+    *(json.dumps({**STEP, "step": 5, **change}) for change in CHANGED_STEPS),
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that trained one step and was evaluated, as far as whoever looks can tell."""
+    monkeypatch.setattr(Run, "snapshot_code", lambda self: None)
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    run.event("ready", "train", step=0)
+    append_line(run.metrics, json.dumps(STEP))
+    run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
+    checkpoint = run.checkpoints / saved.step_name(1)
+    checkpoint.mkdir()
+    write_json(checkpoint / saved.MANIFEST, seal({"step": 1, "files": {}}))
+    sha256 = saved.read_manifest(checkpoint)["sha256"]
+    write_json(result_file(run, 1), seal({**RESULT, "checkpoint": sha256}))
+    return run
+
+
+def shown(run: Run) -> str:
+    """What status and report print."""
+    console = Console(width=200, record=True)
+    print_status(Run.open(run.path), console)
+    print_report(Run.open(run.path), console)
+    return console.export_text()
+
+
+def test_odd_events_are_left_out_and_counted(run: Run) -> None:
+    undisturbed = run.read_events()
+    for line in ODD_EVENTS:
+        append_line(run.events, line)
+    assert run.read_events() == undisturbed
+    assert shown(run).count(f"events.jsonl: {len(ODD_EVENTS)} lines left out") == 2
+
+
+def test_odd_steps_are_left_out_and_counted(run: Run) -> None:
+    for line in ODD_STEPS:
+        append_line(run.metrics, line)
+    assert progress(run).words.startswith("1/30 steps, loss 5.0000")
+    assert f"metrics.jsonl: {len(ODD_STEPS)} lines left out" in shown(run)
+    assert lost_lines(run.metrics, 0) == [STEP] and not lost_lines(run.metrics, 1)
+    rewind(run.metrics, 1)
+    assert run.metrics.read_text() == json.dumps(STEP) + "\n"
+
+
+def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
+    with open(run.events, "a") as file:
+        file.write('{"time": "20')
+    assert lines.odd(run.events, lines.event) == lines.odd(run.path / "none", lines.event) == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{torn", "null", "[]", "{}", json.dumps(RESULT), json.dumps(seal({**RESULT, "checkpoint": 5})), "[" * 9999,
+     json.dumps(seal({**RESULT, "checkpoint": "x"})).replace('"loss": 1.0', '"loss": 1.5'),
+     json.dumps({**RESULT, "bits_per_byte": "1.4", "checkpoint": "x"})],
+)  # fmt: skip
+def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
+    assert newest_result(run) is not None
+    result_file(run, 1).write_text(content)
+    assert newest_result(run) is None
+    assert "evaluation/step-00000001.json is left out" in shown(run)
+
+
+@pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
+def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
+    (run.stage_folder("train") / own_times_file(run).name).write_text(content, encoding="latin-1")
+    assert "hosts by their own time" not in shown(run)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"set": 5}', '{"set": {"train": {"steps": 50}}, }', "[]"])
+def test_an_odd_change_of_the_config_is_refused_and_a_torn_one_left_out(run: Run, content: str) -> None:
+    run.change(["train.steps=40"])
+    append_line(run.changes, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
+    assert Run(run.path).config.train.steps == 40
+    append_line(run.changes, content)
+    with pytest.raises(InputError, match=r"changes\.jsonl, line \d is damaged.* put the file back"):
+        _ = Run(run.path).config
+
+
+@pytest.mark.parametrize("line", [{}, {"decision": "skip"}, {"decision": "leave_out", "position": 8, "reason": "x"}])
+def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
+    append_line(run.decisions, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
+    assert len(lines.read_all(run.decisions, lines.decision)) == 1
+    append_line(run.decisions, json.dumps(line))
+    with pytest.raises(InputError, match=r"decisions\.jsonl, line 2 is damaged"):
+        lines.read_all(run.decisions, lines.decision)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:
+    (run.checkpoints / saved.step_name(1)).rename(run.checkpoints / saved.step_name(30))
+    with pytest.raises(CheckpointError, match="is of step 1: this folder had another name"):
+        saved.read_manifest(run.checkpoints / saved.step_name(30))
+    assert saved.newest_step(run.checkpoints) == 0
