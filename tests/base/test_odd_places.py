@@ -71,7 +71,7 @@ def test_there_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: 
 
 
 def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "snapshot_code", lambda self: None)
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path)))
     run.events.unlink()
     os.mkfifo(run.events)

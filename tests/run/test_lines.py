@@ -51,7 +51,7 @@ ODD_STEPS = [
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that trained one step and was evaluated, as far as whoever looks can tell."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self: None)
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
     run.event("ready", "train", step=0)

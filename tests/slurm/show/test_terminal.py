@@ -29,7 +29,7 @@ EVIL = f"{CLEAR}{TITLE}all is done\x9b2J{REVERSE}\r[bold red]:smiley:[/nothing]"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that failed with evil words, in a folder with an evil name."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self: None)
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
     run.event("started", "train", job_id="1", attempt=1, task=None, host=EVIL)

@@ -13,13 +13,13 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points, points
+from slurm.show.console import Plain
 from slurm.show.ledger import seconds
 from slurm.show.report import attempts_of, print_report
 from slurm.show.status import Lookout, print_status
@@ -116,11 +116,11 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
 
 def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
-    for point in points(run)[1:3]:
+    for point in make_points(run)[1:3]:
         point.event("started", "train", job_id="1", attempt=1, ranks=1)
         point.event("failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh")
     for show in (print_status, print_report):
-        console = Console(width=150, record=True)
+        console = Plain(width=150, record=True)
         show(run, console)
         text = console.export_text()
         assert "points 001, 002: train failed (crashed): [Errno 5] oh\n" in text
@@ -191,7 +191,7 @@ def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_i
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
     shown = io.StringIO()
-    print_status(Run.open(moved.path), Console(file=shown, width=160))
+    print_status(Run.open(moved.path), Plain(file=shown, width=160))
     assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
     assert [one.config.optimizer.lr for one in make_points(moved)] == [0.1, 0.2]
     assert [one.path for one in points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
