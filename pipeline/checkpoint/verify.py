@@ -6,10 +6,16 @@ from pipeline.base.errors import CheckpointError, Exit, UserError
 from pipeline.checkpoint import saved
 from pipeline.checkpoint.save import digest
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 
 
 def verify(run: Run, which: str | None) -> Exit:
     """Check one checkpoint (the newest without `which`). Raises CheckpointError naming what is damaged."""
+    if found := points(run):
+        raise UserError(
+            f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
+            f"{found[-1].path.name}"
+        )
     steps = saved.saved_steps(run.checkpoints)
     if not steps:
         raise CheckpointError(f"{run.checkpoints} holds no checkpoint")

@@ -60,13 +60,18 @@ def result_words(result: Mapping[str, Any]) -> str:
     """An evaluation in one line, text against the unigram figure."""
     words = f"step {result['step']}: held-out loss {result['loss']:.4f}"
     if "bits_per_byte" not in result:
-        known = ("step", "loss", "samples", "entries", "checkpoint", "sha256")
-        return words + "".join(f", {name} {value:.4f}" for name, value in result.items() if name not in known)
+        return words + "".join(f", {name} {value:.4f}" for name, value in metrics_of(result).items())
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (
         f"{words}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
         f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}"
     )
+
+
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """What a model of one's own measured besides its loss; nothing for text."""
+    known = ("step", "loss", "samples", "entries", "checkpoint", "sha256")
+    return {} if "bits_per_byte" in result else {name: value for name, value in result.items() if name not in known}
 
 
 def figure(result: Mapping[str, Any]) -> tuple[str, float]:

@@ -8,7 +8,7 @@ all, not when each second of them was.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from rich.console import RenderableType
@@ -25,7 +25,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 75rem; m
 h2 { font-size: 1.1rem; margin-top: 2rem } pre { font-size: .8rem; overflow-x: auto }
 .key { margin-right: 1rem } .key i { display: inline-block; width: .8rem; height: .8rem; border: 1px solid #ced4da }
 .lane { position: relative; height: 1.3rem; margin: .3rem 0 0 6rem } .lane b { position: absolute; left: -6rem }
-.task { height: .4rem; margin-top: 1px } .task b { top: -.4rem }
+.task { height: .4rem; margin-top: 1px } .task b { top: -.4rem } .first { margin-top: 1rem }
 .attempt { position: absolute; display: flex; height: 100%; box-sizing: border-box; border-right: 2px solid #212529 }
 svg { width: 100%; height: 14rem; border: solid #ced4da; border-width: 0 0 1px 1px }
 """
@@ -62,26 +62,36 @@ def timeline(attempts: Sequence[Attempt]) -> str:
         lane = lanes.get((a.stage, a.task), "")
         lanes[a.stage, a.task] = f'{lane}<div class="attempt" style="{place}" title="{name}">{parts}</div>'
     drawn, named = "", set[str]()
-    for (stage, task), bars in lanes.items():
+    order = list(dict.fromkeys(stage for stage, _ in lanes))
+    for (stage, task), bars in sorted(lanes.items(), key=lambda lane: order.index(lane[0][0])):
         label = "" if stage in named else f"<b>{escape(stage)}</b>"
-        drawn += f'<div class="lane{"" if task is None else " task"}">{label}{bars}</div>'
+        kind = "" if task is None else " task" if stage in named else " task first"
+        drawn += f'<div class="lane{kind}">{label}{bars}</div>'
         named.add(stage)
     used = [part for part in PARTS if any(a.parts[part] > 0 for a in attempts)]
     keys = "".join(f'<span class="key"><i style="background:{COLOURS[part]}"></i> {part}</span>' for part in used)
     return f"<h2>Where the time went: {clock(whole)} in all</h2>{drawn}<p>{keys}</p>"
 
 
-def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> str:
-    """Loss over steps, thinned to some hundred points."""
-    if len(steps) < 2:
+def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Loss over steps, (step, loss) by name, thinned to some hundred points each."""
+    curves = {name: curve for name, curve in curves.items() if len(curve) > 1}
+    if not curves:
         return ""
-    points = [*zip(steps, losses, strict=True)]
-    points = [*points[:-1][:: -(-len(steps) // _POINTS)], points[-1]]
-    low, high = min(losses), max(losses)
-    box = f"{steps[0]} {-high} {steps[-1] - steps[0]} {(high - low) or 1}"
-    path = " ".join(f"{step},{-loss}" for step, loss in points)
+    steps, losses = zip(*(point for curve in curves.values() for point in curve), strict=True)
+    low, high, first, last = min(losses), max(losses), min(steps), max(steps)
+    drawn, keys = "", ""
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = f"hsl({208 + 360 * number // len(curves)} 71% 43%)"
+        thin = [*curve[:-1][:: -(-len(curve) // _POINTS)], curve[-1]]
+        path = " ".join(f"{step},{-loss}" for step, loss in thin)
+        drawn += (
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" '
+            f'vector-effect="non-scaling-stroke"><title>{escape(name)}</title></polyline>'
+        )
+        keys += f'<span class="key"><i style="background:{colour}"></i> {escape(name)}</span>'
     return (
-        f'<h2>Loss</h2>{high:.4f}<br><svg viewBox="{box}" preserveAspectRatio="none"><polyline points="{path}" '
-        f'fill="none" stroke="#1971c2" stroke-width="1.5" vector-effect="non-scaling-stroke"/></svg>'
-        f"{low:.4f}, steps {steps[0]} to {steps[-1]}"
+        f'<h2>Loss</h2>{high:.4f}<br><svg viewBox="{first} {-high} {last - first} {(high - low) or 1}" '
+        f'preserveAspectRatio="none">{drawn}</svg>{low:.4f}, steps {first} to {last}'
+        + (f"<p>{keys}</p>" if len(curves) > 1 else "")
     )

@@ -33,8 +33,12 @@ Rows = list[list[str]]
 _NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
 
 
-def outcome(run: Run) -> str:
-    """What the newest evaluation says."""
+def outcome(run: Run) -> RenderableType:
+    """What the newest evaluation says; of a sweep, all points."""
+    if run.config.sweep is not None:
+        lookout = Lookout(run)
+        lookout.look()
+        return grid(point_table(run, lookout.points))
     result = newest_result(run)
     return result_words(result) if result else "not evaluated yet"
 
@@ -114,7 +118,7 @@ def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
     return [["step", *keys], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
 
 
-def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[str]:
+def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[RenderableType]:
     """What is to be said of the training and the evaluation."""
     if run.config.sweep is None:
         redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
@@ -143,8 +147,11 @@ def print_report(run: Run, console: Console) -> None:
     shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *told]
     for part in shown:
         console.print(part, soft_wrap=isinstance(part, str))
-    metrics = [m for m in lines.read(run.metrics, lines.metric) if m["loss"] is not None]
-    pictures = html.timeline(attempts) + html.loss_curve([m["step"] for m in metrics], [m["loss"] for m in metrics])
+    curves = {
+        one.path.name: [(m["step"], m["loss"]) for m in lines.read(one.metrics, lines.metric) if m["loss"] is not None]
+        for one in sweep.points(run) or [run]
+    }
+    pictures = html.timeline(attempts) + html.loss_curves(curves)
     page = run.path / "report.html"
     everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(results)]))]
     with suppress(PermissionError):  # somebody else's run

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import figure, newest_result
+from pipeline.evaluate.result import figure, metrics_of, newest_result
 from pipeline.run import lines as known
 from pipeline.run import points as sweep
 from pipeline.run import stages
@@ -248,10 +248,16 @@ def point_table(run: Run, rows: Sequence[Row]) -> list[list[str]]:
         came_to = figure(result)[1] if result else math.inf
         state = row.state if row.state in ("done", "waiting") else f"{row.stage} {row.state}"
         cells = [*map(str, values.values()), state, f"{far.done}/{far.total}", far.loss or "-"]
-        found.append((came_to, [row.run.path.name, *cells, "-" if result is None else f"{came_to:.4f}"]))
+        cells.append("-" if result is None else f"{came_to:.4f}")
+        found.append((came_to, [row.run.path.name, *cells], metrics_of(result or {})))
     compared = "bits per byte" if run.config.model.target is None else "held-out loss"
-    header = ["point", *values_of[0], "state", "steps", "loss", compared]
-    return [header, *(cells for _, cells in sorted(found, key=lambda one: one[0]))]
+    found.sort(key=lambda one: one[0])
+    names = list(found[0][2])  # of the best one: where that was not evaluated, none was
+    table = [["point", *values_of[0], "state", "steps", "loss", compared, *names]]
+    table += (
+        [*cells, *(f"{measured[n]:.4f}" if n in measured else "-" for n in names)] for _, cells, measured in found
+    )
+    return table
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

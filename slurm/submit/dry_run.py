@@ -32,7 +32,8 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
 
     Raises UserError where a script cannot be written.
     """
-    points = len(config.sweep.points()) if config.sweep else 0
+    values = config.sweep.points() if config.sweep else []
+    points = len(values)
     warning = exposed(config)
     config = Config.model_validate(masked(with_absolute_paths(config).model_dump(mode="json")))
     run, train = Run(config.run.root / config.run.name), config.train
@@ -49,6 +50,10 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         f"model     {what}, {train.precision}",
         f"training  {train.steps} steps of {train.global_batch} {unit}: {config.stages.train.ranks} ranks × "
         f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
+        *(
+            f"point {number:03} {', '.join(f'{k} {v}' for k, v in point.items())}"
+            for number, point in enumerate(values)
+        ),
         "",
     ]
     on_slurm = []

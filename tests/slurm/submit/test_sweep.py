@@ -14,15 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.verify import verify
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points, points
+from slurm.show import status
 from slurm.show.console import Plain
 from slurm.show.ledger import seconds
 from slurm.show.report import attempts_of, print_report
-from slurm.show.status import Lookout, print_status
+from slurm.show.status import Lookout, Row, point_table, print_status
+from slurm.submit.dry_run import print_plan
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
@@ -126,6 +130,43 @@ def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path
         assert "points 001, 002: train failed (crashed): [Errno 5] oh\n" in text
         states = re.findall(r"^ *00(\d) .* (waiting|train failed) ", text, re.MULTILINE)
         assert dict(states) == {"0": "waiting", "1": "train failed", "2": "train failed", "3": "waiting"}, text
+
+
+def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: Path) -> None:
+    run = swept(tmp_path, data)
+    for number, point in enumerate(make_points(run)):
+        lines = ({"step": s, "loss": 5 - s / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0} for s in range(1, 25))
+        point.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
+    print_report(run, Plain(width=150, record=True))
+    page = (run.path / "report.html").read_text()
+    curves = re.findall(r'<polyline points="([^"]+)"[^>]* stroke="([^"]+)".*?<title>(\d+)</title>', page)
+    assert [name for *_, name in curves] == ["000", "001", "002"] and len({colour for _, colour, _ in curves}) == 3
+    assert curves[1][0].startswith("1,-3.8888") and curves[1][0].endswith(f"24,{-(5 - 24 / 9 - 1)}")
+
+
+def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
+    run = swept(tmp_path, data)
+    with pytest.raises(UserError, match=r"is a sweep.* verify .*points/000 and so on, up to 003"):
+        verify(run, None)
+
+
+def test_a_dry_run_names_the_points(tmp_path: Path, data: Path) -> None:
+    console = Plain(width=150, record=True)
+    print_plan(load_config(write_config(tmp_path), [SWEEP, *SMALL]), False, console)
+    assert "point 000 optimizer.lr 0.001, run.seed 4\n" in console.export_text()
+
+
+def test_the_table_of_points_has_the_metrics_of_ones_own_model(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = swept(tmp_path, data)
+    found = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
+    monkeypatch.setattr(status, "newest_result", lambda point: found.get(point.path.name))
+    rows = [Row(point, "evaluate", "waiting", "", False, {}, "") for point in points(run)]
+    table = point_table(run, rows)
+    assert table[0][-2:] == ["bits per byte", "accuracy"]
+    assert [(row[0], *row[-2:]) for row in table[1:3]] == [("002", "1.0000", "0.7500"), ("000", "2.0000", "0.5000")]
+    assert [row[-2:] for row in table[3:]] == [["-", "-"]] * 2
 
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
