@@ -22,3 +22,8 @@ class Plain(Console):
         """What rich makes of something, control characters shown as `?`; its own, which move a live table, stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def lively(console: Console) -> bool:
+    """Whether lines can be overwritten: not in a pipe, nor with TERM=dumb, where rich shows nothing live."""
+    return console.is_terminal and not console.is_dumb_terminal

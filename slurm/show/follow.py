@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from slurm.show.console import lively
 
 POLL_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -28,7 +29,7 @@ def clock(seconds: float) -> str:
 
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `going()`; the seconds that it took."""
-    started, live = time.monotonic(), console.is_terminal
+    started, live = time.monotonic(), lively(console)
     said = TextColumn("{task.description}", markup=False)
     columns = (TextColumn("[bold]{task.fields[stage]:9}"), BarColumn(bar_width=24), said)
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)

@@ -16,7 +16,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
 from slurm.query.words import HELD
+from slurm.show.console import lively
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
 
@@ -292,13 +293,22 @@ def print_status(run: Run, console: Console) -> None:
 
 
 def watch(run: Run, console: Console) -> None:
-    """A live table, until the run is done or nothing of it runs or waits any more; Ctrl-C only stops watching."""
-    lookout, idle = Lookout(run), 0
-    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    """A live table, until the run is done or nothing of it runs or waits any more; Ctrl-C only stops watching.
+
+    Where no line can be overwritten, the table each time that a stage stands otherwise.
+    """
+    lookout, idle, live = Lookout(run), 0, lively(console)
+    shown: list[tuple[str, str]] = []
+    with Live(console=console, auto_refresh=False) if live else nullcontext() as screen, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()
-            live.update(table(run, rows, lookout.points, console.width), refresh=True)
             everything = [*rows, *lookout.points]
+            now, stand = table(run, rows, lookout.points, console.width), [(row.state, row.why) for row in everything]
+            if screen is not None:
+                screen.update(now, refresh=True)
+            elif stand != shown:
+                console.print(now, soft_wrap=True)
+            shown = stand
             if all(row.state == "done" for row in everything):
                 return
             idle = 0 if any(row.going for row in everything) else idle + 1

@@ -262,10 +262,13 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
-def test_where_there_is_no_terminal_progress_is_plain_lines(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dumb", [False, True])
+def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, dumb: bool
+) -> None:
     monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=160, force_terminal=dumb, _environ={"TERM": "dumb"})
     ticks = iter([True, True, False])
     follow.follow(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
     shown = cast(io.StringIO, console.file).getvalue()

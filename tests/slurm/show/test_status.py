@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from slurm.query import states
 from slurm.query.jobs import Submitted
 from slurm.query.states import Claim, JobState
 from slurm.show import status
+from slurm.show.console import Plain
 from slurm.show.report import print_report
 from tests.support.tiny import make_run
 
@@ -97,6 +100,27 @@ def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
     assert all(len(line) <= width for line in lines[1:]), lines
     assert any("train" in line and "pending" in line and reason in line for line in lines), lines
     assert ("attempts" in lines[1]) == (width == 160)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    run, looks = make_run(tmp_path), 0
+
+    def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState]) -> list[Submitted]:
+        nonlocal looks
+        looks += 1
+        state = "PENDING" if looks < 4 else "RUNNING" if looks < 8 else "CANCELLED"
+        return [Submitted(run.path, "train", "3", JobState("3", state))]
+
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(status, "LOOK_S", 0.001)
+    text = io.StringIO()
+    status.watch(run, Plain(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 
 def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
