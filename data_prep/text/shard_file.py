@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from pipeline.base.files import fsync
+from pipeline.base.files import replacing
 from pipeline.data.manifest import SHARDS, FileEntry, ShardEntry
 
 
@@ -116,22 +115,15 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, attribute
     tokens: uint16 or uint32, shape (n,), n > 0. documents: int64, shape (m + 1,). Raises OSError where the file
     system refuses, and leaves nothing then.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with _File(temporary, "w+") as disk:
-            with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
-                little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-                dataset = file.create_dataset("tokens", data=little_endian, track_times=False)
-                file.create_dataset("documents", data=documents, track_times=False)
-                for name, value in attributes.items():
-                    file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else np.int64(value)
-                offset = dataset.id.get_offset()
-            if disk.error is not None:
-                raise disk.error
-            os.fsync(disk.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync(path.parent)
+    with replacing(path) as temporary, _File(temporary, "w+") as disk:
+        with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
+            little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
+            dataset = file.create_dataset("tokens", data=little_endian, track_times=False)
+            file.create_dataset("documents", data=documents, track_times=False)
+            for name, value in attributes.items():
+                file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else np.int64(value)
+            offset = dataset.id.get_offset()
+        if disk.error is not None:
+            raise disk.error
+        os.fsync(disk.fileno())
     return int(offset)

@@ -37,21 +37,28 @@ def fsync(path: str | Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: str | Path, content: str | bytes) -> None:
-    """Replace `path` by `content`: temporary file beside it, fsync, rename, fsync of the directory."""
-    path = Path(path)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write and fsync a file under, which then replaces `path`, durably.
+
+    Where the block fails, by Ctrl-C or SystemExit too, no half file stays, and the error goes on.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    data = content.encode() if isinstance(content, str) else content
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
-    except BaseException:  # also Ctrl-C and SystemExit: no half file stays, and the error goes on
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Replace `path` by `content`."""
+    with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_json(path: str | Path, value: Any) -> None:
