@@ -76,7 +76,7 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     cluster.lose_state()
     run, ids = waiting(tmp_path, cluster)
     assert ids == ["1", "2", "3"], "training, successor, evaluation"
-    assert re.search(r"^train +pending +1 ", submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
+    assert re.search(r"^train +held +1 ", submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
     here = cluster if lost else other
     here.lose_state()
     # on another cluster the name of the cluster alone must do, were the comment the same
@@ -86,7 +86,7 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     assert [line.split()[1] for line in before].count("PENDING") == 2
 
     status = submit(here, tmp_path, "status", "runs/tiny").stdout
-    assert not re.search(r"^(train|evaluate) +(running|pending)", status, re.M), status
+    assert not re.search(r"^(train|evaluate) +(running|pending|held)", status, re.M), status
     speak_to(here, monkeypatch)
     assert succession.take_over(run, "train", place("2", 1)) is None
     assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
