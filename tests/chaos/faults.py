@@ -233,11 +233,15 @@ def cut_a_network(scene: Scene) -> str:
 
 
 def kill_the_supervisor(scene: Scene) -> str:
-    """SIGKILL of the batch step: nobody is left to say why it ended, and to put the job back."""
+    """SIGKILL of the batch step: nobody is left to say why it ended, and to put the job back.
+
+    Since 24.05 Slurm does, once, where the job was preempted in its grace time before; that looks like a node's end.
+    """
     scene.supervisor().kill()
-    scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
-    scene.stands = True
-    return "crashed"
+    scene.wait("the job's end", lambda: not scene.runs())
+    scene.wait("what comes of it", lambda: scene.cluster.job_state(scene.job) in ("FAILED", "PENDING", "RUNNING"))
+    scene.stands = scene.cluster.job_state(scene.job) == "FAILED"
+    return "crashed" if scene.stands else "node_failure"
 
 
 def freeze_the_controller(scene: Scene) -> str:
