@@ -132,6 +132,7 @@ def test_the_views(finished: Path) -> None:
     report = submit(finished, "report", "runs/tiny").stdout
     assert "60/60 steps" in report and "× the unigram" in report
     assert "step 60/60" in submit(finished, "logs", "runs/tiny", "train").stdout
+    assert re.search(r"^runs/tiny +evaluate +done ", submit(finished, "status").stdout, re.M)
     assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
     assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
     plan = submit(finished, "tiny.yaml", "--dry-run").stdout
@@ -148,6 +149,7 @@ def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
     [
         ["tiny.yaml", "--dry-run"],
         ["status", "runs/tiny"],
+        ["status"],
         ["report", "runs/tiny"],
         ["logs", "runs/tiny", "train"],
         ["schema"],
