@@ -331,6 +331,18 @@ def plan(
 
 
 @app.command()
+def init(
+    model: Annotated[
+        bool, typer.Option("--model", help="for a model of one's own, with the module that gives it")
+    ] = False,
+) -> None:
+    """Write a small commented config into this folder, to start from; what exists stays as it is."""
+    from slurm.submit.starter import write_starter
+
+    console.print(write_starter(Path(), model), soft_wrap=True)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
     from pipeline.config.schema import schema_text
