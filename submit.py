@@ -3,6 +3,7 @@
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
     python submit.py status|logs|cancel|resume|report|verify RUN
 
+`sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
 those imports take seconds; what needs torch runs as a child (`verify`).
 """
@@ -13,30 +14,60 @@ import gc
 import os
 import subprocess
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+from pipeline.base.command import command, venv_python
 
-from pipeline.base.errors import Exit, UserError, printable, storage_error
-from slurm.show.console import Plain
+try:
+    from enum import StrEnum  # Python 3.11
+    from importlib.util import find_spec
+
+    import typer
+    from typer.core import TyperGroup
+
+    from pipeline.base.errors import Exit, UserError, printable, storage_error
+    from slurm.show.console import Plain
+
+    if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
+        raise ImportError(f"No module named {lacking[0]!r}")
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    python = venv_python(Path(__file__))  # nobody has activated it
+    if not python.exists() or sys.executable == str(python):
+        print(f"error: {sys.executable}: {error}; `make install` makes {python.parents[1]}", file=sys.stderr)
+        sys.exit(2)
+    os.execv(python, [str(python), *sys.argv])
 
 if TYPE_CHECKING:
     from pipeline.config.sections import Config
     from pipeline.run.directory import Run
 
 
+VERSION = "0.1.0"
+
+
 class SubmitByDefault(TyperGroup):
     """`submit.py CONFIG` is short for `submit.py submit CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `submit` before a first word that is no command."""
+        """Put `submit` before a first word that is no command. Raises UserError where it is no config, either."""
         words = [a for a in args if not a.startswith("-")]
         if words and words[0] not in self.commands:
+            if words[0] == args[0] and not ctx.resilient_parsing:
+                self._refuse_no_command(args[0])
             args = ["submit", *args]
         return super().parse_args(ctx, args)
+
+    def _refuse_no_command(self, word: str) -> None:
+        from difflib import get_close_matches
+
+        if Path(word).exists() or not word.replace("-", "").isalpha():  # a file's name mostly has more in it
+            return
+        near = get_close_matches(word, self.commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
+        raise UserError(f"{word}: there is no such command, and no such file; {hint}")
 
 
 class Executor(StrEnum):
@@ -50,13 +81,27 @@ class Executor(StrEnum):
 
 
 app = typer.Typer(
-    cls=SubmitByDefault, add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__,
-    pretty_exceptions_enable=False,
-)  # fmt: skip
+    cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=__doc__, pretty_exceptions_enable=False
+)
 console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"sluice {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def anyway(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and do nothing")
+    ] = False,
+) -> None:
+    """Take what comes before a command."""
 
 
 @app.command()
@@ -108,7 +153,7 @@ def resume(
         if (asked_anew or update_code) and (busy := running(opened)):
             raise UserError(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-                f"python submit.py cancel {run}"
+                f"{command('cancel', run)}"
             )
         everyone = (opened, *make_points(opened))
         for one in everyone:
@@ -195,12 +240,20 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
 
 @app.command()
 def status(
-    run: RunPath, live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="a run; without it, all below runs/")] = None,
+    live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False,
 ) -> None:
-    """Show the stages of a run and how they stand."""
-    from slurm.show.status import print_status, watch
+    """Show the stages of a run and how they stand; without RUN, a line for each run below runs/."""
+    if run is not None:
+        from slurm.show.status import print_status, watch
 
-    (watch if live else print_status)(_open(run), console)
+        (watch if live else print_status)(_open(run), console)
+    elif live:
+        raise UserError("--watch: of which run? Name one, such as runs/quickstart")
+    else:
+        from slurm.show.overview import print_runs
+
+        print_runs(Path("runs"), console)
 
 
 @app.command()
@@ -246,8 +299,8 @@ def _child(*arguments: str) -> typer.Exit:
     """Run `python -m pipeline` with the code beside this file; it may import torch."""
     from pipeline.run.code import with_code
 
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    return typer.Exit(subprocess.run(command, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
+    words = [sys.executable, "-m", "pipeline", *arguments]
+    return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
 
 
 @app.command()
@@ -275,6 +328,18 @@ def plan(
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
     raise _child("plan", str(config), *(overrides or []))
+
+
+@app.command()
+def init(
+    model: Annotated[
+        bool, typer.Option("--model", help="for a model of one's own, with the module that gives it")
+    ] = False,
+) -> None:
+    """Write a small commented config into this folder, to start from; what exists stays as it is."""
+    from slurm.submit.starter import write_starter
+
+    console.print(write_starter(Path(), model), soft_wrap=True)
 
 
 @app.command()

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
@@ -90,11 +91,14 @@ def note_end(run: Run, stage: str, place: Place, event: str, code: Exit, began: 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What is asked for; a mistake ends the process with the usage, and with the code of a user's mistake."""
-    parser = argparse.ArgumentParser("python -m pipeline", allow_abbrev=False)
-    parser.add_argument("stage", choices=[*STAGES, "verify", "plan"])
-    parser.add_argument("target", metavar="RUN|CONFIG")
-    parser.add_argument("overrides", metavar="key=value", nargs="*")
-    parser.add_argument("--step", metavar="N")
+    parser = argparse.ArgumentParser(
+        "python -m pipeline", allow_abbrev=False, description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("stage", choices=[*STAGES, "verify", "plan"], help="what to do")
+    parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as train.steps=50, for a CONFIG")
+    parser.add_argument("--step", metavar="N", help="which checkpoint: its step, newest or every")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -116,7 +120,7 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
     path = Path(target)
     if path.is_dir():
         if overrides:
-            raise UserError(f"{overrides[0]}: a run's config is frozen; change it with submit.py resume")
+            raise UserError(f"{overrides[0]}: a run's config is frozen; to change it: {command('resume', target)} …")
         return Run.open(path)
     config = with_absolute_paths(load_config(path, overrides))
     run_folder = config.run.root / config.run.name

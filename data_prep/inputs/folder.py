@@ -26,6 +26,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from data_prep.inputs.lustre import stripe
 from data_prep.inputs.sources import Input, find_inputs
+from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file
 from pipeline.config.sections import DataConfig
@@ -34,7 +35,7 @@ from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
-AGAIN = "run the prepare stage again, e.g. `python submit.py resume RUN`"
+AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
 
 Log = Callable[[str], None]
 Kind = TypeVar("Kind", bound=Keyed)

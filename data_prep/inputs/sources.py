@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
+from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
 from pipeline.config.sections import DataConfig
@@ -71,7 +72,8 @@ class Input(NamedTuple):
     def check(self) -> None:
         """Raise InputError, naming the file, when it is not what was seen."""
         if problem := self.problem():
-            raise InputError(f"{problem}: put it back, or go on with what there is now: `python submit.py resume RUN`")
+            again = command("resume", "RUN")
+            raise InputError(f"{problem}: put it back, or go on with what there is now: `{again}`")
 
 
 class Document(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
 from pipeline.config.types import Section
@@ -21,7 +22,7 @@ FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
 ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
-WAY_OUT = "run the shard stage again, e.g. `python submit.py resume RUN`"
+WAY_OUT = f"run the shard stage again, e.g. `{command('resume', 'RUN')}`"
 SHARDS = "shards"
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.command import command
 from pipeline.base.errors import UserError, storage_error
 from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
@@ -156,7 +156,7 @@ class Run:
     @property
     def resume_command(self) -> str:
         """What a person types to go on."""
-        return f"python submit.py resume {shlex.quote(self.name)}"
+        return command("resume", self.name)
 
     def refuse_foreign(self) -> None:
         """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.base.command import command
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import open_regular
 from pipeline.run import stages
@@ -40,7 +41,9 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
     """
     stages.load(stage)  # refuses what is none
     if stage not in stages.own_stages(run):
-        raise UserError(f"each point of the sweep has its own {stage}: logs {run.name}/points/000 {stage}")
+        raise UserError(
+            f"each point of the sweep has its own {stage}: {command('logs', f'{run.name}/points/000', stage)}"
+        )
     lookout = Lookout(run)
     if log_file(run, stage, who) is None:
         words = _nothing(run, stage, who, rows := lookout.look())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.base.command import command
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import figure, metrics_of, newest_result
 from pipeline.run import lines as known
@@ -118,7 +118,7 @@ class Lookout:
         self.points: list[Row] = []
         """For each point of a sweep the first of its stages that is not done, else its last one."""
         self._forgotten: dict[Claim, JobState] = {}
-        self._jobs: list[Submitted] = []
+        self._jobs: Sequence[Submitted] = ()
         self._done: dict[tuple[Path, str], Row] = {}
         self._seen: object = None
         self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
@@ -129,6 +129,11 @@ class Lookout:
         if len(events) != self._events or time.monotonic() >= self._ask_at:
             self._events = len(events)
             self._ask_slurm()
+        return self.judged(self._jobs)
+
+    def judged(self, jobs: Sequence[Submitted]) -> list[Row]:
+        """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
+        self._jobs = jobs
         rows = self._rows(self.run, stages.own_stages(self.run), {})
         self.points = []
         for point in sweep.points(self.run):
@@ -172,7 +177,7 @@ class Lookout:
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
         if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
-            nodes = f"python submit.py doctor {shlex.quote(str(run.path.parent))} --check-nodes"
+            nodes = command("doctor", str(run.path.parent), "--check-nodes")
             why += f" and left no log: do nodes see the run? {nodes}"
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began

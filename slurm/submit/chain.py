@@ -16,6 +16,7 @@ from itertools import product
 
 from rich.console import Console
 
+from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
@@ -41,7 +42,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
     if run.config.sweep is not None:
         submit_sweep(run, chain.waiting, chain.fresh, chain.say, chain.refuse_failed)
     if chain.waiting:
-        chain.say(f"watch it: python submit.py status {run.name}")
+        chain.say(f"watch it: {command('status', run.name)}")
 
 
 class Chain:

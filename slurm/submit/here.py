@@ -1,6 +1,7 @@
 """Running the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
 
-A stage that is done is left alone; one that somebody else is running is followed. Ctrl-C or SIGTERM asks the
+A stage that is done is left alone; one that somebody else is running is followed, and a stop that
+comes meanwhile ends all who follow: nobody starts again what a person stopped. Ctrl-C or SIGTERM asks the
 running stage to stop (once), waits for its save and prints the command that goes on; a second Ctrl-C only stops
 watching: the stage goes on with its save by itself.
 """
@@ -68,6 +69,8 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         if holder is None and work.missing(run) is None:
             say(f"{stage:9} done: {work.progress(run).words}")
             return Exit.DONE
+        before = attempts.read(run.read_events(stage))
+        leaves = before.stopping is not None and before.end is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
         job = None if holder else submit_local(run, stage)
@@ -79,7 +82,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         told = attempts.read(events)
         if told.end is None and (work.missing(run) is None or (job and not told.started and run.holder(stage))):
             continue  # it is done, or somebody else's attempt began in the same moment: join that one
-        if told.end and told.end["event"] == "stopped" and job is None and not asked:
+        if told.end and told.end["event"] == "stopped" and job is None and not asked and leaves:
             continue  # it was stopping already when we joined it; we were asked to go on
         return tell(run, stage, told, seconds, job, say)
 

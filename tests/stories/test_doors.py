@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -56,11 +56,15 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert not left, "processes of the run outlived the test"
 
 
-def wait_for_steps(run: Path, steps: int, timeout: float = 240) -> None:
+def wait_for(what: str, there: Callable[[], bool], timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
-    while sum(1 for _ in read_jsonl(run / "metrics.jsonl")) < steps:
-        assert time.monotonic() < deadline, f"step {steps} was not reached"
+    while not there():
+        assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.02)
+
+
+def wait_for_steps(run: Path, steps: int) -> None:
+    wait_for(f"step {steps}", lambda: sum(1 for _ in read_jsonl(run / "metrics.jsonl")) >= steps)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,7 @@ def test_the_views(finished: Path) -> None:
     report = submit(finished, "report", "runs/tiny").stdout
     assert "60/60 steps" in report and "× the unigram" in report
     assert "step 60/60" in submit(finished, "logs", "runs/tiny", "train").stdout
+    assert re.search(r"^runs/tiny +evaluate +done ", submit(finished, "status").stdout, re.M)
     assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
     assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
     plan = submit(finished, "tiny.yaml", "--dry-run").stdout
@@ -144,6 +149,7 @@ def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
     [
         ["tiny.yaml", "--dry-run"],
         ["status", "runs/tiny"],
+        ["status"],
         ["report", "runs/tiny"],
         ["logs", "runs/tiny", "train"],
         ["schema"],
@@ -249,7 +255,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     wait_for_steps(run, 8)
     terminal.press_ctrl_c()
     assert terminal.wait() == Exit.STOPPED, terminal.text
-    assert "python submit.py resume runs/tiny" in terminal.text
+    assert "submit.py resume runs/tiny" in terminal.text
     stopped_at = newest_step(run / "checkpoints")
     assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
     assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
@@ -275,14 +281,38 @@ def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 
 
-def test_sigterm_to_submit_reaches_the_stage_as_a_stop(tmp_path: Path, finished: Path) -> None:
+def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path, finished: Path) -> None:
+    """Nobody starts again what a person stopped: not the terminal that made it, nor one that only follows."""
     run = slowed_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    process.terminate()
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
+    with open(tmp_path / "second", "w+") as shown:
+        second = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=shown)
+        wait_for("the second to follow", lambda: "following it" in (tmp_path / "second").read_text())
+        process.terminate()
+        output = process.communicate(timeout=240)[0]
+        assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
+        assert second.wait(240) == Exit.STOPPED
+    output = (tmp_path / "second").read_text()
+    assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
+
+
+@pytest.mark.story
+def test_who_comes_while_it_saves_goes_on(tmp_path: Path, finished: Path) -> None:
+    run = slowed_run(tmp_path, finished)
+    slow_save = "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
+    change(run / "code/pipeline/train/trainer.py", slow_save.replace("            time.sleep(3)\n", ""), slow_save)
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_for_steps(run, 5)
+    process.terminate()
+    wait_for("the stop", lambda: bool(Run.open(run).read_events("train", "stopping")))
+    done = submit(tmp_path, "tiny.yaml")
+    assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
+    assert process.wait(240) == Exit.STOPPED
+    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 2
+    assert digest(Run(run)) == undisturbed(finished)
 
 
 @pytest.mark.story

@@ -1,0 +1,35 @@
+"""How a command of Sluice is printed: so that it works when it is pasted where it is read.
+
+The person stands in some folder and came by one of two doors, `python …/submit.py` or `sluice`; what is printed goes by
+the same one. A job knows neither, and its words are read anywhere: it names the door as the documentation does.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def command(*words: str) -> str:
+    """The command with these words, such as `resume` and a run, quoted for a shell."""
+    return " ".join([*_door(sys.argv[0]), *map(shlex.quote, words)])
+
+
+def venv_python(script: Path) -> Path:
+    """The Python of the environment that `make install` makes beside submit.py."""
+    return script.resolve().parent / ".venv/bin/python"
+
+
+def _door(typed: str) -> list[str]:
+    path = Path(typed)
+    if path.name == "sluice":
+        return ["sluice" if shutil.which("sluice") == typed else shlex.quote(typed)]
+    if path.name != "submit.py":
+        return ["python", "submit.py"]
+    for name in ("python", "python3"):
+        # any will do where there is a .venv: submit.py goes on in it
+        if (found := shutil.which(name)) and (found == sys.executable or venv_python(path).exists()):
+            return [name, shlex.quote(typed)]
+    return [shlex.quote(sys.executable), shlex.quote(typed)]

@@ -1,0 +1,63 @@
+"""`status` without a RUN: the runs below a folder, a line for each, the one that changed last at the end.
+
+What is done is seen in the run directory. Slurm is asked once, for the jobs of all runs that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.base.command import command
+from pipeline.base.errors import UserError
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query.jobs import Submitted, jobs_of, uses_slurm
+from slurm.show.status import Lookout, Row, grid
+
+
+def print_runs(root: Path, console: Console) -> None:
+    """How each run below `root` stands now; one that cannot be read is named, with the reason."""
+    found: dict[Run, list[Row]] = {}
+    broken: list[Text] = []
+    for file in root.glob("*/config.yaml"):
+        run = Run(file.parent)
+        try:
+            found[run] = _rows(run, [])
+        except (UserError, OSError) as error:
+            broken.append(Text(f"{run.name} cannot be read: {error}", style="red"))
+    asked = [run for run, rows in found.items() if uses_slurm(run) and any(row.state != "done" for row in rows)]
+    jobs = jobs_of([one for run in asked for one in (run, *points(run))])
+    found |= {run: _rows(run, jobs) for run in asked}
+    cells = [_cells(run, found[run]) for run in sorted(found, key=_changed)]
+    if cells:
+        console.print(grid([["run", "stage", "state", "step", "loss", "changed"], *cells], console.width))
+    elif not broken:
+        console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
+    for words in broken:
+        console.print(words, soft_wrap=True)
+
+
+def _rows(run: Run, jobs: Sequence[Submitted]) -> list[Row]:
+    """Its stages, and of a sweep a row for each point."""
+    lookout = Lookout(run)
+    return [*lookout.judged(jobs), *lookout.points]
+
+
+def _cells(run: Run, rows: Sequence[Row]) -> list[str]:
+    """The first stage that is not done, else the last one; of a sweep's points, how many are done."""
+    row = next((row for row in rows if row.state != "done"), rows[-1])
+    step, of_points = row.cells["step"], [row for row in rows if row.run is not run]
+    if row in of_points:
+        step = f"{sum(point.state == 'done' for point in of_points)}/{len(of_points)} points"
+    changed = datetime.fromtimestamp(_changed(run)).strftime("%Y-%m-%d %H:%M")
+    return [run.name, row.stage, row.state, step, row.cells["loss"], changed]
+
+
+def _changed(run: Run) -> float:
+    """When something was last said of it."""
+    return (run.events if run.events.exists() else run.config_file).stat().st_mtime

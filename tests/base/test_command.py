@@ -1,0 +1,116 @@
+"""Commands as they are typed and as they are printed: by every door, from any folder, with or without `.venv`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import submit
+from pipeline.__main__ import parse
+from pipeline.base.command import command
+from pipeline.base.errors import Exit, UserError
+from pipeline.run.code import CODE_ROOT
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+UNPREPARED = [sys.executable, "-S"]
+"""A Python that has none of the packages."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout of this code, with its `.venv`."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    shutil.copy(CODE_ROOT / "submit.py", folder)
+    for name in ("pipeline", "slurm", "data_prep"):
+        (folder / name).symlink_to(CODE_ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.fixture
+def sluice(tmp_path: Path) -> Path:
+    """The console script that pip makes of setup.cfg's entry point."""
+    setup = ConfigParser()
+    setup.read(CODE_ROOT / "setup.cfg")
+    name, _, place = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = place.partition(":")
+    script = tmp_path / "bin" / name
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script.chmod(0o755)
+    return script
+
+
+def run(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=folder, env=environment or CLEAN, capture_output=True, text=True, timeout=60)
+
+
+def test_submit_goes_on_in_the_checkouts_venv(checkout: Path, tmp_path: Path) -> None:
+    done = run([*UNPREPARED, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == 0 and "no runs below runs" in done.stdout, done.stderr
+    (checkout / ".venv").unlink()
+    done = run([*UNPREPARED, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == Exit.USER_ERROR and "Traceback" not in done.stderr
+    assert "typer" in done.stderr and f"`make install` makes {checkout}/.venv" in done.stderr
+
+
+@pytest.mark.parametrize("door", ["here", "elsewhere", "sluice", "sluice by its path"])
+def test_a_printed_command_can_be_pasted(checkout: Path, sluice: Path, tmp_path: Path, door: str) -> None:
+    folder, words, environment = tmp_path, [*UNPREPARED, "checkout/submit.py"], CLEAN
+    if door == "here":
+        folder, words = checkout, [*UNPREPARED, "submit.py"]
+    elif door.startswith("sluice"):
+        words, environment = [str(sluice)], {**CLEAN, "PYTHONPATH": str(CODE_ROOT)}
+    if door == "sluice":
+        words, environment["PATH"] = ["sluice"], f"{sluice.parent}{os.pathsep}{environment['PATH']}"
+    # `env` looks the program up, as a shell does
+    shown = run(["env", *words, "status"], folder, environment).stdout
+    printed = shown.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
+    assert printed.split()[-1] == words[-1], shown
+    pasted = run(["bash", "-c", f"{printed} --version"], folder, environment)
+    assert pasted.stdout == f"sluice {submit.VERSION}\n", pasted.stderr
+
+
+def test_a_command_is_quoted_and_a_job_names_the_documented_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/slurm/__main__.py", "train"])
+    assert command("resume", "runs/it's") == """python submit.py resume 'runs/it'"'"'s'"""
+    monkeypatch.setattr(sys, "argv", ["/no where/submit.py"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert command("status") == f"{sys.executable} '/no where/submit.py' status", "another Python would lack packages"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("statuss", "did you mean status?"), ("canel", "did you mean cancel?"), ("xyzzy", "the commands are submit, ")],
+)
+def test_a_mistyped_command_is_answered_with_the_nearest(word: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"{word}: there is no such command, and no such file; {hint}"):
+        submit.app([word, "runs/tiny"])
+
+
+def test_a_config_is_no_mistyped_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "statuss").write_text("run: {}")
+    for words in (["statuss"], ["missing.yaml"], ["--executor", "local", "missing.yaml"], ["configs/missing"]):
+        with pytest.raises(UserError, match=r"train.* is missing|missing.*cannot read it"):
+            submit.app(words)
+
+
+def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
+    asked = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
+    done = run([str(sluice)], tmp_path, {**CLEAN, **asked, "COMP_CWORD": "1"})
+    assert done.stdout.split() == ["resume", "report"], done.stderr
+
+
+def test_the_ranks_door_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+    assert end.value.code == 0
+    assert "evaluate RUN --step 100          a named checkpoint" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""What `init` writes can be read, shown and trained, and never takes the place of something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from slurm.submit.starter import write_starter
+from tests.support.ranks import place, run_ranks
+from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
+
+SMALLER = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
+
+
+def trained(folder: Path, config: str, *more: str) -> Run:
+    run = Run.create(load_config(folder / config, (*SMALLER, *more)))
+    for stage in ("prepare", "shard"):
+        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == Exit.DONE
+    for stage in ("train", "evaluate"):
+        assert run_ranks(2, stage_rank, run.path, stage) == [Exit.DONE] * 2
+    assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2, 3]
+    return run
+
+
+def test_the_text_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "my_text.yaml; name your data in data.source, then: " in write_starter(Path(), model=False)
+    assert os.listdir() == ["my_text.yaml"]
+    corpus = write_corpus(tmp_path, 100).read_text().splitlines()
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(corpus):
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    run = trained(tmp_path, "my_text.yaml", "data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
+    assert run.path == tmp_path / "runs/my-text" and [*run.evaluation.glob("*.json")]
+
+
+def test_the_model_trains_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_starter(Path(), model=True)
+    (tmp_path / "arrays").mkdir()
+    with h5py.File("arrays/a.h5", "w") as file:
+        file["inputs"] = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
+        file["labels"] = np.arange(80, dtype=np.uint8) % 8
+    run = trained(tmp_path, "my_model.yaml")
+    assert '"accuracy"' in next(run.evaluation.glob("*.json")).read_text()
+
+
+@pytest.mark.parametrize(("words", "config"), [(["init"], "my_text.yaml"), (["init", "--model"], "my_model.yaml")])
+def test_the_command_writes_what_can_be_shown_and_never_overwrites(
+    tmp_path: Path, words: list[str], config: str
+) -> None:
+    def sluice(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(CODE_ROOT / "submit.py"), *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert sluice(*words).returncode == 0
+    shown = sluice(config, "--dry-run")
+    assert shown.returncode == 0 and "python -m slurm train" in shown.stdout, shown.stderr
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    again = sluice(*words)
+    assert again.returncode == Exit.USER_ERROR and "exists already and stays as it is" in again.stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors know its keys"
+
+
+def test_nothing_is_written_where_one_of_two_is_there(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").touch()
+    with pytest.raises(UserError, match=r"my_model\.py exists already"):
+        write_starter(tmp_path, model=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
