@@ -35,7 +35,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
-from pipeline.config.schema import KeyPath, allowed, valid_keys
+from pipeline.config.schema import KNOWN_AS, KeyPath, allowed, elsewhere, valid_keys
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
 
@@ -355,7 +355,10 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
         return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
         section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
-        near = difflib.get_close_matches(str(at[-1]), valid, n=2, cutoff=0.5)
+        name = str(at[-1])
+        near = elsewhere(at)
+        if name not in KNOWN_AS:
+            near += difflib.get_close_matches(name, valid, n=2, cutoff=0.7 if near else 0.5)
         mean = f"did you mean {' or '.join(near)}? " if near else ""
         return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid)}"
     should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")

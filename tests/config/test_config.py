@@ -26,7 +26,7 @@ from pipeline.config.read import (
     merge,
     parse_overrides,
 )
-from pipeline.config.schema import schema, schema_text
+from pipeline.config.schema import KNOWN_AS, dotted_keys, schema, schema_text
 from pipeline.config.sections import Config, SiteConfig, TrainConfig
 from pipeline.config.types import parse_time
 from pipeline.run.code import CODE_ROOT as ROOT
@@ -360,6 +360,30 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.seed", "run.seed"),
+        ("seed", "run.seed"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("train.learning_rate", "optimizer.lr"),
+        ("train.batch_size", "train.global_batch"),
+        ("model.hidden_size", "model.dim"),
+        ("model.vocab_size", "data.tokenizer.vocab_size"),
+        ("train.nodes", "stages.train.nodes"),
+        ("stages.evaluate.nodez", "nodes"),
+        ("train.checkpoint", "checkpoint"),
+    ],
+)
+def test_the_key_that_was_meant_is_named(tmp_path: Path, key: str, meant: str) -> None:
+    (line,) = problems(tmp_path, SMALL, f"{key}=1")
+    assert line.startswith(f"command line: {key}: 1: there is no such key; did you mean {meant}? "), line
+
+
+def test_what_others_call_a_key_leads_to_one() -> None:
+    assert {meant for meant in KNOWN_AS.values() if meant not in set(dotted_keys(()))} == set()
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
