@@ -186,6 +186,30 @@ def test_overrides(tmp_path: Path) -> None:
     )
 
 
+def test_paths_follow_the_file_that_says_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever extends it, and in whatever section; the command line's, and a default, the working directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", "/home/me")
+    write(
+        tmp_path,
+        "source: [a/*.txt, python-stdlib, /abs.txt, ~/own.txt]\ntokenizer: {extends: t/t.yaml}\n",
+        "b/data.yaml",
+    )
+    write(tmp_path, "kind: file\npath: t.json\n", "b/t/t.yaml")
+    text = "run: {name: x, root: runs}\ndata: {extends: ../b/data.yaml}\ntrain: {steps: 1}\n"
+    write(tmp_path, text, "conf/x.yaml")
+    found = load_config(Path("../conf/x.yaml"))
+    assert found.data.source == [f"{tmp_path}/b/a/*.txt", "python-stdlib", "/abs.txt", "/home/me/own.txt"]
+    assert found.data.tokenizer.path == tmp_path / "b/t/t.json" and found.run.root == tmp_path / "conf/runs"
+    said = load_config(Path("../conf/x.yaml"), ["data.source=b.txt", "run.root=r", "data.tokenizer.path=../t.json"])
+    assert said.data.source == f"{tmp_path}/here/b.txt" and said.run.root == tmp_path / "here/r"
+    assert said.data.tokenizer.path == tmp_path / "t.json"
+    assert load_config(write(tmp_path, SMALL, "conf/y.yaml")).run.root == tmp_path / "here/runs"
+    assert load_config(CONFIGS / "quickstart.yaml").run.root == tmp_path / "here/runs"
+    assert load_config(CONFIGS / "lm-1b.yaml").data.source == str(ROOT / "text/*.jsonl.zst")
+
+
 def test_broken_overrides(tmp_path: Path) -> None:
     for override, says in {
         **{wrong: f'"{wrong}": write section.key=value' for wrong in ("steps", "=1", "a..b=1", ".=")},
@@ -644,8 +668,9 @@ def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
 @settings(FUZZ, max_examples=60)
 @given(config=configs())
 def test_dump_and_load(tmp_path: Path, config: Config) -> None:
+    config = load(tmp_path, dump_config(config))  # its paths are absolute now
     text = dump_config(config)
-    assert load(tmp_path, text) == config
+    assert load(tmp_path / "elsewhere", text) == config
     assert dump_config(load(tmp_path, text)) == text
     assert yaml.safe_load(text) == config.model_dump(mode="json"), "readers of YAML 1.1 see the same values"
 
