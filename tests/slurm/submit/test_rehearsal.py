@@ -110,14 +110,23 @@ def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
     assert "may be written by others" in refusal()
 
 
-def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"],
+            "mem_gb and sbatch.mem-per-cpu exclude each other",
+        ),
+        (["data.source=none/*.jsonl"], "matches no file"),
+    ],
+)
+def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path, overrides: list[str], words: str) -> None:
     tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {folder}/asked; exit 1", "squeue": "exit 1"}
     (folder / "bin").mkdir()
     for name, line in tools.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / "bin" / name).chmod(0o755)
-    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--executor=slurm", "site.mem_gb=4"]
-    command.append("stages.train.sbatch={mem-per-cpu: 1G}")
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--executor=slurm", *overrides]
     told = []
     for more, tools_too in (([], True), (["--dry-run"], True), (["--dry-run"], False)):
         path = f"{folder}/bin:{os.environ['PATH']}" if tools_too else "/nowhere"
@@ -126,5 +135,5 @@ def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path) -> 
         )
         told.append((done.returncode, done.stdout, done.stderr))
     assert told[0] == told[1] == told[2] and told[0][0] == Exit.USER_ERROR, told
-    assert "mem_gb and sbatch.mem-per-cpu exclude each other" in told[0][2]
+    assert words in told[0][2]
     assert not (folder / "runs").exists() and not (folder / "asked").exists()
