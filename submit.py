@@ -108,7 +108,7 @@ def anyway(
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")],
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and do nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, do nothing")] = False,
     executor: Annotated[
         Executor, typer.Option(help="auto: Slurm where it answers, inside salloc its allocation, else this machine")
     ] = Executor.AUTO,
@@ -117,19 +117,19 @@ def submit(
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
     from slurm.query.jobs import uses_slurm
+    from slurm.submit.rehearsal import rehearse
 
     loaded = load_config(config, overrides or ())
+    known, chosen = Run(loaded.run.root / loaded.run.name), executor
+    if executor == Executor.AUTO or not dry_run:  # a dry run for Slurm needs none
+        chosen = _choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
+    rehearse(loaded, chosen == Executor.SLURM)
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
         print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
-    known = Run(loaded.run.root / loaded.run.name)
-    if there := known.config_file.exists():
-        known.refuse_foreign()
-    chosen = _choose(executor, known if there and uses_slurm(known) else None)
-    _refuse_unready(chosen, loaded)
-    _go(Run.create(loaded, try_model=True), chosen, again=False)
+    _go(Run.create(loaded), chosen, again=False)
 
 
 @app.command()
@@ -155,6 +155,8 @@ def resume(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
                 f"{command('cancel', run)}"
             )
+        if update_code:
+            opened.try_code()
         everyone = (opened, *make_points(opened))
         for one in everyone:
             one.change(overrides or [])
@@ -165,7 +167,7 @@ def resume(
         if asked_anew:
             cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
         if update_code:
-            opened.snapshot_code(try_model=True)
+            opened.snapshot_code()
             opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)
 
@@ -315,7 +317,7 @@ def doctor(
         Path | None, typer.Option(metavar="PROFILE", help="a site profile; its partition, account … are asked for")
     ] = None,
 ) -> None:
-    """Say what this cluster offers and what of it Sluice will use or lacks."""
+    """Say what this cluster, or this machine, offers and what of it Sluice will use or lacks."""
     from pipeline.config.read import load_site
     from slurm.show.doctor import examine, print_findings
 

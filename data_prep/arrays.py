@@ -23,8 +23,9 @@ from data_prep.inputs.sources import Input, find_inputs
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json
 from pipeline.config.sections import DataConfig
-from pipeline.config.user_model import LENGTHS, UserModel
+from pipeline.config.user_model import LENGTHS, UserModel, find
 from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
+from pipeline.run.code import ask_child
 
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
@@ -72,6 +73,12 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         write_manifest(self.path / "prepare.json", found)
         log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
 
+    def look(self) -> list[str]:
+        """And whether the first file has the arrays, asked of h5py, elsewhere."""
+        files = super().look()
+        ask_child("data_prep.arrays", "look_at", files[0], self.model.target, str(self.model.root.parent))
+        return files
+
     def unit(self, number: int) -> SampleManifest | None:
         """One file's entry with its hash, None where no task has made it, or the file is another one now."""
         try:
@@ -100,6 +107,11 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         whole = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
         write_manifest(self.path / "manifest.json", whole)
         log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
+
+
+def look_at(path: str, target: str, folder: str) -> None:
+    """Raise UserError where a file does not have what the module `target` in `folder` takes."""
+    _look(Input(path, 0, 0, "hdf5"), find(target, [Path(folder)]))
 
 
 def _look(source: Input, model: UserModel) -> SampleFile:

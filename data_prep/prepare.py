@@ -48,6 +48,11 @@ def progress(run: Run) -> Progress:
     return Progress(f"{folder.words} fixed" if folder.prepare_missing() is None else "-")
 
 
+def look(run: Run) -> None:
+    """Raise UserError where `main` would at first sight."""
+    folder_of(run).look()
+
+
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Do it; ranks beyond the first have nothing to do."""
     gc.enable()

@@ -25,9 +25,10 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    done, total = seen_from_outside(run).progress()
+    folder = seen_from_outside(run)
+    done, total = folder.progress()
     words = f"{done}/{total} units"
-    return Progress(words, done, total, words)
+    return Progress(words + folder.remark(), done, total, words)
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:

@@ -29,7 +29,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
-from pipeline.run.directory import Run, with_absolute_paths
+from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
 
 
@@ -122,7 +122,7 @@ def find_run(target: str, overrides: list[str], place: Place) -> Run:
         if overrides:
             raise UserError(f"{overrides[0]}: a run's config is frozen; to change it: {command('resume', target)} …")
         return Run.open(path)
-    config = with_absolute_paths(load_config(path, overrides))
+    config = load_config(path, overrides)
     run_folder = config.run.root / config.run.name
     if place.rank == 0:
         return Run.create(config)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from data_prep.inputs.lustre import stripe
-from data_prep.inputs.sources import Input, find_inputs
+from data_prep.inputs.sources import ENDINGS, PYTHON_STDLIB, Input, find_inputs, named_files
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file
@@ -167,6 +167,19 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def _units(self) -> list[Unit | None]:
         return [self.unit(number) for number in range(self.count)]
+
+    def look(self) -> list[str]:
+        """The files that the config names, for whoever asks before there is a run; the library's own are left out.
+
+        Raises UserError where `fix` would at first sight.
+        """
+        named = [source for source in self.data.sources if source != PYTHON_STDLIB]
+        asked = self.data.model_copy(update={"source": named})
+        return [path for path, _ in named_files(asked, self.endings or ENDINGS)]
+
+    def remark(self) -> str:
+        """What a person should know of the finished whole."""
+        return ""
 
     def same_inputs(self) -> bool:
         """Whether the source names the same unchanged files as before."""

@@ -26,6 +26,7 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeline.base.command import command
@@ -99,6 +100,17 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
     without a match, and naming the file for an ending that no format has or a file that cannot be read.
     """
     found: dict[str, Input] = {}
+    for path, file_format in named_files(data, formats or ENDINGS):
+        with reading(path):
+            seen = os.stat(path)
+        if not stat.S_ISREG(seen.st_mode):
+            raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
+    return list(found.values())
+
+
+def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Path and format of each file that the config names, by names alone. Raises UserError as `find_inputs` does."""
     for source in data.sources:
         if source == PYTHON_STDLIB:
             paths = _stdlib_files(sysconfig.get_path("stdlib"))
@@ -107,18 +119,9 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
             paths = sorted(os.path.abspath(path) for path in matches if not os.path.isdir(path))
             if not paths:
-                raise UserError(
-                    f"data.source: {source!r} matches no file (looked from {os.getcwd()}); name "
-                    f"{', '.join(formats or ENDINGS)} files" + ("" if formats else f", or {PYTHON_STDLIB}")
-                )
-        for path in paths:
-            file_format = "text" if source == PYTHON_STDLIB else _format(path, data, formats or ENDINGS)
-            with reading(path):
-                seen = os.stat(path)
-            if not stat.S_ISREG(seen.st_mode):
-                raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-            found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
-    return list(found.values())
+                others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
+                raise UserError(f"data.source: {source!r} matches no file; name {', '.join(formats)} files{others}")
+        yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
 
 
 def _stdlib_files(root: str) -> list[str]:
@@ -247,7 +250,7 @@ def _json_text(field: str, line: bytes) -> str:
     if not isinstance(value, dict):
         raise Rejected(f"not a JSON object but {type(value).__name__}")
     if field not in value:
-        raise Rejected(f"no field {field!r}")
+        raise Rejected(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
     text = value[field]
     if not isinstance(text, str):
         raise Rejected(f"field {field!r} is no string but {type(text).__name__}")

@@ -35,6 +35,7 @@ from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
+from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
     from data_prep.text.tokenizer import Encoder
@@ -114,6 +115,21 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         from data_prep.text.tokenizer import load_encoder
 
         return load_encoder(self.path / "tokenizer.json", self.data.tokenizer.eos_token)
+
+    def look(self) -> list[str]:
+        """And whether the given tokenizer can be used, asked of the package that it is for, elsewhere."""
+        if self.data.tokenizer.path is not None:
+            given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
+            ask_child("data_prep.text.tokenizer", "load_encoder", *given)
+        return super().look()
+
+    def remark(self) -> str:
+        """How many documents could not be read."""
+        try:
+            rejected = self.fitting(self.path / "manifest.json", Manifest, self.whole_key).rejected_documents
+        except InputError:
+            return ""
+        return f", {rejected:,} documents rejected (data/rejected.jsonl)" if rejected else ""
 
     def same_inputs(self) -> bool:
         """And the given tokenizer is still the same."""

@@ -56,7 +56,7 @@ class Encoder:
         return [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
 
 
-def load_encoder(path: Path, eos_token: str) -> Encoder:
+def load_encoder(path: str | Path, eos_token: str) -> Encoder:
     """Load a `tokenizer.json`.
 
     Raises UserError naming the file when it cannot be read, lacks `eos_token`, or would take the token's name

@@ -24,6 +24,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +36,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
-from pipeline.config.schema import KeyPath, allowed, valid_keys
-from pipeline.config.sections import Config
+from pipeline.config.schema import KNOWN_AS, KeyPath, allowed, elsewhere, valid_keys
+from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
 COMMAND_LINE = "command line"
@@ -45,6 +46,8 @@ _MOST_BYTES = 1 << 22
 _MOST_VALUES = 100_000
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
+_PATHS = (("run", "root"), ("data", "source"), ("data", "tokenizer", "path"))
+_NO_PATH = "python-stdlib"
 
 
 class ConfigError(UserError):
@@ -72,7 +75,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = config_from_mapping(merge(_read(Path(path)), parse_overrides(overrides)), where)
+    config = config_from_mapping(_anchored(merge(_read(Path(path)), parse_overrides(overrides))), where)
     point_configs(config)
     return config
 
@@ -139,6 +142,30 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
             result.pop(key, None)  # else the old key stays, with where it stands
             result[key] = value
     return result
+
+
+def _anchored(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with absolute paths; those that are no text are left to the check of types."""
+    if isinstance(run := values.get("run"), dict):
+        run.setdefault("root", str(RunConfig.model_fields["root"].default))
+    for *sections, name in _PATHS:
+        section: Any = values
+        for inner in sections:
+            section = section.get(inner) if isinstance(section, dict) else None
+        for key in list(section) if isinstance(section, dict) else ():
+            if key == name:  # and knows the file that says it; "command line" is in no folder
+                section[key] = _absolute(section[key], os.path.dirname(getattr(key, "where", "")))
+    return values
+
+
+def _absolute(path: Any, folder: str) -> Any:
+    if isinstance(path, list):
+        return [_absolute(one, folder) for one in path]
+    if not isinstance(path, str) or path == _NO_PATH:
+        return path
+    with suppress(ValueError):  # a null byte, or half a character, in the name of a user
+        path = os.path.expanduser(path)
+    return os.path.abspath(os.path.join(folder, path))
 
 
 def _nested(names: Sequence[str], value: Any, where: str) -> dict[str, Any]:
@@ -355,7 +382,10 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
         return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
         section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
-        near = difflib.get_close_matches(str(at[-1]), valid, n=2, cutoff=0.5)
+        name = str(at[-1])
+        near = elsewhere(at)
+        if name not in KNOWN_AS:
+            near += difflib.get_close_matches(name, valid, n=2, cutoff=0.7 if near else 0.5)
         mean = f"did you mean {' or '.join(near)}? " if near else ""
         return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid)}"
     should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")

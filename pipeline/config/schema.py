@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import difflib
 import inspect
 import json
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ _KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "
 _BOUNDS = {
     "minimum": "at least", "exclusiveMinimum": "greater than", "maximum": "at most", "exclusiveMaximum": "less than",
 }  # fmt: skip
+KNOWN_AS = {
+    "batch_size": "train.global_batch", "block_size": "data.sequence_length", "context_length": "data.sequence_length",
+    "gradient_clipping": "optimizer.clip_norm", "hidden_size": "model.dim", "learning_rate": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip_norm", "max_steps": "train.steps", "n_layers": "model.layers",
+    "num_attention_heads": "model.heads", "num_hidden_layers": "model.layers", "num_key_value_heads": "model.kv_heads",
+    "num_steps": "train.steps", "optimizer": "optimizer.name", "save_every": "checkpoint.every_steps",
+    "seq_len": "data.sequence_length", "seq_length": "data.sequence_length",
+}  # fmt: skip
+"""What other programs call a key of ours."""
 
 
 @cache
@@ -98,6 +108,25 @@ def allowed(at: KeyPath) -> str:
 def valid_keys(at: KeyPath) -> list[str]:
     """The keys of the section at a key path."""
     return [key for node in _schemas_at(at) for key in node.get("properties", {})]
+
+
+def elsewhere(at: KeyPath) -> list[str]:
+    """The key that was meant by one that its section does not have: what other programs call so, or another section's.
+
+    At most one; of several of that name (each stage has a `time`) the one whose path is most like the given one.
+    """
+    name = str(at[-1])
+    if name in KNOWN_AS:
+        return [KNOWN_AS[name]]
+    namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
+    return difflib.get_close_matches(".".join(map(str, at)), namesakes, n=1, cutoff=0.0)
+
+
+@cache
+def dotted_keys(at: KeyPath) -> list[str]:
+    """All keys below a key path, each with its whole path."""
+    below = [(*at, key) for key in valid_keys(at)]
+    return [found for path in below for found in (".".join(map(str, path)), *dotted_keys(path))]
 
 
 def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:

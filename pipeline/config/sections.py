@@ -39,7 +39,8 @@ class RunConfig(Section):
     name: Name
     """Name of the run: the folder `root/name` and the prefix of its Slurm jobs."""
     root: FilePath = Path("runs")
-    """Folder that holds the runs; on a cluster a path that all nodes share."""
+    """Folder that holds the runs; on a cluster a path that all nodes share. Relative paths, here and in `data`, start
+    from the file that says them; this default, and what the command line says, from the working directory."""
     seed: NonNegativeInt = 1
     """Seed of everything random: weights, order of the samples, dropout."""
     sharing: Sharing = Sharing.PRIVATE

@@ -36,7 +36,8 @@ with (non-persistent) buffers has a method `reset_buffers()` that fills them. Wh
 other samples would differ between layouts: persistent buffers, and with them BatchNorm, are refused.
 
 **Where it is found**: working directory, PYTHONPATH, installed packages; the run's code gets a copy of its top-level
-package, which the jobs import. Reading it here takes no torch: the login node refuses what the module cannot do.
+package, which the jobs import; of a single file, with what it imports from its own folder. Reading it here takes no
+torch: the login node refuses what the module cannot do.
 """
 
 from __future__ import annotations

@@ -23,6 +23,12 @@ FORMAT_VERSION = 1
 ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
 WAY_OUT = f"run the shard stage again, e.g. `{command('resume', 'RUN')}`"
+PREPARE_FIRST = (
+    f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{command('resume', 'RUN')}` for all that is "
+    "missing"
+)
+PREPARED = "prepare.json"
+"""What the prepare stage writes, last."""
 SHARDS = "shards"
 
 
@@ -185,7 +191,8 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
             del values["sha256"]
         return kind.model_validate(values)
     except FileNotFoundError:
-        raise InputError(f"{path} is missing: {way_out}") from None
+        before = path.with_name(PREPARED).exists()
+        raise InputError(f"{path} is missing: {way_out if before else PREPARE_FIRST}") from None
     except ValueError:  # pydantic's, too
         raise InputError(f"{path} is torn or no manifest of this version: {way_out}") from None
 

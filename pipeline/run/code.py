@@ -5,15 +5,18 @@ It is taken when the run is made, and again by `resume --update-code`: an edit n
 
 from __future__ import annotations
 
+import ast
 import os
 import py_compile
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import Exit, UserError
 from pipeline.base.trust import normalise
 from pipeline.config.user_model import UserModel
 
@@ -22,27 +25,45 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 
 
 IMPORT_S = 300
-"""How long the import of a model of the user's own may take: torch from a cold file system is slow."""
+"""How long a child may take: torch from a cold file system is slow."""
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
+_CALL = """\
+import importlib, sys
+from pipeline.base.errors import UserError
+try:
+    getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(*sys.argv[3:])
+except UserError as error:
+    print(error)
+    sys.exit(error.code)
+"""
 
 
-def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int, try_model: bool) -> None:
-    """Put a copy into `run/code`; an older one is replaced. With a model of the user's own, its top-level package too.
+def try_code(code: Path, model: UserModel, not_this: str) -> None:
+    """Make such a copy elsewhere, import the user's own model from it once, and leave nothing.
 
-    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not; `try_model`: whether
-    to import that model once. Raises UserError for a package with a name of ours, or code that does not compile or
-    import, shutil.Error or OSError where the copy cannot be written; the older one stays then, and nothing of the new.
+    Raises UserError where `copy_code` would, or for a module that does not import.
     """
-    if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
-        raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        new = Path(folder, "code")
+        _fill(new, model, not_this)
+        _compile(new, code)
+        _import(new, model.target)
+
+
+def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
+    """Put a copy into `run/code`; an older one is replaced. With a model of the user's own, its top-level package too;
+    where that is a single file, what it imports from its own folder.
+
+    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not. Raises UserError
+    for a package with a name of ours, or code that does not compile, shutil.Error or OSError where the copy cannot be
+    written; the older one stays then, and nothing of the new.
+    """
     code, new, old = run / "code", run / ".code.new", run / ".code.old"
     for left in run.glob(".code.*"):  # by one who was killed in the middle
         shutil.rmtree(left)
     try:
         _fill(new, model, not_this)
         _compile(new, code)
-        if model is not None and try_model:
-            _import(new, model.target)
         normalise(new, umask)  # a checkout may be open to others, and its copies with it
         if code.exists():
             os.rename(code, old)
@@ -53,11 +74,14 @@ def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int, try
 
 
 def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
+    if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
+        raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
     new.mkdir()
     unwanted = ("__pycache__", "*.pyc", "*.egg-info")
     sources: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: unwanted for name in _SNAPSHOT}
     if model is not None and model.root.name not in _SNAPSHOT:
-        sources[model.root] = (*unwanted, ".*", "*.h5", "*.hdf5", not_this)
+        own = (*unwanted, ".*", "*.h5", "*.hdf5", not_this)
+        sources |= dict.fromkeys([model.root, *_beside(model.root)], own)
     for source, names in sources.items():
         if source.is_dir():
             shutil.copytree(source, new / source.name, ignore=shutil.ignore_patterns(*names))
@@ -66,6 +90,35 @@ def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
     if (commit := _git("rev-parse", "HEAD")) is not None:
         (new / "COMMIT").write_bytes(commit)
         (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
+
+
+def _beside(module: Path) -> set[Path]:
+    """The files and packages in the folder of a module, a single file, that it imports, itself or through others."""
+    found: set[Path] = set()
+    installed = {"site-packages", "dist-packages"} & {*module.parts}  # the jobs have all of that
+    waiting = [] if installed or not module.is_file() else [module]
+    while waiting:
+        path = waiting.pop()
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            for name in _imported(file) - sys.stdlib_module_names:
+                package = module.parent / name
+                other = package if (package / "__init__.py").is_file() else package.with_suffix(".py")
+                if other.exists() and other.name not in _SNAPSHOT and other not in (module, *found):
+                    found.add(other)
+                    waiting.append(other)
+    return found
+
+
+def _imported(file: Path) -> set[str]:
+    """The top-level names that a file imports, anywhere in it; none of what does not compile, which is told later."""
+    names: list[str] = []
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(str(node.module))
+    return {name.partition(".")[0] for name in names}
 
 
 def _compile(new: Path, code: Path) -> None:
@@ -81,16 +134,29 @@ def _compile(new: Path, code: Path) -> None:
 
 def _import(code: Path, module: str) -> None:
     """Import a model in a process of its own, with everything that it imports (torch, mostly: that takes seconds)."""
-    command = [sys.executable, "-c", "import importlib, sys; importlib.import_module(sys.argv[1])", module]
-    env = with_code(os.environ, code)
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
-    except subprocess.TimeoutExpired:
-        words = f"model.target: importing {module} takes more than {IMPORT_S} s; do less at its top level"
-        raise UserError(words) from None
+    program = "import importlib, sys; importlib.import_module(sys.argv[1])"
+    done = _child(code, program, module, slow=f"model.target: do less at the top level of {module}: importing it")
     if done.returncode:
         told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-4:])
         raise UserError(f"model.target: {module} cannot be imported here, and no job could:\n{told}")
+
+
+def ask_child(module: str, function: str, *arguments: str) -> None:
+    """Call a function of ours in a process of its own, for what it imports. Its UserError is raised here, too.
+
+    Any other failure says nothing: the nodes may have a package that is missing here.
+    """
+    done = _child(CODE_ROOT, _CALL, module, function, *arguments, slow=f"looking at {arguments[0]}")
+    if done.returncode == Exit.USER_ERROR:
+        raise UserError(done.stdout.rstrip())
+
+
+def _child(code: Path, program: str, *arguments: str, slow: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-c", program, *arguments], with_code(os.environ, code)
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{slow} takes more than {IMPORT_S} s") from None
 
 
 def _git(*arguments: str) -> bytes | None:

@@ -23,6 +23,7 @@ import fcntl
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ from pipeline.config.read import config_from_mapping, dump_config, load_config, 
 from pipeline.config.sections import Config, Sharing
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.run import lines
-from pipeline.run.code import CODE_ROOT, copy_code
+from pipeline.run.code import CODE_ROOT, copy_code, try_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
 _MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
@@ -94,40 +95,70 @@ class Run:
     # -- making and finding ------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: Config, *, try_model: bool = False) -> Run:
+    def rehearse(cls, config: Config) -> Run:
+        """The run of `config` as it is, or would be made. Makes nothing.
+
+        Raises UserError where `create` would, but for what `try_code` finds.
+        """
+        run = cls(config.run.root / config.run.name, config)
+        if run.config_file.exists():
+            run.refuse_foreign()
+            run._refuse_another(config)
+            run.refuse_cancelled()
+            return run
+        there = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
+        try:
+            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=there) as probe:
+                Path(probe, run.path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise run._unmakeable(error) from error
+        if there == run.path:
+            run.refuse_foreign()
+        found_for(config, _sources())
+        return run
+
+    @classmethod
+    def create(cls, config: Config) -> Run:
         """Make the run of `config`, or find it where it was made before with the same config.
 
-        `try_model`: import a model of the user's own before it is made. Raises UserError where a run of this name
-        exists with another config, naming what differs, or where the code cannot work.
+        Raises UserError where a run of this name exists with another config, naming what differs, or where the code
+        cannot work.
         """
-        config, umask = with_absolute_paths(config), _UMASK[config.run.sharing]
+        umask = _UMASK[config.run.sharing]
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            found_for(config, [Path.cwd(), CODE_ROOT])  # what cannot work leaves nothing behind
+            found_for(config, _sources())  # what cannot work leaves nothing behind
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                words = f"run.root: cannot make {run.path}: {error.strerror}; choose another run.root"
-                raise storage_error(error, run.path) or UserError(words) from error
+                raise run._unmakeable(error) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
-                if differences := describe_differences(load_config(run.config_file), config):
-                    raise UserError(
-                        "\n  ".join([f"{run.name} exists with another config:", *differences])
-                        + f"\nchoose another run.name, or go on with the run as it is: {run.resume_command}"
-                    )
+                run._refuse_another(config)
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
             run._config = config  # as it would be read back
-            run.snapshot_code(try_model=try_model)
+            run.snapshot_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
+
+    def _unmakeable(self, error: OSError) -> UserError:
+        words = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
+        return storage_error(OSError(error.errno, error.strerror), self.path) or UserError(words)
+
+    def _refuse_another(self, config: Config) -> None:
+        """Raise UserError where the run was made with another config than this."""
+        if differences := describe_differences(load_config(self.config_file), config):
+            raise UserError(
+                "\n  ".join([f"{self.name} exists with another config:", *differences])
+                + f"\nchoose another run.name, or go on with the run as it is: {self.resume_command}"
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -201,8 +232,8 @@ class Run:
 
     @cached_property
     def user_model(self) -> UserModel | None:
-        """The module in the run's code that gives its model; None where that is the decoder."""
-        return found_for(self.config, [self.code])
+        """The module that gives its model, in the run's code, once it is made; None where that is the decoder."""
+        return found_for(self.config, [self.code] if self.config_file.exists() else _sources())
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -292,18 +323,21 @@ class Run:
             self._config = None
             yield
 
-    def snapshot_code(self, *, try_model: bool = False) -> None:
+    def try_code(self) -> None:
+        """Raise UserError where the model of the user's own that `snapshot_code` would copy cannot be imported."""
+        config, model = self.config, found_for(self.config, _sources())
+        if model is not None and config.site.python is None and config.site.container is None:  # theirs may not be here
+            try_code(self.code, model, config.run.root.name)
+
+    def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
 
-        Call it in `alone`. With a model of the user's own, its top-level package is copied, too, and imported once
-        (`try_model`). Raises UserError where something does not compile, or import; shutil.Error or
-        OSError where the copy cannot be written (errors.storage_error explains both); the older one stays then, and
-        nothing of the new.
+        Call it in `alone`. With a model of the user's own, its top-level package is copied, too. Raises UserError
+        where something does not compile; shutil.Error or OSError where the copy cannot be written
+        (errors.storage_error explains both); the older one stays then, and nothing of the new.
         """
-        config, site = self.config, self.config.site
-        model = found_for(config, [Path.cwd(), CODE_ROOT])
-        try_model &= site.python is None and site.container is None  # theirs may not be here
-        copy_code(self.path, model, config.run.root.name, _UMASK[config.run.sharing], try_model)
+        config = self.config
+        copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
 
     @property
     def commit(self) -> str | None:
@@ -314,19 +348,9 @@ class Run:
         return None
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """The config with every path made absolute: jobs run in another working directory than the person."""
-
-    def absolute(path: str) -> str:
-        return path if path == "python-stdlib" else os.path.abspath(os.path.expanduser(path))
-
-    values = config.model_dump(mode="json")
-    data, source = values["data"], config.data.source
-    values["run"]["root"] = absolute(values["run"]["root"])
-    data["source"] = absolute(source) if isinstance(source, str) else [absolute(one) for one in source]
-    if data["tokenizer"]["path"] is not None:
-        data["tokenizer"]["path"] = absolute(data["tokenizer"]["path"])
-    return Config.model_validate(values)
+def _sources() -> list[Path]:
+    """Where a model of the user's own is looked for, before Python's own places."""
+    return [Path.cwd(), CODE_ROOT]
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

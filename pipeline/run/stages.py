@@ -6,6 +6,8 @@ imports stand inside `main`. It has:
     def missing(run) -> str | None                why the stage is not done; None when its outputs validate
     def progress(run) -> Progress                 how far it is
     def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
+    def look(run) -> None                         optional: raise UserError for inputs that `main` would refuse at
+                                                  first sight, before the run is made
 
 A stage is done when its outputs validate, never because a job exited 0.
 """
@@ -71,6 +73,14 @@ def own_stages(run: Run) -> list[str]:
 def point_stages() -> list[str]:
     """The stages that each point of a sweep has."""
     return [stage for stage, row in STAGES.items() if row.per_point]
+
+
+def refuse_inputs(run: Run) -> None:
+    """Raise UserError where a stage of the run, made or not, has yet to be done and would refuse its inputs."""
+    for stage in own_stages(run):
+        work = load(stage)
+        if (look := getattr(work, "look", None)) is not None and work.missing(run) is not None:
+            look(run)
 
 
 def ranks(run: Run, stage: str, granted: int | None = None) -> int:

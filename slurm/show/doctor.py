@@ -3,15 +3,19 @@
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
 `srun --mpi=list`, `sacctmgr show qos`), turned into plain values by the parsers, and judged by :func:`judge`, a pure
 function: `ok`, `note` (works, and something is worth knowing) or `problem` (something will not work). The sources of
-the judgements are slurm.conf(5) and what the tests see on a real Slurm.
+the judgements are slurm.conf(5) and what the tests see on a real Slurm. Where none answers, this machine is
+looked at: cores, memory, MPI, and torch with its GPUs, in a process of its own, for its import takes seconds.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +40,11 @@ NETWORK_FILE_SYSTEMS = {
 Verdict = Literal["ok", "note", "problem"]
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 _CHECK_S = 60
+_ASK_TORCH = """\
+import json, torch
+gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+print(json.dumps([torch.__version__, torch.version.cuda, [f"{g.name}, {g.total_memory / 1e9:.0f} GB" for g in gpus]]))
+"""
 _QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 
 
@@ -185,6 +194,36 @@ def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
     return Finding(what, found, meaning, "note")
 
 
+def this_machine() -> Iterator[Finding]:
+    """What there is for a run where there is no Slurm."""
+    meaning = "stages.train.tasks_per_node × train.threads of them are used; more only wait for each other"
+    yield Finding("CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}", meaning)
+    size, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") / 1e9 for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    meaning = "`python submit.py plan CONFIG` says what a rank of a config takes"
+    yield Finding("memory", f"{size:.1f} GB, {free:.1f} GB of it free", meaning)
+    yield from _torch()
+    # the one beside this Python comes first, as slurm/supervise/mpi_launch.py has it
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    if mpirun := shutil.which("mpirun", path=path):
+        version = (call(mpirun, "--version") or "it does not say its version").splitlines()[0]
+        yield Finding("MPI", f"{version}: {mpirun}", "parallel.backend: mpi can be used")
+    else:
+        yield Finding("MPI", "no mpirun", "only parallel.backend: mpi needs one: pip install -e '.[mpi]'")
+
+
+def _torch() -> Iterator[Finding]:
+    """torch and the GPUs that it sees."""
+    told = call(sys.executable, "-c", _ASK_TORCH, timeout_s=2 * _CHECK_S)
+    if told is None:
+        meaning = f"`{sys.executable} -c 'import torch'` says why: nothing can be trained with it"
+        yield Finding("torch", f"not importable within {2 * _CHECK_S} s", meaning, "problem")
+        return
+    version, cuda, gpus = json.loads(told)
+    ranks = f"each rank takes one: up to {len(gpus)} ranks" if gpus else "ranks compute on CPUs: small models"
+    yield Finding("torch", version, f"built for CUDA {cuda}" if cuda else "built for CPUs")
+    yield Finding("GPUs", "; ".join(gpus) or "none that torch can use", ranks)
+
+
 def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iterator[Finding]:
     """Whether `folder` on a file system of type `kind` can hold runs for `nodes` nodes.
 
@@ -249,7 +288,7 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
         if shutil.which("scontrol"):
             meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
             lacks = Finding("Slurm", "no answer", meaning, "problem")
-        return [lacks, *file_system(folder, 0, kind, None)]
+        return [lacks, *this_machine(), *file_system(folder, 0, kind, None)]
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
     gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
     qos = call("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}") or ""

@@ -1,7 +1,8 @@
 """`--dry-run`: what a config would run, printed before anything is made: plan, resolved config, sbatch scripts.
 
-It is meant to be pasted into tickets and chats, so what may be secret is masked (pipeline/config/masking.py). The
-scripts that are submitted are the same, unmasked.
+What is printed is meant to be pasted into tickets and chats, so what may be secret is masked
+(pipeline/config/masking.py). The scripts that are submitted are the same, unmasked. What cannot
+work is refused before (slurm/submit/rehearsal.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.run.code import CODE_ROOT
-from pipeline.run.directory import Run, with_absolute_paths
+from pipeline.run.directory import Run
 from slurm.query.causes import EARLY_S
 from slurm.submit.sbatch import script
 
@@ -35,7 +36,7 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     values = config.sweep.points() if config.sweep else []
     points = len(values)
     warning = exposed(config)
-    config = Config.model_validate(masked(with_absolute_paths(config).model_dump(mode="json")))
+    config = Config.model_validate(masked(config.model_dump(mode="json")))
     run, train = Run(config.run.root / config.run.name), config.train
     own = found_for(config, [Path.cwd(), CODE_ROOT])
     model, length, sources = config.model, config.data.sequence_length, ", ".join(config.data.sources)

@@ -26,7 +26,7 @@ from pipeline.config.read import (
     merge,
     parse_overrides,
 )
-from pipeline.config.schema import schema, schema_text
+from pipeline.config.schema import KNOWN_AS, dotted_keys, schema, schema_text
 from pipeline.config.sections import Config, SiteConfig, TrainConfig
 from pipeline.config.types import parse_time
 from pipeline.run.code import CODE_ROOT as ROOT
@@ -184,6 +184,30 @@ def test_overrides(tmp_path: Path) -> None:
     assert (
         load(tmp_path, SMALL + "parallel: {data: auto}\n", "parallel.data.replicate=1").parallel.data == DataParallel()
     )
+
+
+def test_paths_follow_the_file_that_says_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever extends it, and in whatever section; the command line's, and a default, the working directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", "/home/me")
+    write(
+        tmp_path,
+        "source: [a/*.txt, python-stdlib, /abs.txt, ~/own.txt]\ntokenizer: {extends: t/t.yaml}\n",
+        "b/data.yaml",
+    )
+    write(tmp_path, "kind: file\npath: t.json\n", "b/t/t.yaml")
+    text = "run: {name: x, root: runs}\ndata: {extends: ../b/data.yaml}\ntrain: {steps: 1}\n"
+    write(tmp_path, text, "conf/x.yaml")
+    found = load_config(Path("../conf/x.yaml"))
+    assert found.data.source == [f"{tmp_path}/b/a/*.txt", "python-stdlib", "/abs.txt", "/home/me/own.txt"]
+    assert found.data.tokenizer.path == tmp_path / "b/t/t.json" and found.run.root == tmp_path / "conf/runs"
+    said = load_config(Path("../conf/x.yaml"), ["data.source=b.txt", "run.root=r", "data.tokenizer.path=../t.json"])
+    assert said.data.source == f"{tmp_path}/here/b.txt" and said.run.root == tmp_path / "here/r"
+    assert said.data.tokenizer.path == tmp_path / "t.json"
+    assert load_config(write(tmp_path, SMALL, "conf/y.yaml")).run.root == tmp_path / "here/runs"
+    assert load_config(CONFIGS / "quickstart.yaml").run.root == tmp_path / "here/runs"
+    assert load_config(CONFIGS / "lm-1b.yaml").data.source == str(ROOT / "text/*.jsonl.zst")
 
 
 def test_broken_overrides(tmp_path: Path) -> None:
@@ -360,6 +384,30 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.seed", "run.seed"),
+        ("seed", "run.seed"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("train.learning_rate", "optimizer.lr"),
+        ("train.batch_size", "train.global_batch"),
+        ("model.hidden_size", "model.dim"),
+        ("model.vocab_size", "data.tokenizer.vocab_size"),
+        ("train.nodes", "stages.train.nodes"),
+        ("stages.evaluate.nodez", "nodes"),
+        ("train.checkpoint", "checkpoint"),
+    ],
+)
+def test_the_key_that_was_meant_is_named(tmp_path: Path, key: str, meant: str) -> None:
+    (line,) = problems(tmp_path, SMALL, f"{key}=1")
+    assert line.startswith(f"command line: {key}: 1: there is no such key; did you mean {meant}? "), line
+
+
+def test_what_others_call_a_key_leads_to_one() -> None:
+    assert {meant for meant in KNOWN_AS.values() if meant not in set(dotted_keys(()))} == set()
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -620,8 +668,9 @@ def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
 @settings(FUZZ, max_examples=60)
 @given(config=configs())
 def test_dump_and_load(tmp_path: Path, config: Config) -> None:
+    config = load(tmp_path, dump_config(config))  # its paths are absolute now
     text = dump_config(config)
-    assert load(tmp_path, text) == config
+    assert load(tmp_path / "elsewhere", text) == config
     assert dump_config(load(tmp_path, text)) == text
     assert yaml.safe_load(text) == config.model_dump(mode="json"), "readers of YAML 1.1 see the same values"
 

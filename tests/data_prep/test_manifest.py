@@ -17,6 +17,7 @@ from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
 from pipeline.base.files import seal
 from pipeline.base.place import Place, identify
+from pipeline.config.read import load_config
 from pipeline.config.sections import DataConfig, TokenizerConfig
 from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
@@ -24,7 +25,7 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
-from tests.support.tiny import HarmlessFlag, make_run
+from tests.support.tiny import HarmlessFlag, make_run, write_config
 
 
 def prepare_missing(data: DataConfig, folder: Path) -> str | None:
@@ -53,8 +54,14 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert "prepare.json is missing" in str(prepare_missing(data, folder))
     assert "prepare.json is missing" in str(shard_missing(data, folder))
     assert progress(data, folder) == (0, 0)
+    first = "run the prepare stage first: `python -m pipeline prepare RUN`"
+    for do in (lambda: shard(data, folder, 0, 1, quiet), lambda: load_manifest(folder)):  # what shard, and train, do
+        with pytest.raises(InputError, match=rf"\.json is missing: {first}"):
+            do()
     prepare(data, folder, quiet)
     assert prepare_missing(data, folder) is None
+    with pytest.raises(InputError, match=r"manifest\.json is missing: run the shard stage again"):
+        load_manifest(folder)
     assert "manifest.json is missing" in str(shard_missing(data, folder))
     total = progress(data, folder)[1]
     shard(data, folder, 0, 2, quiet)
@@ -65,6 +72,19 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
+    assert TextFolder(data, folder).remark() == ""
+
+
+def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with open(tmp_path / "corpus.jsonl", "a") as file:
+        file.write("{\n")
+    run = Run.create(load_config(config, ["data.max_rejected=0.1"]))
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, identify({}), {}, HarmlessFlag())
+    told = load("shard").progress(run)
+    assert re.fullmatch(r"(\d)/\1 units, 1 documents rejected \(data/rejected\.jsonl\)", told.words), told
+    assert re.fullmatch(r"(\d)/\1 units", told.running)
 
 
 def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -> None:

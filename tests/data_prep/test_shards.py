@@ -371,7 +371,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     bad: dict[int, tuple[bytes, str]] = {  # place in the list of lines, from 0
         0: (b"\xff", "invalid UTF-8: byte 0xff at byte 0"),
         7: (b'{"text": "cut', "broken JSON: Unterminated string"),
-        8: (b'{"id": 3}', "no field 'text'"),
+        8: (b'{"id": 3, "bo\\ud800dy": ""}', "no field 'text'; there are 'id', 'bo\\ud800dy'"),
         20: (b'{"text": null}', "field 'text' is no string but NoneType"),
         33: (b'["text"]', "not a JSON object but list"),
         44: (b'{"text": "\\ud800"}', "field 'text' holds a lone surrogate"),
@@ -401,6 +401,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     for row, (_, _, reason) in zip(rows, wanted, strict=True):
         assert row["reason"].startswith(reason)
     assert (manifest.rejected_documents, manifest.documents) == (10, 44)
+    assert TextFolder(data, tmp_path / "data").remark() == ", 10 documents rejected (data/rejected.jsonl)"
     check_content(data, tmp_path / "data", manifest, [*good, "one", "three", "ok", "漢"])
 
     strict = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
@@ -427,7 +428,7 @@ def test_held_out_fraction_is_about_right_and_depends_on_the_text_alone(tmp_path
         (
             ["a", "b"],
             {"text_field": "body"},
-            r"a\.jsonl line 1: no field 'body'\. Mend .* set data\.text_field \('body'\)",
+            r"a\.jsonl line 1: no field 'body'; there are 'id', 'text'\. Mend .* set data\.text_field \('body'\)",
         ),
     ],
 )

@@ -448,14 +448,47 @@ def test_a_module_that_fails_is_told_before_anything_is_submitted(
     config = load_config(tmp_path / "bad.yaml")
     module.write_text(WHOLE + last)
     with pytest.raises(UserError, match=words):
-        Run.create(config, try_model=True)
+        Run.rehearse(config).try_code()
+    assert not (tmp_path / "runs").exists()
     module.write_text(WHOLE)
-    run = Run.create(config, try_model=True)
+    Run.rehearse(config).try_code()
+    run = Run.create(config)
     assert (run.code / "nothing_here.py").read_text() == WHOLE
     module.write_text(WHOLE + last)
     with pytest.raises(UserError, match=words):
-        run.snapshot_code(try_model=True)
+        run.try_code()
     assert (run.code / "nothing_here.py").read_text() == WHOLE, "the copy that works stays"
+
+
+def test_what_a_single_file_imports_from_its_folder_comes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what that imports; not what nobody imports, nor what the jobs have anyway."""
+    monkeypatch.chdir(tmp_path)
+    sources = {
+        "nothing_here.py": WHOLE + "import random\nfrom layers.block import Block\ndef late(): import util\n",
+        "layers/__init__.py": "", "layers/block.py": "import deep\nclass Block: ...\n",
+        "deep.py": "import os.path, nothing_here\n",
+        "util.py": "from pipeline.tensor_parallel import Replicated\n", "pipeline/__init__.py": "", "random.py": "",
+        "notes.py": "", "torch/data.txt": "",
+    }  # fmt: skip
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
+    config = load_config(tmp_path / "bad.yaml")
+    Run.rehearse(config).try_code()
+    code = Run.create(config).code
+    own = {path.name for path in code.iterdir()} - {
+        "submit.py",
+        "setup.py",
+        "setup.cfg",
+        "slurm",
+        "data_prep",
+        "COMMIT",
+    }
+    assert own - {"DIFF", "__pycache__"} == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline"}
+    assert (code / "pipeline/base").is_dir() and (code / "layers/block.py").is_file()
 
 
 def test_a_copied_file_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -557,6 +558,40 @@ def test_doctor_judges_qos_that_are_preempted() -> None:
 )  # fmt: skip
 def test_doctor_judges_file_systems(tmp_path: Path, nodes: int, kind: str, unseen: str | None, verdict: str) -> None:
     assert next(file_system(tmp_path, nodes, kind, unseen)).verdict == verdict
+
+
+def test_doctor_says_what_a_machine_without_slurm_offers(tmp_path: Path) -> None:
+    """torch is asked in a process of its own, never in this one."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (A Kind of MPI) 9.1'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    python = tmp_path / "python"  # beside which there is no mpirun
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    program = f"import sys, runpy; sys.executable = '{python}'; sys.argv = ['submit.py', 'doctor']\n"
+    program += f"sys.path.insert(0, '{CODE_ROOT}'); runpy.run_path('{CODE_ROOT}/submit.py', run_name='__main__')\n"
+    python.chmod(0o755)
+
+    def said(*before: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "\n".join([*before, program])],
+            cwd=tmp_path, env={**os.environ, "PATH": "/nowhere", "COLUMNS": "300", **environment},
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0 and not re.search(r"\| +(torch|numpy|mpi4py)$", done.stderr, re.M), done.stderr
+        return done.stdout
+
+    shown = said()
+    cores = len(os.sched_getaffinity(0))
+    for what, words in {
+        "CPU cores": f"{cores} of {os.cpu_count()} ", "memory": r"[\d.]+ GB, [\d.]+ GB of it free",
+        "torch": rf"{re.escape(version('torch'))}.* built for ", "GPUs": r"\S", "MPI": r"mpirun \(A Kind of MPI\) 9\.1",
+        "run.root": re.escape(str(tmp_path)),
+    }.items():  # fmt: skip
+        assert re.search(rf"^ok +{what} +{words}", shown, re.M), shown
+    assert re.search(r"^note +Slurm +no scontrol", shown, re.M) and shown.endswith("0 problems\n")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
+    broken = said(PYTHONPATH=str(tmp_path))
+    assert re.search(r"^problem +torch +not importable", broken, re.M), broken
+    assert broken.endswith("1 problem\n")
 
 
 def test_submit_without_slurm_still_plans(tmp_path: Path) -> None:

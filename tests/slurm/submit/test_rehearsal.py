@@ -1,0 +1,139 @@
+"""What is refused before a run is made or a job queued: by submit.py and by its dry run, in the same words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from examples import make_images
+from pipeline.base.errors import Exit, UserError
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from slurm.submit.rehearsal import rehearse
+from tests.support.needs import lacking
+from tests.support.tiny import make_run, write_config
+
+OWN = """\
+run: {name: own}
+data: {source: images.h5, held_out: 0.1}
+model: {target: own}
+train: {steps: 2}
+"""
+MODULE = "ARRAYS = INPUTS = ('images',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the config of a tiny run."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    return tmp_path
+
+
+def refusal(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") -> str:
+    """What the rehearsal says; nothing is left of it."""
+    before = sorted(Path.cwd().rglob("*"))
+    with pytest.raises(UserError) as refused:
+        rehearse(load_config(Path(config), overrides), on_slurm)
+    assert sorted(Path.cwd().rglob("*")) == before
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.source=none/*.jsonl", "none/*.jsonl' matches no file; name .txt, .jsonl"),
+        ("data.source=[corpus.jsonl, tiny.yaml]", "tiny.yaml: no supported ending"),
+        ("data.tokenizer={kind: file, path: none.json}", "data.tokenizer.path: there is no file"),
+        ("data.tokenizer={kind: file, path: corpus.jsonl}", "corpus.jsonl is no tokenizer.json that can be read"),
+        ("run.root=tiny.yaml", "cannot use {}/tiny.yaml/tiny: a part of the path is a file"),
+        ("run.root=/proc", "run.root: cannot make /proc/tiny"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_made(folder: Path, override: str, words: str) -> None:
+    assert words.replace("{}", str(folder)) in refusal(override)
+
+
+def test_jobs_that_cannot_be_written_are_told_before_the_first_is_queued(folder: Path) -> None:
+    both = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
+    rehearse(load_config(Path("tiny.yaml"), both), False)
+    assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in refusal(*both, on_slurm=True)
+    assert "site.pass: NOT_THERE not set" in refusal("site.pass=[NOT_THERE]", on_slurm=True)
+
+
+def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
+    """Asked as another user, for root may write everywhere."""
+    if os.geteuid() != 0:
+        lacking("being somebody else needs root")
+    config = load_config(Path("tiny.yaml"), ["run.root=/usr/none"])
+    os.seteuid(1234)
+    try:
+        with pytest.raises(UserError, match="cannot use /usr/none/tiny: permission denied"):
+            rehearse(config, False)
+    finally:
+        os.seteuid(0)
+
+
+def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
+    (folder / "own.yaml").write_text(OWN)
+    (folder / "own.py").write_text(MODULE)
+    assert "images.h5' matches no file; name .h5, .hdf5 files" in refusal(config="own.yaml")
+    (folder / "images.h5").write_text("no HDF5 at all")
+    assert f"cannot read {folder}/images.h5: " in refusal(config="own.yaml")
+    with h5py.File(folder / "images.h5", "w") as file:
+        file["tokens"] = [1, 2]
+    assert "own wants samples in a dataset 'images'; there are: tokens" in refusal(config="own.yaml")
+    make_images.main(folder / "images.h5", 20)
+    rehearse(load_config(folder / "own.yaml"), False)
+    (folder / "own.py").write_text(f"{MODULE}import not_there\n")
+    assert "own cannot be imported here" in refusal(config="own.yaml")
+    image = "site.container={runtime: apptainer, image: /x.sif}"
+    rehearse(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
+
+
+def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
+    """Inputs may go once they are shards."""
+    run = make_run(folder)
+    (folder / "corpus.jsonl").unlink()
+    rehearse(load_config(Path("tiny.yaml")), False)
+    assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in refusal("optimizer.lr=0.5")
+    (run.data / "prepare.json").unlink()
+    assert "corpus.jsonl' matches no file" in refusal()
+    run.request(run.cancelled_file)
+    assert "runs/tiny was cancelled" in refusal()
+    run.path.chmod(0o777)
+    assert "may be written by others" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"],
+            "mem_gb and sbatch.mem-per-cpu exclude each other",
+        ),
+        (["data.source=none/*.jsonl"], "matches no file"),
+    ],
+)
+def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path, overrides: list[str], words: str) -> None:
+    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {folder}/asked; exit 1", "squeue": "exit 1"}
+    (folder / "bin").mkdir()
+    for name, line in tools.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / "bin" / name).chmod(0o755)
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--executor=slurm", *overrides]
+    told = []
+    for more, tools_too in (([], True), (["--dry-run"], True), (["--dry-run"], False)):
+        path = f"{folder}/bin:{os.environ['PATH']}" if tools_too else "/nowhere"
+        done = subprocess.run(
+            [*command, *more], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
+        )
+        told.append((done.returncode, done.stdout, done.stderr))
+    assert told[0] == told[1] == told[2] and told[0][0] == Exit.USER_ERROR, told
+    assert words in told[0][2]
+    assert not (folder / "runs").exists() and not (folder / "asked").exists()
