@@ -128,6 +128,11 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout on the output of attention and MLP."""
 
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """What the functions of your own model get: `options`, and `layers`."""
+        return {**self.options, "layers": self.layers}
+
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:
         try:

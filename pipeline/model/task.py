@@ -7,6 +7,8 @@ what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape 
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.base.errors import UserError
 from pipeline.config.layout import Layout
@@ -29,6 +33,10 @@ from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
+_SAMPLES = 8
+"""So many samples at most tell whether a loss is a sum."""
+_ROUNDING = 0.05
+"""What sums in bfloat16 may be off; a mean of two is off by a half."""
 _KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
@@ -125,26 +133,12 @@ class _UserTask(Task):
         self.config, self.facts, self.module = config, facts, module
         self.shapes = {name: (array.shape[1:], array.dtype) for name, array in manifest.train[0].arrays.items()}
         self.per_step = config.train.global_batch
-        self.options = {**config.model.options, "layers": config.model.layers}
+        self.options = config.model.all_options
+        self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
-        """Raises UserError for buffers and ties that would not be the same on every layout."""
-        with torch.device("meta"):
-            part: nn.Module = self.module.build(self.options, layers)
-        seen: dict[int, str] = {}
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            if seen.setdefault(id(parameter), name) != name:
-                raise UserError(
-                    f"{self.facts.target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
-                    "in one module and call torch.nn.functional with it where else it is used"
-                )
-        for name, child in part.named_modules():
-            for buffer in _buffers(child):
-                where = f"{self.facts.target}: buffer {name}.{buffer}"
-                if buffer not in child._non_persistent_buffers_set:
-                    raise UserError(f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm")
-                if not hasattr(child, "reset_buffers"):
-                    raise UserError(f"{where}: its module needs a method reset_buffers() that fills it")
+        """Raises UserError as `build_user_model` does."""
+        part = build_user_model(self.facts.target, self.module, self.options, layers)
         if (dtype := DTYPES.get(self.config.train.precision)) is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             part.forward = torch.autocast(device, dtype)(part.forward)
@@ -206,7 +200,37 @@ class _UserTask(Task):
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
+        if not self._is_sum:
+            self._refuse_mean(outputs, batch)
+            self._is_sum = True
         return loss.float()
+
+    @torch.no_grad()
+    def _refuse_mean(self, outputs: Any, batch: Batch) -> None:
+        """Raise UserError where the loss of some samples is not what they have one by one, added up.
+
+        Outputs that cannot be taken apart by samples tell nothing.
+        """
+        leaves, count = tree_leaves(outputs), len(next(iter(batch.values())))
+        if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count for leaf in leaves):
+            return
+
+        def loss(rows: list[int]) -> float:
+            def take(array: Tensor) -> Tensor:
+                return torch.cat([array[row : row + 1] for row in rows])  # slices: outputs may be DTensors
+
+            return float(
+                self.module.loss(tree_map(take, outputs), {name: take(array) for name, array in batch.items()})
+            )
+
+        rows = [0, *range(min(count, _SAMPLES))]  # the first one twice, so that there are two
+        whole, each = loss(rows), [loss([row]) for row in rows]
+        if abs(whole - sum(each)) > _ROUNDING * sum(map(abs, each)):  # false for what is not a number
+            raise UserError(
+                f"loss of {self.facts.target} is no sum: it is {whole:.6g} for {len(rows)} samples that add up to "
+                f'{sum(each):.6g} one by one. Leave the mean out (reduction="sum" in torch.nn.functional): training '
+                "and evaluation divide by the global batch"
+            )
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
@@ -217,6 +241,58 @@ class _UserTask(Task):
         if self.facts.has_lengths:
             batch[LENGTHS] += max([1, *(self.shapes[name][0][0] for name in self.facts.padded)])
         return batch
+
+
+class _Copies(TorchDispatchMode):
+    """Notes what is copied from memory into tensors that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+            self.into.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
+    """The part of a user's model with these blocks, on `meta`.
+
+    Raises UserError for weights that it loads, which would be lost, and for buffers and ties that would not be the same
+    on every layout.
+    """
+    with torch.device("meta"), _Copies() as copies:
+        part = module.build(options, layers)
+    if not isinstance(part, nn.Module):
+        raise UserError(f"build of {target} must return a torch.nn.Module; it returns {part!r}")
+    lost = {tensor.untyped_storage()._cdata for tensor in copies.into}
+    seen: dict[int, str] = {}
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        if not parameter.is_meta or parameter.untyped_storage()._cdata in lost:
+            raise UserError(
+                f"{target}: build gives {name} values, which would be lost: each rank fills its part of the model by "
+                "init(name, values, options). Let that copy them, such as values.copy_(weights[name])"
+            )
+        if seen.setdefault(id(parameter), name) != name:
+            raise UserError(
+                f"{target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
+                "in one module and call torch.nn.functional with it where else it is used"
+            )
+    for name, child in part.named_modules():
+        for buffer in _buffers(child):
+            where = f"{target}: buffer {name}.{buffer}"
+            if buffer not in child._non_persistent_buffers_set:
+                raise UserError(f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm")
+            if not hasattr(child, "reset_buffers"):
+                raise UserError(f"{where}: its module needs a method reset_buffers() that fills it")
+    return part
+
+
+def try_user_model(target: str, options: str) -> None:
+    """Import a user's module and build the whole model. `options`: its, as JSON. Raises UserError as building does."""
+    given = json.loads(options)
+    build_user_model(target, importlib.import_module(target), given, range(given["layers"]))
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -236,7 +236,7 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
     """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
     import torch
 
-    options = {**config.model.options, "layers": config.model.layers}
+    options = config.model.all_options
     for rank in range(layout.pipeline):
         try:
             module = facts.load(facts.root.parent)

@@ -6,6 +6,7 @@ It is taken when the run is made, and again by `resume --update-code`: an edit n
 from __future__ import annotations
 
 import ast
+import json
 import os
 import py_compile
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.trust import normalise
@@ -38,16 +40,17 @@ except UserError as error:
 """
 
 
-def try_code(code: Path, model: UserModel, not_this: str) -> None:
-    """Make such a copy elsewhere, import the user's own model from it once, and leave nothing.
+def try_code(code: Path, model: UserModel, options: Mapping[str, Any], not_this: str) -> None:
+    """Make such a copy elsewhere, import the user's own model from it and build it once, and leave nothing.
 
-    Raises UserError where `copy_code` would, or for a module that does not import.
+    options: what its `build` gets. Raises UserError where `copy_code` would, for a module that does not import, and for
+    what no layout can train.
     """
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         new = Path(folder, "code")
         _fill(new, model, not_this)
         _compile(new, code)
-        _import(new, model.target)
+        _try_model(new, model.target, options)
 
 
 def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
@@ -132,13 +135,15 @@ def _compile(new: Path, code: Path) -> None:
             raise UserError(f"{inside}, which the jobs would run, is no Python: {words[-1]} ({words[0]})") from error
 
 
-def _import(code: Path, module: str) -> None:
-    """Import a model in a process of its own, with everything that it imports (torch, mostly: that takes seconds)."""
-    program = "import importlib, sys; importlib.import_module(sys.argv[1])"
-    done = _child(code, program, module, slow=f"model.target: do less at the top level of {module}: importing it")
+def _try_model(code: Path, module: str, options: Mapping[str, Any]) -> None:
+    """Import a model and build it without memory, in a process of its own (torch takes seconds)."""
+    arguments = ["pipeline.model.task", "try_user_model", module, json.dumps(options)]
+    done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
+    if done.returncode == Exit.USER_ERROR:
+        raise UserError(done.stdout.rstrip())
     if done.returncode:
         told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-4:])
-        raise UserError(f"model.target: {module} cannot be imported here, and no job could:\n{told}")
+        raise UserError(f"model.target: {module} cannot be imported or built here, and no job could:\n{told}")
 
 
 def ask_child(module: str, function: str, *arguments: str) -> None:

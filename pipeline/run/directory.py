@@ -324,10 +324,11 @@ class Run:
             yield
 
     def try_code(self) -> None:
-        """Raise UserError where the model of the user's own that `snapshot_code` would copy cannot be imported."""
+        """Raise UserError where the model of the user's own that `snapshot_code` would copy cannot be imported or
+        built."""
         config, model = self.config, found_for(self.config, _sources())
         if model is not None and config.site.python is None and config.site.container is None:  # theirs may not be here
-            try_code(self.code, model, config.run.root.name)
+            try_code(self.code, model, config.model.all_options, config.run.root.name)
 
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.

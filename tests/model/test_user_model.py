@@ -388,7 +388,20 @@ def test_lengths_outside_the_padding_are_refused(tmp_path: Path, lengths: list[i
 
 # -- refusals ----------------------------------------------------------------------------------------------------
 
-WHOLE = "ARRAYS = ('x',)\nINPUTS = ('x',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n"
+WHOLE = """\
+import torch
+ARRAYS = ('x',)
+INPUTS = ('x',)
+def build(options, layers): return torch.nn.Linear(2, 2)
+def loss(outputs, batch): ...
+"""
+LOADS = """\
+def build(options, layers):
+    net = torch.nn.Linear(2, 2)
+    net.load_state_dict({'weight': WEIGHT, 'bias': WEIGHT[0]})
+    return net
+WEIGHT = torch.ones(2, 2)
+"""
 
 
 @pytest.mark.parametrize(
@@ -431,11 +444,17 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
         ("def helper(:\n", r"nothing_here.py is no Python that .*invalid syntax"),
         (
             "import torch_of_tomorrow\n",
-            r"nothing_here cannot be imported here(.|\n)*No module named 'torch_of_tomorrow'",
+            r"nothing_here cannot be imported or built here(.|\n)*No module named 'torch_of_tomorrow'",
         ),
         (
             "WIDTH = depth * 2\n",
-            r"cannot be imported here, and no job could:(.|\n)*line 5(.|\n)*name 'depth' is not defined",
+            r"cannot be imported or built here, and no job could:(.|\n)*line 6(.|\n)*name 'depth' is not defined",
+        ),
+        ("def build(options, layers): return None\n", "must return a torch.nn.Module; it returns None"),
+        ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is kept .* take GroupNorm"),
+        (
+            LOADS,
+            r"build gives weight values, which would be lost.* init\(name, values, options\)",
         ),
     ],
 )
@@ -571,6 +590,7 @@ def build_rank(place: Place, path: Path, text: str) -> str:
             "cannot be imported: No module named 'not_installed'",
         ),
         (".masked_fill(~real, 0.0).sum()", "", "must return a tensor without dimensions"),
+        (".masked_fill(~real, 0.0).sum()", ".masked_fill(~real, 0.0).mean()", "is no sum: it is "),
     ],
 )
 def test_what_a_module_may_not_do_is_told_by_the_ranks(series: Path, old: str, new: str, words: str) -> None:

@@ -127,6 +127,30 @@ def test_matrix_of_tensor_parallel(ranks: int, sequence: bool, loss_parallel: bo
     check(ranks, *({"parallel": parallel, "model": model, "train": FEW} for model in ({}, TIED)))
 
 
+@pytest.mark.long
+def test_layouts_of_a_model_of_a_realistic_size() -> None:
+    """Millions of entries in a tensor, whose squares one process must not add up worse than ranks with pieces do."""
+    vocab = 32_768
+    model = {"dim": 256, "layers": 8, "heads": 8, "intermediate_size": 704}
+    sections = {"model": model, "train": FEW, "optimizer": {"lr": 3e-4, "warmup_steps": 5, "clip_norm": 1.0}}
+    layouts: list[dict[str, Any]] = [
+        {"zero": 3},
+        {"tensor": 4},
+        {"tensor": 2, "pipeline": 2},
+        {"pipeline": 2, "zero": 1},
+        {"zero": 0},
+    ]
+    expected = run_ranks(1, train_rank, [tiny_config(1, **sections)], vocab, timeout=LIMIT_S)[0][0]
+    configs = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
+    for parallel, found in zip(layouts, run_ranks(4, train_rank, configs, vocab, timeout=LIMIT_S)[0], strict=True):
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5), f"{parallel}, step {step}: loss"
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-5 if step == 1 else 1e-4), (
+                f"{parallel}, step {step}: norm"
+            )
+    assert len(expected) == STEPS
+
+
 SCHEDULES = [
     ("gpipe", 1),
     ("1f1b", 1),

@@ -26,32 +26,34 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
     return config_from_mapping(base, "tiny")
 
 
-def batches(config: Config) -> Any:
+def batches(config: Config, vocab: int = VOCAB) -> Any:
     """Global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1); the same in every call."""
     import torch
 
     shape = (BATCHES, config.train.global_batch, config.data.sequence_length + 1)
-    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-def train(place: Place, config: Config, world: Any, steps: int = STEPS) -> tuple[Any, list[tuple[float, float]]]:
+def train(
+    place: Place, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
+) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
     from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
     from pipeline.train.engine import Engine
 
-    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
-    engine = Engine(config, layout, world, Task(config, VOCAB))
+    layout = layout_of(config, world.size, place.local_world_size, vocab)
+    engine = Engine(config, layout, world, Task(config, vocab))
     return engine, train_on(engine, place, 0, steps)
 
 
-def train_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+def train_rank(place: Place, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of each config in turn."""
     from pipeline.comm import groups
 
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
-    return [train(place, config, world)[1] for config in configs]
+    return [train(place, config, world, vocab=vocab)[1] for config in configs]
 
 
 def move_rank(
@@ -111,7 +113,7 @@ def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[flo
     limit = engine.config.optimizer.clip_norm
     part = engine.layout.coordinates(place.rank).data
     results = []
-    for step, batch in list(enumerate(batches(engine.config), 1))[done : done + steps]:
+    for step, batch in list(enumerate(batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.data)[part]}, step)
         norm = engine.clip(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
