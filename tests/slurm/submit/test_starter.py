@@ -24,6 +24,18 @@ from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
 SMALLER = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
 
 
+def write_data(folder: Path) -> None:
+    """What both configs name as data.source."""
+    corpus = write_corpus(folder, 100).read_text().splitlines()
+    for name in ("texts", "arrays"):
+        (folder / name).mkdir()
+    for number, text in enumerate(corpus):
+        (folder / f"texts/{number}.txt").write_text(text)
+    with h5py.File(folder / "arrays/a.h5", "w") as file:
+        file["inputs"] = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
+        file["labels"] = np.arange(80, dtype=np.uint8) % 8
+
+
 def trained(folder: Path, config: str, *more: str) -> Run:
     run = Run.create(load_config(folder / config, (*SMALLER, *more)))
     for stage in ("prepare", "shard"):
@@ -38,10 +50,7 @@ def test_the_text_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     assert "my_text.yaml; name your data in data.source, then: " in write_starter(Path(), model=False)
     assert os.listdir() == ["my_text.yaml"]
-    corpus = write_corpus(tmp_path, 100).read_text().splitlines()
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(corpus):
-        (tmp_path / f"texts/{number}.txt").write_text(text)
+    write_data(tmp_path)
     run = trained(tmp_path, "my_text.yaml", "data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
     assert run.path == tmp_path / "runs/my-text" and [*run.evaluation.glob("*.json")]
 
@@ -49,10 +58,7 @@ def test_the_text_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_model_trains_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_starter(Path(), model=True)
-    (tmp_path / "arrays").mkdir()
-    with h5py.File("arrays/a.h5", "w") as file:
-        file["inputs"] = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
-        file["labels"] = np.arange(80, dtype=np.uint8) % 8
+    write_data(tmp_path)
     run = trained(tmp_path, "my_model.yaml")
     assert '"accuracy"' in next(run.evaluation.glob("*.json")).read_text()
 
@@ -66,12 +72,15 @@ def test_the_command_writes_what_can_be_shown_and_never_overwrites(
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     assert sluice(*words).returncode == 0
+    early = sluice(config, "--dry-run")
+    assert early.returncode == Exit.USER_ERROR and "error: data.source: " in early.stderr, "its data are not named yet"
+    write_data(tmp_path)
     shown = sluice(config, "--dry-run")
     assert shown.returncode == 0 and "python -m slurm train" in shown.stdout, shown.stderr
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     again = sluice(*words)
     assert again.returncode == Exit.USER_ERROR and "exists already and stays as it is" in again.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors know its keys"
 
 
