@@ -55,9 +55,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         with suppress(Exception):
             report.sections.append((" ".join(command), cluster.output(command)))
     folder = arguments.get("tmp_path")
-    for file in [*Path(folder).glob("runs/*/events.jsonl")] if folder else []:
-        lines = file.read_text(errors="replace").splitlines()[-12:]
-        report.sections.append((str(file), "\n".join(line[:500] for line in lines)))
+    for pattern, last in ("runs/*/events.jsonl", 12), ("*.log", 80), ("runs/*/jobs/*/*.log", 40):
+        for file in [*Path(folder).glob(pattern)] if folder else []:
+            lines = file.read_text(errors="replace").splitlines()[-last:]
+            report.sections.append((str(file), "\n".join(line[:500] for line in lines)))
 
 
 @pytest.fixture
