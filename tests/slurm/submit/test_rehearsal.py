@@ -24,7 +24,12 @@ data: {source: images.h5, held_out: 0.1}
 model: {target: own}
 train: {steps: 2}
 """
-MODULE = "ARRAYS = INPUTS = ('images',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n"
+MODULE = """\
+import torch
+ARRAYS = INPUTS = ('images',)
+def build(options, layers): return torch.nn.Linear(2, 2)
+def loss(outputs, batch): ...
+"""
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
     make_images.main(folder / "images.h5", 20)
     rehearse(load_config(folder / "own.yaml"), False)
     (folder / "own.py").write_text(f"{MODULE}import not_there\n")
-    assert "own cannot be imported here" in refusal(config="own.yaml")
+    assert "own cannot be imported or built here" in refusal(config="own.yaml")
     image = "site.container={runtime: apptainer, image: /x.sif}"
     rehearse(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
 

@@ -1,0 +1,121 @@
+"""The commands of docs/guides and of the README, read from these files, in a fresh copy of the checkout.
+
+Files that a guide shows are written, commands are run by a shell, and what is printed is compared with what the guide
+prints: every line of it, in its order, numbers aside; `…` stands for anything. Nothing is activated: `python` is one
+without our packages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+
+pytestmark = pytest.mark.timeout(900)
+cluster = cluster_fixture(accounting=True)
+_BLOCK = re.compile(r"(?:^`([\w./]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A file to write, or a command with what it should print."""
+
+    file: str
+    command: str
+    text: str
+
+
+def steps(document: Path) -> Iterator[Step]:
+    """What a document says to do, in its order."""
+    for name, language, text in _BLOCK.findall(document.read_text()):
+        if name:
+            yield Step(name, "", text)
+        for part in re.split(r"^\$ ", text, flags=re.M)[1:] if not language else ():
+            command, _, printed = part.partition("\n")
+            yield Step("", command, printed)
+
+
+def agree(expected: str, printed: str) -> bool:
+    """Whether `printed` has all lines of `expected`: numbers may differ, `…` is anything, also whole lines."""
+    number = r"\d[\d.,:]*"
+    pattern = ""
+    for line in expected.splitlines():
+        pieces = [number.join(map(re.escape, re.split(number, piece))) for piece in line.split("…")]
+        pattern += r"(?:.*\n)?" if line == "…" else r"[^\n]*".join(pieces) + r"\n"
+    return re.fullmatch(re.sub(r"(\\ )+", r"\\s+", pattern), printed, re.S) is not None
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `git clone` and `make install` leave it."""
+    folder = tmp_path_factory.mktemp("fresh") / "sluice"
+    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(CODE_ROOT, folder, ignore=left_out)
+    git = ["git", "-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    for command in ("init -q", "add -A", "commit -q -m all"):
+        subprocess.run([*git, *command.split()], cwd=folder, check=True, timeout=60)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder.parent / "bin").mkdir()
+    (folder.parent / "bin/python").symlink_to(os.path.realpath(sys.executable))
+    return folder
+
+
+def follow(checkout: Path, document: str, environment: dict[str, str] | None = None) -> int:
+    """Do what a document says; how many commands that were."""
+    env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "SLURM_CONF")}
+    outside = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
+    env |= {"PATH": ":".join([str(checkout.parent / "bin"), *outside]), "COLUMNS": "120", **(environment or {})}
+    count = 0
+    for step in steps(checkout / document):
+        if step.file:
+            (checkout / step.file).write_text(step.text)
+            continue
+        if " report runs/my-job" in step.command:
+            wait_for_the_end(checkout / "runs/my-job")
+        done = subprocess.run(
+            ["bash", "-c", step.command], cwd=checkout, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{step.command}\n{done.stdout}{done.stderr}"
+        assert agree(step.text, done.stdout), f"{step.command} should print\n{step.text}\nand printed\n{done.stdout}"
+        count += 1
+    return count
+
+
+def wait_for_the_end(run: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not any(event["event"] == "done" for event in Run.open(run).read_events("evaluate")):
+        assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
+        time.sleep(0.5)
+
+
+@pytest.mark.short
+def test_what_is_compared() -> None:
+    assert agree("a 1.5 b\n…\nlast … 2\n", "a 27 b\nx\ny\nlast one 33\n") and agree("…\nb\n", "b\n")
+    assert not agree("a\nb\n", "a\nc\nb\n") and not agree("…\nb 1\n", "b one\n") and not agree("a\n", "a\nb\n")
+
+
+def test_text_model_and_weights(checkout: Path) -> None:
+    """One after the other, as the third uses the runs of the first two."""
+    for guide, commands in ("your-text", 7), ("your-model", 4), ("weights-elsewhere", 2):
+        assert follow(checkout, f"docs/guides/{guide}.md") == commands, guide
+
+
+def test_to_the_cluster(checkout: Path, cluster: Cluster) -> None:
+    if not (checkout / "my_text.yaml").exists():
+        subprocess.run([sys.executable, "submit.py", "init"], cwd=checkout, check=True, capture_output=True, timeout=60)
+        (checkout / "texts").mkdir()
+        shutil.copy(checkout / "docs/cluster.md", checkout / "texts/cluster.txt")
+    assert follow(checkout, "docs/guides/to-the-cluster.md", cluster.environment()) == 5
