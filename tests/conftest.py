@@ -54,11 +54,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     for command in (["squeue", "--states=all"], ["sinfo", "-N", "-o", "%N %T %E"]):
         with suppress(Exception):
             report.sections.append((" ".join(command), cluster.output(command)))
-    folder = arguments.get("tmp_path")
-    for pattern, last in ("runs/*/events.jsonl", 12), ("*.log", 80), ("runs/*/jobs/*/*.log", 40):
-        for file in [*Path(folder).glob(pattern)] if folder else []:
-            lines = file.read_text(errors="replace").splitlines()[-last:]
-            report.sections.append((str(file), "\n".join(line[:500] for line in lines)))
+    files = [(file, 60) for file in sorted((cluster.directory / "log").glob("*.log"))]
+    if folder := arguments.get("tmp_path"):
+        for pattern, last in ("runs/*/events.jsonl", 12), ("*.log", 80), ("runs/*/jobs/*/*.log", 40):
+            files += [(file, last) for file in sorted(Path(folder).glob(pattern))]
+    for file, last in files:
+        lines = file.read_text(errors="replace").splitlines()[-last:]
+        report.sections.append((str(file), "\n".join(line[:500] for line in lines)))
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ def print_runs(root: Path, console: Console) -> None:
     found |= {run: _rows(run, jobs) for run in asked}
     cells = [_cells(run, found[run]) for run in sorted(found, key=_changed)]
     if cells:
-        console.print(grid([["run", "stage", "state", "step", "loss", "changed"], *cells], console.width))
+        head = ["run", "stage", "state", "step", "loss", "changed"]
+        console.print(grid([head, *cells], console.width), soft_wrap=True)
     elif not broken:
         console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
     for words in broken:

@@ -144,16 +144,16 @@ def print_report(run: Run, console: Console) -> None:
     results, odd = all_results(run)
     told = [*failures(lookout.points), *_lines(run, training)]
     told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
-    shown: list[RenderableType] = [run.title, *map(grid, filter(None, tables)), *told]
-    for part in shown:
-        console.print(part, soft_wrap=isinstance(part, str))
+    for part in (run.title, *(grid(cells, console.width) for cells in tables if cells), *told):  # the page has all
+        console.print(part, soft_wrap=True)
     curves = {
         one.path.name: [(m["step"], m["loss"]) for m in lines.read(one.metrics, lines.metric) if m["loss"] is not None]
         for one in sweep.points(run) or [run]
     }
     pictures = html.timeline(attempts) + html.loss_curves(curves)
     page = run.path / "report.html"
-    everything: list[RenderableType] = [*shown, *map(grid, filter(None, [_evaluations(results)]))]
+    everything = [run.title, *map(grid, filter(None, tables)), *told]
+    everything += map(grid, filter(None, [_evaluations(results)]))
     with suppress(PermissionError):  # somebody else's run
         write_atomic(page, html.page(run.title, everything, pictures))
         console.print(f"with pictures: {page}", soft_wrap=True)

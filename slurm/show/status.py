@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -44,8 +45,8 @@ from slurm.show.ledger import seconds
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
-_LEAST_WANTED = ("attempts", "nodes", "time", "loss", "job", "step")
-"""Columns that go where a terminal is narrow, in this order: Slurm's reason stays."""
+_LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
+"""Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
 IDLE_LOOKS = 2
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
 and while a file system shows the outputs late, it may seem so for a moment."""
@@ -226,14 +227,19 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
 def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
     """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right.
 
-    What does not fit into `width` is left out, the least wanted column first.
+    What does not fit into `width` is left out, the least wanted column first; what then does not fit is not cut: print
+    with `soft_wrap`, and the terminal wraps the lines.
     """
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
     columns = {column[0]: column for column in zip(*cells, strict=True)}
+
+    def needed() -> int:
+        return sum(max(map(cell_len, column)) + 2 for column in columns.values()) - 2
+
     for name in _LEAST_WANTED:
-        if width is None or sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= width:
+        if width is None or needed() <= width:
             break
         columns.pop(name, None)
+    drawn = Table(box=None, pad_edge=False, header_style="bold", width=needed())
     for name, *column in columns.values():
         drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
     for row in [*zip(*columns.values(), strict=True)][1:]:

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture(accounting=True)
 _BLOCK = re.compile(r"(?:^`([\w./]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
+_PROGRESS = re.compile(r"^(prepare|shard|train|evaluate) +(running|starting|step |[\d,]+/).*\n", re.M)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -49,8 +51,12 @@ def steps(document: Path) -> Iterator[Step]:
 
 
 def agree(expected: str, printed: str) -> bool:
-    """Whether `printed` has all lines of `expected`: numbers may differ, `…` is anything, also whole lines."""
+    """Whether `printed` has all lines of `expected`: numbers may differ, `…` is anything, also whole lines.
+
+    How often a stage tells how far it is depends on the machine: no such line counts.
+    """
     number = r"\d[\d.,:]*"
+    expected, printed = (_PROGRESS.sub("", text) for text in (expected, printed))
     pattern = ""
     for line in expected.splitlines():
         pieces = [number.join(map(re.escape, re.split(number, piece))) for piece in line.split("…")]
@@ -73,11 +79,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def follow(checkout: Path, document: str, environment: dict[str, str] | None = None) -> int:
-    """Do what a document says; how many commands that were."""
+def shell(checkout: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """What a person's shell makes of a command."""
     env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "SLURM_CONF")}
     outside = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
-    env |= {"PATH": ":".join([str(checkout.parent / "bin"), *outside]), "COLUMNS": "120", **(environment or {})}
+    env |= {"PATH": ":".join([str(checkout.parent / "bin"), *outside]), "COLUMNS": "120", **more}
+    return subprocess.run(["bash", "-c", command], cwd=checkout, env=env, capture_output=True, text=True, timeout=600)
+
+
+def follow(checkout: Path, document: str, **environment: str) -> int:
+    """Do what a document says; how many commands that were."""
     count = 0
     for step in steps(checkout / document):
         if step.file:
@@ -85,9 +96,7 @@ def follow(checkout: Path, document: str, environment: dict[str, str] | None = N
             continue
         if " report runs/my-job" in step.command:
             wait_for_the_end(checkout / "runs/my-job")
-        done = subprocess.run(
-            ["bash", "-c", step.command], cwd=checkout, env=env, capture_output=True, text=True, timeout=300
-        )
+        done = shell(checkout, step.command, **environment)
         assert done.returncode == 0, f"{step.command}\n{done.stdout}{done.stderr}"
         assert agree(step.text, done.stdout), f"{step.command} should print\n{step.text}\nand printed\n{done.stdout}"
         count += 1
@@ -109,7 +118,7 @@ def test_what_is_compared() -> None:
 
 def test_text_model_and_weights(checkout: Path) -> None:
     """One after the other, as the third uses the runs of the first two."""
-    for guide, commands in ("your-text", 7), ("your-model", 4), ("weights-elsewhere", 2):
+    for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 2):
         assert follow(checkout, f"docs/guides/{guide}.md") == commands, guide
 
 
@@ -118,4 +127,23 @@ def test_to_the_cluster(checkout: Path, cluster: Cluster) -> None:
         subprocess.run([sys.executable, "submit.py", "init"], cwd=checkout, check=True, capture_output=True, timeout=60)
         (checkout / "texts").mkdir()
         shutil.copy(checkout / "docs/cluster.md", checkout / "texts/cluster.txt")
-    assert follow(checkout, "docs/guides/to-the-cluster.md", cluster.environment()) == 5
+    assert follow(checkout, "docs/guides/to-the-cluster.md", **cluster.environment()) == 5
+
+
+@pytest.mark.long
+def test_the_commands_of_the_readme(checkout: Path) -> None:
+    """The quickstart, then each line of the list of commands, with what must be filled in."""
+    text = (checkout / "README.md").read_text()
+    (run,) = (step for step in steps(checkout / "README.md") if step.command == "make run")
+    made = shell(checkout, run.command)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert agree("…\n" + run.text, made.stdout), made.stdout
+    listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
+    assert len(listed) == 12
+    for line in listed:
+        command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
+        done = shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    mistake = next(step for step in steps(checkout / "README.md") if "global_bach" in step.command)
+    done = shell(checkout, mistake.command)
+    assert done.returncode == 2 and agree(mistake.text, done.stderr), done.stderr

@@ -102,6 +102,20 @@ def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
     assert ("attempts" in lines[1]) == (width == 160)
 
 
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_no_cell_is_cut(width: int) -> None:
+    """Columns go that are least wanted; what is wider than the terminal then is wrapped by it, line by line."""
+    parts = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
+    cells = [["stage", "attempt", "ranks", "end", *parts], ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
+    console = Console(width=width, record=True)
+    console.print(status.grid(cells, width), soft_wrap=True)
+    lines = console.export_text().splitlines()
+    shown = [(name, cell) for name, cell in zip(*cells, strict=True) if name in lines[0]]
+    assert lines[1].split() == " ".join(cell for _, cell in shown).split() and "…" not in "".join(lines)
+    assert {"stage", "attempt", "end", "queue", "start-up", "compute", "in all"} <= {name for name, _ in shown}
+    assert (("idle", "11:22:33") in shown) == (width == 120)
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
