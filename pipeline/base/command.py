@@ -17,6 +17,14 @@ def command(*words: str) -> str:
     return " ".join([*_door(sys.argv[0]), *map(shlex.quote, words)])
 
 
+def command_again(*more: str) -> str:
+    """The command that was typed, at whatever door, with more words."""
+    typed = Path(sys.argv[0])
+    if typed.name == "__main__.py":
+        return shlex.join(["python", "-m", typed.parent.name, *sys.argv[1:], *more])
+    return command(*sys.argv[1:], *more)
+
+
 def venv_python(script: Path) -> Path:
     """The Python of the environment that `make install` makes beside submit.py."""
     return script.resolve().parent / ".venv/bin/python"

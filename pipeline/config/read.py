@@ -75,7 +75,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = config_from_mapping(_anchored(merge(_read(Path(path)), parse_overrides(overrides))), where)
+    config = config_from_mapping(overridden(_read(Path(path)), overrides), where)
     point_configs(config)
     return config
 
@@ -129,6 +129,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         value = _parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
         changes = merge(changes, _nested(names, value, COMMAND_LINE))
     return changes
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with those of the command line over them, and absolute paths."""
+    return _anchored(merge(values, parse_overrides(overrides)))
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
