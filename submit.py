@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.base.command import venv_python
+from pipeline.base.command import command, venv_python
 
 try:
     from enum import StrEnum  # Python 3.11
@@ -119,6 +119,8 @@ def submit(
     from slurm.query.jobs import running, uses_slurm
     from slurm.submit.rehearsal import rehearse
 
+    if (config / "config.yaml").is_file():
+        raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor == Executor.AUTO or not dry_run:  # a dry run for Slurm needs none

@@ -8,6 +8,7 @@ what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -126,6 +127,7 @@ class _UserTask(Task):
         self.shapes = {name: (array.shape[1:], array.dtype) for name, array in manifest.train[0].arrays.items()}
         self.per_step = config.train.global_batch
         self.options = {**config.model.options, "layers": config.model.layers}
+        self.is_sum = False
 
     def build(self, layers: range) -> nn.Module:
         """Raises UserError for buffers and ties that would not be the same on every layout."""
@@ -206,7 +208,23 @@ class _UserTask(Task):
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
+        if not self.is_sum and type(outputs) is Tensor and loss.isfinite() and loss != 0:
+            self.is_sum = True
+            self._refuse_mean(loss, outputs, batch)
         return loss.float()
+
+    @torch.no_grad()
+    def _refuse_mean(self, loss: Tensor, outputs: Tensor, batch: Batch) -> None:
+        """Of all samples twice a sum is twice as much, and a mean the same. Random numbers go on as if not asked."""
+        same = False
+        with suppress(Exception), torch.random.fork_rng([outputs.get_device()] if outputs.is_cuda else []):
+            both = {name: torch.cat([part, part]) for name, part in batch.items()}
+            same = bool(torch.isclose(self.module.loss(torch.cat([outputs, outputs]), both), loss, rtol=1e-3))
+        if same:
+            raise UserError(
+                f"loss of {self.facts.target} is a mean: twice the samples have the same. Return the sum "
+                '(reduction="sum"), for means of parts do not add up to that of the batch'
+            )
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}

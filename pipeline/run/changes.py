@@ -73,11 +73,10 @@ def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str
 
 def refuse_more(run: Path, old: Config, new: Config) -> None:
     """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
+    larger = new.train.steps > old.train.steps
     for key, words in differences(old, new).items():
         made = made_with(run, key)
-        if made and key == "train.steps" and new.train.steps < old.train.steps:
-            raise UserError(f"{key}: {words}: resume can only make it larger: there is {made}")
-        if made and key != "train.steps":
+        if made and not (key == "train.steps" and larger):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
                 f"larger train.steps, and {', '.join(_ANY_TIME)}. For anything else start a new run: its config "

@@ -33,7 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.command import command
+from pipeline.base.command import command, did_you_mean
 from pipeline.base.errors import UserError, storage_error
 from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
@@ -161,8 +161,13 @@ class Run:
         """The run in directory `path`. Raises UserError where there is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
-            hint = "it is a file" if run.path.is_file() else hint
+            hint = f"there is no such directory{did_you_mean(Path(path), '*/config.yaml')}"
+            hint = "it has no config.yaml" if run.path.is_dir() else hint
+            if run.path.is_file():
+                hint = "it is a file"
+                with suppress(UserError):
+                    of = load_config(Path(path)).run
+                    hint = f"it is a config, that of the run {cls(of.root / of.name).name}"
             raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run

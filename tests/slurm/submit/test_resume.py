@@ -192,7 +192,7 @@ def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) ->
         errors = second.communicate(timeout=240)[1].decode()
     finally:
         second.kill()
-    assert second.returncode == Exit.USER_ERROR and "50 → 40: resume can only make it larger" in errors
+    assert second.returncode == Exit.USER_ERROR and "train.steps: 50 → 40: resume cannot change it" in errors
     assert Run.open(run.path).config.train.steps == 50
 
 
