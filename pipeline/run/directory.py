@@ -2,7 +2,7 @@
 
     runs/NAME/
       config.yaml      the resolved config, frozen when the run is made
-      changes.jsonl    what each `resume RUN key=value` changed since (config.yaml itself never changes)
+      changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since (config.yaml never changes)
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
       data/            tokenizer, work units, shards, manifest.json, rejected.jsonl

@@ -415,8 +415,7 @@ LATER = [
     Mistake(
         "a key that resume does not take",
         "resume runs/own optimizer.lr=0.1",
-        "optimizer.lr: 0.0003 → 0.1: resume cannot change it without changing the result: there is checkpoints/step-00000002 … "
-        "under another run.name",
+        "optimizer.lr: 0.0003 → 0.1: resume cannot change it … there is checkpoints/step-00000002 … another run.name",
         before=("own.yaml",),
         back="own.yaml optimizer.lr=0.1 run.name=fast",
         trains=True,

@@ -12,6 +12,7 @@ import gc
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.base.signals import SIGNALS
 from pipeline.checkpoint.saved import newest_step
+from pipeline.config.read import load_config
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -37,7 +39,7 @@ from slurm.submit import here
 from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
 from tests.support.needs import lacking
 from tests.support.ranks import run_ranks
-from tests.support.tiny import stage_rank, write_corpus
+from tests.support.tiny import digest, stage_rank, write_corpus
 
 
 class Stages:
@@ -151,6 +153,9 @@ def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.
     if back == "printed":
         back = re.findall(r"submit\.py (.+)$", said, re.M)[-1]
     assert submit_py(back) == Exit.DONE, f"{back}: {answer(capsys)}"
+    if row.trains and not row.back:
+        run = Run.open(next(Path("runs").iterdir()))
+        assert run.config == load_config(Path(row.typed.split()[0])), "all of the corrected config, and nothing else"
     if row.trains:
         newest = max(Path().glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)
         steps = [line["step"] for line in read_jsonl(newest)]
@@ -159,6 +164,24 @@ def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.
         assert (newest.parent / f"evaluation/step-{len(steps):08d}.json").exists()
     else:
         assert Stages.began or back == "status"
+
+
+@pytest.mark.story
+def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what was submitted before is known again; a correction of the correction is one, too."""
+    Stages.run = True
+    right = Path("own.yaml").read_text()
+    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    assert submit_py("own.yaml") != Exit.DONE
+    Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
+    for name in ("own", "own", "calm"):
+        assert submit_py(f"own.yaml run.name={name}") == Exit.DONE, answer(capsys)
+    assert digest(Run(Path("runs/own"))) == digest(Run(Path("runs/calm")))
+    assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
+    shutil.rmtree("runs/own/checkpoints")
+    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    assert submit_py("own.yaml evaluate.batch=8") != Exit.DONE
+    assert "corrected model.options.widht: None → 4" in answer(capsys), "also back to what it was made with"
 
 
 def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
