@@ -29,7 +29,7 @@ def command_again(*more: str) -> str:
 def did_you_mean(path: Path, files: str) -> str:
     """A hint at what there is in place of a missing path: of a name like it, by a pattern for its folder; or ""."""
     names = {str(found.relative_to(path.parent)).removesuffix("/config.yaml") for found in path.parent.glob(files)}
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
