@@ -116,20 +116,31 @@ def submit(
     """Make the run of a config (or find it) and run the stages that are not done."""
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
-    from slurm.query.jobs import uses_slurm
+    from slurm.query.jobs import running, uses_slurm
     from slurm.submit.rehearsal import rehearse
 
+    if (config / "config.yaml").is_file():
+        raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor == Executor.AUTO or not dry_run:  # a dry run for Slurm needs none
         chosen = _choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
-    rehearse(loaded, chosen == Executor.SLURM)
+    corrections = rehearse(loaded, chosen == Executor.SLURM).corrections
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
         print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
         return
-    _go(Run.create(loaded), chosen, again=False)
+    if corrections:
+        known.refuse_running(running(known))
+    run = Run.create(loaded)
+    if corrections:
+        from slurm.submit.chain import begin_anew
+
+        for key, words in corrections.items():
+            console.print(f"corrected {key}: {words}", soft_wrap=True)
+        begin_anew(run, asked_anew=True)
+    _go(run, chosen, again=bool(corrections))
 
 
 @app.command()
@@ -140,32 +151,24 @@ def resume(
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = Executor.AUTO,
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
-    enlarge train.steps."""
+    enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
-    from slurm.submit.chain import cancel_jobs
+    from slurm.submit.chain import begin_anew
 
     opened = _open(run)
     opened.refuse_foreign()
     chosen = _choose(executor, opened)
     asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
     with opened.alone():  # two at once: the second finds what the first one changed
-        if (asked_anew or update_code) and (busy := running(opened)):
-            raise UserError(
-                f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-                f"{command('cancel', run)}"
-            )
+        if asked_anew or update_code:
+            opened.refuse_running(running(opened))
         if update_code:
             opened.try_code()
-        everyone = (opened, *make_points(opened))
-        for one in everyone:
-            one.change(overrides or [])
+        for one in (opened, *make_points(opened)):
+            one.change(overrides or [], update_code)
         _refuse_unready(chosen, opened.config)
-        for one in everyone:
-            one.clear_requests()
-            one.event("resumed")
-        if asked_anew:
-            cancel_jobs(opened)  # what waits was asked of Slurm with the old values, and is submitted again
+        begin_anew(opened, asked_anew=asked_anew)
         if update_code:
             opened.snapshot_code()
             opened.event("code_updated", commit=opened.commit)

@@ -34,13 +34,13 @@ from data_prep.inputs.sources import Input, read_documents
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
+from pipeline.config.sections import LEAVE_SHARDS
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
     from data_prep.text.tokenizer import Encoder
 
-_NOT_IN_KEY = {"sequence_length", "verify", "max_rejected"}  # they leave the shards' bytes as they are
 _BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
 
 
@@ -82,7 +82,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
-        config = {**self.data.model_dump(mode="json", exclude=_NOT_IN_KEY), "source": self.data.sources}
+        config = {**self.data.model_dump(mode="json", exclude=LEAVE_SHARDS), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
     @property

@@ -13,8 +13,7 @@ The YAML is version 1.2's core schema, because the older rules that PyYAML follo
 Types are strict: `threads: "2"` and `deterministic: no` are errors, not guesses.
 
 A file that cannot be read is refused with its first mistake; then all wrong values are told at once, a line each:
-where it stands, its key, the value, and what is allowed there or the nearest valid key. Where it stands is known to
-the keys themselves (:class:`Key`), so that values keep it however they are merged.
+where it stands (its :class:`Key` knows), its key, the value, and what is allowed there or the nearest valid key.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pipeline.base.command import did_you_mean
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.config.layout import check
@@ -75,7 +75,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = config_from_mapping(_anchored(merge(_read(Path(path)), parse_overrides(overrides))), where)
+    config = config_from_mapping(overridden(_read(Path(path)), overrides), where)
     point_configs(config)
     return config
 
@@ -129,6 +129,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         value = _parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
         changes = merge(changes, _nested(names, value, COMMAND_LINE))
     return changes
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with those of the command line over them, and absolute paths."""
+    return _anchored(merge(values, parse_overrides(overrides)))
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,13 +194,14 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         text = content.decode("utf-8-sig")
     except (OSError, ValueError, UserError) as error:
-        raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}") from error
+        hint = did_you_mean(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}") from error
     if real in by or len(by) > _DEEPEST:
         raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")
     values = _parse(text, name)
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{name}: it should hold keys and values such as `run: {{name: first}}`, not "
+            f"{name}: it should hold keys and values such as `run: {{name: first}}` (`init` writes some), not "
             + ("nothing" if values is None else show(values))
         )
     return _extended(values, path.parent, (*by, real))
@@ -322,6 +328,7 @@ def _parse(text: str, name: str, where: str = "") -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at, what = mark.index if mark else None, f"{error.problem}{f' ({error.context})' if error.context else ''}"
+        what += "; put it in quotes" if "an alias" in what else "; indent with blanks" if r"'\t'" in what else ""
     except yaml.reader.ReaderError as error:
         at, what = error.position, f"the character {chr(error.character)!a} is not allowed"
     except RecursionError:

@@ -68,6 +68,10 @@ class TokenizerConfig(Section):
         return self
 
 
+LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected"}
+"""The keys of `data` that leave the shards' bytes as they are."""
+
+
 class DataConfig(Section):
     """From documents to shards of tokens."""
 

@@ -212,7 +212,7 @@ class _UserTask(Task):
         Outputs that cannot be taken apart by samples tell nothing.
         """
         leaves, count = tree_leaves(outputs), len(next(iter(batch.values())))
-        if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count for leaf in leaves):
+        if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count for leaf in leaves):
             return
 
         def loss(rows: list[int]) -> float:
@@ -224,7 +224,9 @@ class _UserTask(Task):
             )
 
         rows = [0, *range(min(count, _SAMPLES))]  # the first one twice, so that there are two
-        whole, each = loss(rows), [loss([row]) for row in rows]
+        device = leaves[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # they go on as if not asked
+            whole, each = loss(rows), [loss([row]) for row in rows]
         if abs(whole - sum(each)) > _ROUNDING * sum(map(abs, each)):  # false for what is not a number
             raise UserError(
                 f"loss of {self.facts.target} is no sum: it is {whole:.6g} for {len(rows)} samples that add up to "

@@ -2,7 +2,7 @@
 
     runs/NAME/
       config.yaml      the resolved config, frozen when the run is made
-      changes.jsonl    what each `resume RUN key=value` changed since (config.yaml itself never changes)
+      changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since (config.yaml never changes)
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
       data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
@@ -33,20 +33,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.command import command
+from pipeline.base.command import command, did_you_mean
 from pipeline.base.errors import UserError, storage_error
 from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.masking import masked
-from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, parse_overrides, point_configs
+from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, overridden, point_configs
 from pipeline.config.sections import Config, Sharing
+from pipeline.config.stages import STAGES
 from pipeline.config.user_model import UserModel, found_for
-from pipeline.run import lines
+from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
-_MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
-"""What `resume` takes besides a larger `train.steps`."""
 
 
 def now() -> str:
@@ -91,6 +90,8 @@ class Run:
         self.save_file = self.path / "save"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
+        self.corrections: dict[str, str] = {}
+        """What the config that it was rehearsed with corrects, in words by keys."""
 
     # -- making and finding ------------------------------------------------------------------------------
 
@@ -103,8 +104,11 @@ class Run:
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
             run.refuse_foreign()
-            run._refuse_another(config)
             run.refuse_cancelled()
+            run.corrections = run._corrected(config)
+            if run.corrections:
+                run._config = config
+                found_for(config, run._folders)
             return run
         there = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
         try:
@@ -119,10 +123,10 @@ class Run:
 
     @classmethod
     def create(cls, config: Config) -> Run:
-        """Make the run of `config`, or find it where it was made before with the same config.
+        """Make the run of `config`, or find it where it was made before with the same config, or one to be corrected.
 
-        Raises UserError where a run of this name exists with another config, naming what differs, or where the code
-        cannot work.
+        Raises UserError where a run of this name exists with another config that something was made with, naming what
+        differs and what can be done, or where the code cannot work.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
@@ -138,7 +142,7 @@ class Run:
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
-                run._refuse_another(config)
+                run._correct(config)
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
@@ -152,21 +156,18 @@ class Run:
         words = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
         return storage_error(OSError(error.errno, error.strerror), self.path) or UserError(words)
 
-    def _refuse_another(self, config: Config) -> None:
-        """Raise UserError where the run was made with another config than this."""
-        if differences := describe_differences(load_config(self.config_file), config):
-            raise UserError(
-                "\n  ".join([f"{self.name} exists with another config:", *differences])
-                + f"\nchoose another run.name, or go on with the run as it is: {self.resume_command}"
-            )
-
     @classmethod
     def open(cls, path: str | Path) -> Run:
         """The run in directory `path`. Raises UserError where there is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            hint = "it has no config.yaml" if run.path.is_dir() else "there is no such directory"
-            hint = "it is a file" if run.path.is_file() else hint
+            hint = f"there is no such directory{did_you_mean(Path(path), '*/config.yaml')}"
+            hint = "it has no config.yaml" if run.path.is_dir() else hint
+            if run.path.is_file():
+                hint = "it is a file"
+                with suppress(UserError):
+                    of = load_config(Path(path)).run
+                    hint = f"it is a config, that of the run {cls(of.root / of.name).name}"
             raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run
@@ -197,43 +198,79 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The config as it holds now: config.yaml with all changes of `resume` applied."""
+        """The config as it holds now: config.yaml with all changes applied."""
         if self._config is None:
             values = load_config(self.config_file).model_dump(mode="json")
             for change in lines.read_all(self.changes, lines.change):
-                values = merge(values, change["set"])
+                values = change.get("submitted") or merge(values, change["set"])
             changed = f" with {self.changes.name}" if self.changes.exists() else ""
             self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
 
-    def change(self, overrides: Sequence[str]) -> None:
-        """Apply `resume RUN key=value …`: `parallel.*`, `stages.*`, `site.*`, `recovery.*`, a larger `train.steps`.
+    def change(self, overrides: Sequence[str], new_code: bool = False) -> None:
+        """Apply `resume RUN key=value …`: what makes nothing wrong that is there, and a larger `train.steps`.
 
-        Raises UserError for any other key, and ConfigError where the changed config is wrong.
+        `new_code`: `snapshot_code` follows. Raises UserError for any other key, and ConfigError where the changed
+        config is wrong.
         """
         if not overrides:
             return
-        changes = parse_overrides(overrides)
-        for key, value in flatten(changes).items():
-            if key == "train.steps" and (not isinstance(value, int) or value < self.config.train.steps):
-                steps = self.config.train.steps
-                raise UserError(f"{key}={value}: resume can only make it larger than the {steps} steps of this run")
-            if key != "train.steps" and not key.startswith(_MAY_CHANGE):
-                raise UserError(
-                    f"{key}: resume cannot change it without changing the result; it takes a larger train.steps, and "
-                    f"{', '.join(_MAY_CHANGE)}. For anything else start a new run (another run.name)"
-                )
-        changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")
-        point_configs(changed)
-        found_for(changed, [self.code])
-        append_line(self.changes, json.dumps(seal({"time": now(), "set": changes})))
-        self.event("changed", set=masked(flatten(changes)))
-        self._config = changed
+        config = config_from_mapping(overridden(self.config.model_dump(mode="json"), overrides), "command line")
+        changes.refuse_more(self.path, self.config, config)
+        point_configs(config)
+        found_for(config, _sources() if new_code else [self.code])
+        self._record(config)
+
+    def _record(self, config: Config, **more: Any) -> None:
+        change = changes.difference(*(one.model_dump(mode="json") for one in (self.config, config)))
+        append_line(self.changes, json.dumps(seal({"time": now(), "set": change, **more})))
+        self.event("changed", set=masked(changes.flatten(change)))
+        self._config = config
+
+    def _corrected(self, config: Config) -> dict[str, str]:
+        """What `config` corrects, in words by keys; nothing where it was submitted before, whatever `resume` changed.
+
+        Raises UserError where something that is there keeps the run to its own config, with what can be done.
+        """
+        asked = [line["submitted"] for line in lines.read_all(self.changes, lines.change) if line.get("submitted")]
+        if config == (config_from_mapping(asked[-1], str(self.changes)) if asked else load_config(self.config_file)):
+            return {}
+        return changes.corrections(self.path, self.name, self.config, config)
+
+    def _correct(self, config: Config) -> None:
+        """Go on as if the run had been made with `config`. Raises UserError as `_corrected` does."""
+        self.corrections = self._corrected(config)
+        if not self.corrections:
+            return
+        self.refuse_running([stage for stage in STAGES if self.holder(stage)])
+        if config.model.target is not None and self.takes_code:
+            copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
+        for name in ("config.yaml", "changes.jsonl"):
+            for file in self.path.glob(f"points/*/{name}"):
+                file.unlink()  # they are made again, from this config
+        self._record(config, submitted=config.model_dump(mode="json"))
+
+    def refuse_running(self, busy: Sequence[str]) -> None:
+        """Raise UserError where something, in words, is `busy` with what would be replaced."""
+        if busy:
+            raise UserError(
+                f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
+                f"{command('cancel', self.name)}"
+            )
 
     @cached_property
     def user_model(self) -> UserModel | None:
         """The module that gives its model, in the run's code, once it is made; None where that is the decoder."""
-        return found_for(self.config, [self.code] if self.config_file.exists() else _sources())
+        return found_for(self.config, self._folders)
+
+    @property
+    def takes_code(self) -> bool:
+        """Whether its copy of the code is yet to be taken: with a corrected config maybe the module was mended, too."""
+        return not self.config_file.exists() or (bool(self.corrections) and changes.trained(self.path) is None)
+
+    @property
+    def _folders(self) -> list[Path]:
+        return _sources() if self.takes_code else [self.code]
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -352,19 +389,3 @@ class Run:
 def _sources() -> list[Path]:
     """Where a model of the user's own is looked for, before Python's own places."""
     return [Path.cwd(), CODE_ROOT]
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def describe_differences(old: Config, new: Config) -> list[str]:
-    """Lines such as `train.steps: 200 → 300` for every key that differs."""
-    before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
-    shown, then = masked(before), masked(after)
-    keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {shown.get(k)} → {then.get(k)}" for k in keys if before.get(k) != after.get(k)]

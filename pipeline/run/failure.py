@@ -1,4 +1,7 @@
-"""What a failing rank leaves behind: an exit code, words, and `jobs/STAGE/error-rank-N.json` for the supervisor."""
+"""What a failing rank leaves behind: an exit code, words, and `jobs/STAGE/error-rank-N.json` for the supervisor.
+
+And the command that a person is told then.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from contextlib import suppress
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
 from pipeline.base.place import Place, step_id
+from pipeline.run.changes import trained
 from pipeline.run.directory import Run
 from pipeline.run.stages import task_of
 
@@ -62,3 +66,21 @@ def leave_peers(place: Place, code: Exit, message: str) -> None:
         null = subprocess.DEVNULL
         subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
     print(f"rank {place.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)
+
+
+def retry_command(run: Run, cause: str | None) -> str:
+    """What a person types after a stage failed of `cause`: maybe of a bug in their own module, mended by then."""
+    bug = run.config.model.target is not None and cause in ("crashed", "user_error")
+    return f"{run.resume_command}{' --update-code' if bug else ''}"
+
+
+def once_mended(run: Run, cause: str | None) -> str:
+    """The same with what it means, and what else there is, in lines."""
+    retry, made = retry_command(run, cause), trained(run.path)
+    said = [f"once that is mended: {retry}"]
+    if made is None:
+        said.append("where the config is wrong: correct it and give the same command again")
+    elif retry != run.resume_command:
+        target = run.config.model.target
+        said.append(f"--update-code takes {target} as it is then, and goes on from {made}, which the old one made")
+    return "\n".join(said)

@@ -47,6 +47,10 @@ def _stamp(value: Any) -> bool:
         return False
 
 
+def _mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
@@ -104,7 +108,7 @@ def bad_node(line: Any) -> bool:
 
 def change(line: Any) -> bool:
     """Whether it is a change of the config."""
-    return _fits(line, {"set": lambda value: isinstance(value, dict)}, {})
+    return _fits(line, {"set": _mapping}, {"submitted": _mapping})
 
 
 def decision(line: Any) -> bool:

@@ -33,6 +33,7 @@ from pipeline.run import lines as known
 from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.failure import retry_command
 from slurm.query import attempts
 from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
@@ -290,7 +291,8 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     everything = [*rows, *of_points]
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
-        lines.append(Text(f"to go on: {run.resume_command}"))
+        causes = [row.why[1:].partition(")")[0] for row in everything if row.state == "failed"]
+        lines.append(Text(f"to go on: {retry_command(run, causes[0] if causes else None)}"))
     if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))
     points = point_table(run, of_points)

@@ -21,6 +21,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
 from slurm.query import attempts
 from slurm.query.causes import leaving
@@ -101,8 +102,17 @@ class Chain:
             end = told.told
             raise UserError(
                 f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"once that is mended: {run.resume_command}"
+                f"{once_mended(run, end.get('cause'))}"
             )
+
+
+def begin_anew(run: Run, *, asked_anew: bool) -> None:
+    """Forget stops and failures: a person said to go on. `asked_anew`: with other values than Slurm was asked with."""
+    for one in (run, *make_points(run)):
+        one.clear_requests()
+        one.event("resumed")
+    if asked_anew:
+        cancel_jobs(run)  # what waits is submitted again
 
 
 def cancel_run(run: Run) -> list[str]:

@@ -19,6 +19,7 @@ from pipeline.base.place import in_allocation
 from pipeline.base.signals import StopFlag
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points
 from slurm.query import attempts
 from slurm.query.attempts import Attempts
@@ -117,5 +118,5 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
         say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
         return Exit.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
-    say(f"logs: {run.jobs / stage}\nonce that is mended: {run.resume_command}")
+    say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'))}")
     return Exit(end["exit_code"])

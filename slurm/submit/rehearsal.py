@@ -14,9 +14,10 @@ from pipeline.run.directory import Run
 from slurm.query.site_variables import refuse_unready
 
 
-def rehearse(config: Config, on_slurm: bool) -> None:
-    """Raise UserError where the run of `config` cannot be made, its inputs not be used, or its jobs not be written.
+def rehearse(config: Config, on_slurm: bool) -> Run:
+    """The run of `config`, made or not, with what the config corrects of one that is made.
 
+    Raises UserError where it cannot be made or corrected, its inputs not be used, or its jobs not be written.
     Inputs are looked at where they have yet to be read, and not inside a container, whose folders are its own.
     """
     run = Run.rehearse(config)
@@ -28,5 +29,6 @@ def rehearse(config: Config, on_slurm: bool) -> None:
         refuse_unready(config.site, os.environ)
         for stage in STAGES:
             parameters(run, run.config, stage, None)
-    if not run.config_file.exists():
+    if run.takes_code:
         run.try_code()  # it may take seconds, so it comes last
+    return run

@@ -137,7 +137,8 @@ def test_extended_values_are_blamed_on_their_file(tmp_path: Path) -> None:
         ),
         (
             "data: {extends: sub/empty.yaml}",
-            "run.yaml:3: extends: sub/empty.yaml: it should hold keys and values such as `run: {name: first}`, not "
+            "run.yaml:3: extends: sub/empty.yaml: it should hold keys and values such as `run: {name: first}` (`init` "
+            "writes some), not "
             "nothing",
         ),
         ("model: {extends: 5}", "run.yaml:3: extends: 5 should be the name of a file, or a list of names"),
@@ -347,8 +348,14 @@ modle: {}
             "run.yaml:2:1: cannot be read as YAML: but found another document "
             "(expected a single document in the stream)",
         ),
-        ("- a", 'run.yaml: it should hold keys and values such as `run: {name: first}`, not ["a"]'),
-        ("# nothing\n", "run.yaml: it should hold keys and values such as `run: {name: first}`, not nothing"),
+        (
+            "- a",
+            'run.yaml: it should hold keys and values such as `run: {name: first}` (`init` writes some), not ["a"]',
+        ),
+        (
+            "# nothing\n",
+            "run.yaml: it should hold keys and values such as `run: {name: first}` (`init` writes some), not nothing",
+        ),
     ],
 )
 def test_one_problem(tmp_path: Path, text: str, line: str) -> None:

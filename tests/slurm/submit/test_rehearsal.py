@@ -106,6 +106,8 @@ def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
     run = make_run(folder)
     (folder / "corpus.jsonl").unlink()
     rehearse(load_config(Path("tiny.yaml")), False)
+    assert rehearse(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), False).corrections
+    (run.checkpoints / "step-00000007").mkdir()
     assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in refusal("optimizer.lr=0.5")
     (run.data / "prepare.json").unlink()
     assert "corpus.jsonl' matches no file" in refusal()

@@ -181,6 +181,7 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
 
 def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
+    (run.checkpoints / "step-00000007").mkdir()  # else fewer would do
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
     with run.alone():
         second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -191,7 +192,7 @@ def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) ->
         errors = second.communicate(timeout=240)[1].decode()
     finally:
         second.kill()
-    assert second.returncode == Exit.USER_ERROR and "larger than the 50 steps" in errors
+    assert second.returncode == Exit.USER_ERROR and "train.steps: 50 → 40: resume cannot change it" in errors
     assert Run.open(run.path).config.train.steps == 50
 
 

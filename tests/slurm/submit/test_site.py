@@ -319,8 +319,9 @@ def test_secrets_of_the_setup_stay_where_jobs_need_them(tmp_path: Path) -> None:
     holding = {file.name for file in run.path.glob("*.*") if file.is_file() and b"hunter2" in file.read_bytes()}
     assert holding == {"config.yaml", "changes.jsonl"}
     assert '["export GH_PAT=*****", "export B=*****"]' in run.events.read_text()
-    others = config(tmp_path, "site.setup=[export GH_PAT=hunter22]")
-    refused(lambda: Run.create(others), "exists with another config", "site.setup: ['export GH_PAT=*****', 'module")
+    others = config(tmp_path, "site.setup=[export GH_PAT=hunter22]", "model.dropout=0.5")
+    (run.checkpoints / "step-00000007").mkdir()
+    refused(lambda: Run.create(others), "exists with another config", "site.setup: ['export GH_PAT=*****', 'export")
 
 
 @pytest.mark.parametrize(

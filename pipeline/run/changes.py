@@ -1,0 +1,117 @@
+"""What may still be changed of a run's config, and how a change is written.
+
+A config is corrected as long as nothing is there that the correction would make wrong: until a training has saved, any
+key; then those that shape no result, and by `resume` a larger `train.steps`. Finished shards keep the keys that shape
+them.
+
+A line of changes.jsonl has the values that were `set`; `submitted`, where it is there, is a whole corrected config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.command import command, command_again
+from pipeline.base.errors import UserError
+from pipeline.config.masking import masked
+from pipeline.config.sections import LEAVE_SHARDS, Config
+
+_ANY_TIME = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
+"""What `resume` takes at any time besides a larger `train.steps`."""
+_OF_NO_RESULT = (*_ANY_TIME, "checkpoint.", "evaluate.every", "train.log_every", "run.name", "run.root")
+
+
+def trained(run: Path) -> str | None:
+    """What a training, or one of a sweep's, left that only its own config goes on with: its newest checkpoint."""
+    return _newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
+
+
+def _newest(run: Path, *names: str) -> str | None:
+    found = [file for name in names for place in ("", "points/*/") for file in run.glob(place + name)]
+    return str(max(found).relative_to(run)) if found else None
+
+
+def made_with(run: Path, key: str) -> str | None:
+    """What is in the run's folder that another value of a key would make wrong; None where nothing is."""
+    section, _, name = key.partition(".")
+    if key.startswith(_OF_NO_RESULT):
+        return None
+    if key == "run.sharing":
+        return "config.yaml with the mode that it says"
+    if section == "data" and name not in LEAVE_SHARDS and (run / "data/manifest.json").exists():
+        return "data/manifest.json of the finished shards"
+    if section == "evaluate":
+        return _newest(run, "evaluation/step-*")
+    return trained(run)
+
+
+def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
+    """What the config `new` of the run `name` in folder `run` corrects, in words by keys.
+
+    Raises UserError where something was made with the old one, with what can be done instead.
+    """
+    found = differences(old, new)
+    kept = dict.fromkeys(made for key in found if (made := made_with(run, key)))
+    if not kept:
+        return found
+    values = flatten(new.model_dump(mode="json"))
+    shown = {key: value for key, value in values.items() if key in found and value == masked({key: value})[key]}
+    larger = new.train.steps > old.train.steps
+    takes = [key for key in shown if key.startswith(_ANY_TIME) or (key == "train.steps" and larger)]
+    free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
+    raise UserError(
+        "\n  ".join([f"{name} exists with another config:", *(f"{key}: {words}" for key, words in found.items())])
+        + f"\nwhat it has was made with its own: {', '.join(kept)}"
+        + f"\nto go on with it: {command('resume', name, *(f'{key}={json.dumps(shown[key])}' for key in takes))}"
+        + f"\nfor another run beside it: {command_again(f'run.name={new.run.name}-{free}')}"
+    )
+
+
+def refuse_more(run: Path, old: Config, new: Config) -> None:
+    """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
+    larger = new.train.steps > old.train.steps
+    for key, words in differences(old, new).items():
+        made = made_with(run, key)
+        if made and not (key == "train.steps" and larger):
+            raise UserError(
+                f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
+                f"larger train.steps, and {', '.join(_ANY_TIME)}. For anything else start a new run: its config "
+                "under another run.name"
+            )
+
+
+# -- from one config to the next -----------------------------------------------------------------------------
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `new` that are not those of `old`: merged into `old` they give `new`, if it has all its keys."""
+    values: dict[str, Any] = {}
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            value = difference(old[key], value)
+            if not value:
+                continue
+        elif key in old and old[key] == value:
+            continue
+        values[key] = value
+    return values
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def differences(old: Config, new: Config) -> dict[str, str]:
+    """Words such as `200 → 300` for every key that differs, by the dotted key; secrets are masked."""
+    before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
+    shown, then = masked(before), masked(after)
+    keys = sorted(before.keys() | after.keys())
+    return {k: f"{shown.get(k)} → {then.get(k)}" for k in keys if before.get(k) != after.get(k)}

@@ -1,0 +1,205 @@
+"""The mistakes of tests/support/mistakes.py: what is said, and that what it says leads to a training.
+
+What is typed first is refused, or a stage fails, with the words of the row; what is mended by hand is put right; then
+the printed command, or the same one again, gets through. submit.py runs in this process, and in place of jobs each
+stage is one forked rank. Where a config is refused at the door, `--dry-run`, which checks what submit checks, says that
+the door is open now; the rows that stop later train two steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import submit
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.base.signals import SIGNALS
+from pipeline.checkpoint.saved import newest_step
+from pipeline.config.read import load_config
+from pipeline.run import stages
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from pipeline.run.failure import explain
+from slurm.query import attempts
+from slurm.submit import here
+from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
+from tests.support.needs import lacking
+from tests.support.ranks import run_ranks
+from tests.support.tiny import digest, stage_rank, write_corpus
+
+
+class Stages:
+    """In place of the jobs of a chain: each stage in one forked rank."""
+
+    run = False
+    """Whether they run at all."""
+    began = False
+    """Whether a chain was let through."""
+
+    @classmethod
+    def chain(cls, run: Run, console: Console) -> Exit:
+        run.refuse_cancelled()
+        cls.began = True
+        for number, stage in enumerate(stages.own_stages(run) if cls.run else ()):
+            if stages.load(stage).missing(run) is None:
+                continue
+            for event in ("submitted", "started"):
+                run.event(event, stage, job_id=str(number), executor="local")
+            code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
+            if code != Exit.DONE:
+                words = {"cause": Exit(code).name.lower(), "exit_code": code, "message": message}
+                run.event("failed", stage, job_id=str(number), **words)
+                say = partial(console.print, soft_wrap=True)
+                return here.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
+        return Exit.DONE
+
+
+def in_a_rank(where: Place, path: Path, stage: str) -> tuple[int, str]:
+    """The stage's exit code and words."""
+    try:
+        return stage_rank(where, path, stage), ""
+    except Exception as error:
+        return explain(error)
+
+
+def submit_py(words: str) -> int:
+    """Type a command; its exit code."""
+    Stages.began = False
+    sys.argv = [str(CODE_ROOT / "submit.py"), *shlex.split(words)]
+    with pytest.raises(SystemExit) as ended:
+        submit.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a person, with both configs and what they need; what the door changes is put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(here, "run_chain", Stages.chain)
+    monkeypatch.setattr(Stages, "run", False)
+    for name, text in (("tiny.yaml", TEXT), ("own.yaml", OWN), ("own.py", MODULE)):
+        Path(name).write_text(text)
+    write_corpus(tmp_path, 60)
+    arrays("inputs", "labels")()
+    umask, handlers = os.umask(0o022), {number: signal.getsignal(number) for number in SIGNALS}
+    yield tmp_path
+    os.umask(umask)
+    gc.enable()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed since the last look."""
+    seen: Any = capsys.readouterr()
+    return str(seen.out + seen.err)
+
+
+def told(row: Mistake, said: str) -> None:
+    at = 0
+    for words in row.told.split(" … "):
+        at = said.find(words, at)
+        assert at >= 0, f"{words!r} is not said, or not in this order:\n{said}"
+    assert row.trains or "Traceback" not in said
+
+
+@pytest.mark.parametrize("row", AT_THE_DOOR, ids=lambda row: row.name)
+def test_what_is_refused_at_the_door_says_what_opens_it(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
+    row.first()
+    assert submit_py(row.typed) == Exit.USER_ERROR
+    told(row, answer(capsys))
+    assert not Path("runs").exists(), "nothing is left of it"
+    row.mended()
+    assert submit_py(f"{row.back or row.typed} --dry-run") == Exit.DONE, answer(capsys)
+
+
+QUICK = {"a wrong text_field", "a loss that is a mean", "more steps after the end"}
+"""Of those that train, these are tried before each commit."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.story] if row.trains and row.name not in QUICK else [])
+        for row in LATER
+    ],
+)
+def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
+    Stages.run = row.trains
+    for words in row.before:
+        assert submit_py(words) == Exit.DONE
+    row.first()
+    answer(capsys)
+    assert submit_py(row.typed) != Exit.DONE
+    said = answer(capsys)
+    told(row, said)
+    row.mended()
+    back = row.back or row.typed
+    if back == "printed":
+        back = re.findall(r"submit\.py (.+)$", said, re.M)[-1]
+    assert submit_py(back) == Exit.DONE, f"{back}: {answer(capsys)}"
+    if row.trains and not row.back:
+        run = Run.open(next(Path("runs").iterdir()))
+        assert run.config == load_config(Path(row.typed.split()[0])), "all of the corrected config, and nothing else"
+    if row.trains:
+        newest = max(Path().glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)
+        steps = [line["step"] for line in read_jsonl(newest)]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 2
+        assert newest_step(newest.parent / "checkpoints") == len(steps)
+        assert (newest.parent / f"evaluation/step-{len(steps):08d}.json").exists()
+    else:
+        assert Stages.began or back == "status"
+
+
+@pytest.mark.story
+def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what was submitted before is known again; a correction of the correction is one, too."""
+    Stages.run = True
+    right = Path("own.yaml").read_text()
+    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    assert submit_py("own.yaml") != Exit.DONE
+    Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
+    for name in ("own", "own", "calm"):
+        assert submit_py(f"own.yaml run.name={name}") == Exit.DONE, answer(capsys)
+    assert digest(Run(Path("runs/own"))) == digest(Run(Path("runs/calm")))
+    assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
+    shutil.rmtree("runs/own/checkpoints")
+    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    assert submit_py("own.yaml evaluate.batch=8") != Exit.DONE
+    assert "corrected model.options.widht: None → 4" in answer(capsys), "also back to what it was made with"
+
+
+def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked as another user, for root may read everything."""
+    if os.geteuid() != 0:
+        lacking("being somebody else needs root")
+    submit_py("tiny.yaml")
+    answer(capsys)
+    parents = [parent for parent in folder.parents if not parent.stat().st_mode & 1]
+    modes = {parent: parent.stat().st_mode for parent in parents}
+    for parent in (folder, *parents):
+        parent.chmod(0o755)
+    os.seteuid(1234)
+    try:
+        assert submit_py("status runs/tiny") == Exit.STORAGE
+    finally:
+        os.seteuid(0)
+        for parent, mode in modes.items():
+            parent.chmod(mode)
+    assert "runs/tiny/config.yaml: permission denied: check the owner and mode of the folder" in answer(capsys)
+    assert submit_py("status runs/tiny") == Exit.DONE
