@@ -206,9 +206,20 @@ def check(config: Config) -> None:
                 f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
-    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if config.train.steps is not None:
+        check_warmup(config, config.train.steps)
+    if config.train.evaluate_every is not None and config.data.held_out == 0:
+        raise ValueError("train.evaluate_every has nothing to look at: data.held_out is 0; hold some out, or leave it")
+
+
+def check_warmup(config: Config, steps: int) -> None:
+    """Raise LayoutError where the warm-up is longer than the training."""
+    warmup, train = config.optimizer.warmup_steps, config.train
     if warmup > steps:
-        raise ValueError(f"optimizer.warmup_steps ({warmup}) is more than train.steps ({steps})")
+        told = f"train.steps ({steps})"
+        if train.epochs is not None:
+            told = f"the {steps} steps of train.epochs ({train.epochs}): resume with more of them, or start a new run"
+        raise LayoutError(f"optimizer.warmup_steps ({warmup}) is more than {told}")
 
 
 def _between_replicas(config: Config) -> str | None:

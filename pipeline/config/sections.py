@@ -170,8 +170,11 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: PositiveInt
-    """Optimizer steps of the whole training."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the whole training; null: as many as `epochs` say. Exactly one of the two is given."""
+    epochs: PositiveInt | None = None
+    """How often the training sees each sample. The number of steps follows from the data, once it is sharded: whole
+    ones, the last filled up with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
@@ -187,9 +190,17 @@ class TrainConfig(Section):
     """Compile each decoder block with torch.compile."""
     log_every: PositiveInt = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
+    evaluate_every: PositiveInt | None = None
+    """Steps between two looks at held-out data by the ranks that train: `held_out_loss` in metrics.jsonl, a second
+    curve in report.html. null: none; what `evaluate` says of checkpoints is done in any case."""
+    evaluate_sequences: PositiveInt = 64
+    """How many held-out sequences (samples) such a look takes, always the same ones."""
 
     @model_validator(mode="after")
-    def _batch_fits(self) -> TrainConfig:
+    def _values_fit(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            given = "are both given: set one of them to null" if self.steps else "are both missing: give one of them"
+            raise ValueError(f"steps and epochs {given}")
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch ({self.global_batch}) is no multiple of micro_batch ({self.micro_batch})")
         return self

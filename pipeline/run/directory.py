@@ -46,7 +46,7 @@ from pipeline.run.code import CODE_ROOT, copy_code, try_code
 
 _UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
 _MAY_CHANGE = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
-"""What `resume` takes besides a larger `train.steps`."""
+"""What `resume` takes besides a larger `train.steps`, or `train.epochs`."""
 
 
 def now() -> str:
@@ -214,13 +214,14 @@ class Run:
         if not overrides:
             return
         changes = parse_overrides(overrides)
+        train = self.config.train
+        unit, before = ("steps", train.steps) if train.epochs is None else ("epochs", train.epochs)
         for key, value in flatten(changes).items():
-            if key == "train.steps" and (not isinstance(value, int) or value < self.config.train.steps):
-                steps = self.config.train.steps
-                raise UserError(f"{key}={value}: resume can only make it larger than the {steps} steps of this run")
-            if key != "train.steps" and not key.startswith(_MAY_CHANGE):
+            if key == f"train.{unit}" and (not isinstance(value, int) or value < (before or 0)):
+                raise UserError(f"{key}={value}: resume can only make it larger than the {before} {unit} of this run")
+            if key != f"train.{unit}" and not key.startswith(_MAY_CHANGE):
                 raise UserError(
-                    f"{key}: resume cannot change it without changing the result; it takes a larger train.steps, and "
+                    f"{key}: resume cannot change it without changing the result; it takes a larger train.{unit}, and "
                     f"{', '.join(_MAY_CHANGE)}. For anything else start a new run (another run.name)"
                 )
         changed = config_from_mapping(merge(self.config.model_dump(mode="json"), changes), "command line")

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint.save import State
-from pipeline.comm.groups import World, make_mesh
+from pipeline.comm.groups import World, agree, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.model.decoder import EMBEDDING, HEAD
+from pipeline.model.decoder import EMBEDDING, HEAD, put
 from pipeline.model.task import DTYPES, Batch, Task, recompute
 from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
@@ -296,6 +296,27 @@ class Engine:
     def saved_state(self) -> tuple[State, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
         return self.replicas.saved(self.state()), self.replicas.describe()
+
+    @torch.no_grad()
+    def copy_weights(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """Give `model`, whole or split in whatever way, the weights that a checkpoint would hold now.
+
+        All ranks call it; `group`: a Gloo group of all. Memory: one whole parameter at a time.
+        """
+        state, _ = self.saved_state()
+        owners: dict[str, int] = {}
+        if self.layout.pipeline > 1:  # each stage has its own: the first rank that has one sends it to all
+            for rank, names in reversed(list(enumerate(agree(group, lambda: list(state))))):
+                owners |= dict.fromkeys(names, rank)
+        for name, parameter in self.task.weights(model):
+            key = f"model.{name}"
+            if key in state:
+                values = _whole(state[key].to(self.world.device)).contiguous()
+            else:
+                values = torch.empty(parameter.shape, dtype=torch.float32, device=self.world.device)
+            if owners:
+                dist.broadcast(values, owners[key])
+            put(values, parameter)
 
     @torch.no_grad()
     def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:

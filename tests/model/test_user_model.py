@@ -128,7 +128,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
         chosen = kept[sample_indices(config.run.seed, (step - 1) * size, size, len(kept))]
         batch = {name: torch.from_numpy(np.stack([arrays[i] for i in chosen])) for name, arrays in samples.items()}
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+            group["lr"] = learning_rate(config.optimizer, step, config.train.steps or 0)
         total = batch["lengths"].sum() if "lengths" in batch else size
         loss = module.loss(model(*(batch[name] for name in facts.inputs)), batch) / total
         loss.backward()

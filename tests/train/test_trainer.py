@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
-from pipeline.data.manifest import load_manifest
+from pipeline.data.manifest import load_manifest, steps_of
+from pipeline.data.samples import TokenDataset
 from pipeline.parallel.plan import traffic
 from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -61,7 +63,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
         chosen = sample_indices(config.run.seed, (step - 1) * size, size, len(samples))
         batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+            group["lr"] = learning_rate(config.optimizer, step, steps)
         loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
@@ -174,3 +176,34 @@ def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
     ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
     found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
     assert found == [(False, False), (True, False), (True, True)]
+
+
+EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
+
+
+def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "epochs", data, *EPOCHS)
+    samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
+    steps = steps_of(run.config, run.data)
+    assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
+    assert load("train").progress(run).words == f"0/{steps} steps"
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
+    assert set(run_ranks(1, stage_rank, told.path, "train")) == {Exit.DONE}
+    assert digest(run) == digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
+    for wrong, says in {
+        "train.epochs=1": "larger than the 2 epochs",
+        "train.steps=99": "a larger train.epochs",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            run.change([wrong])
+    assert load("train").missing(run) is None
+    run.change(["train.epochs=3"])
+    assert f"of {-(-3 * samples // 100)}" in (load("train").missing(run) or "")
+
+
+def test_epochs_before_there_are_shards(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
+    assert load("train").progress(run).words == "2 epochs (steps known after shard)"
+    assert "unknown" in (load("train").missing(run) or "")
