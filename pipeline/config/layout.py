@@ -195,6 +195,10 @@ def check(config: Config) -> None:
         if "python-stdlib" in config.data.sources:
             raise ValueError("model.target: name the HDF5 files with its samples as data.source")
         refuse_changed(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
+    elif "own" in (config.optimizer.name, config.optimizer.schedule):
+        raise ValueError(
+            "optimizer.name and optimizer.schedule: own is for a model of your own: name model.target, too"
+        )
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes}:
         layout_of(config, nodes * train.tasks_per_node)
@@ -243,6 +247,13 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"{option} does not go with parallel.hook.kind {wanted.hook.kind}: gradients stay at home"
         if wanted.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
             yield f"{option} does not go with train.precision fp16, whose gradients change their scale: take bf16"
+    if config.optimizer.name == "own":
+        cutting = {"zero": wanted.zero, "tensor": wanted.tensor > 1, "pipeline": wanted.pipeline > 1}
+        cutting |= {"offload": wanted.offload, "local_sgd": wanted.local_sgd is not None}
+        if found := ", ".join(f"parallel.{key}" for key, value in cutting.items() if value):
+            yield f"optimizer.name own is for whole replicas, without {found}: leave that out, or take another"
+        if config.train.precision == "fp16":
+            yield "optimizer.name own does not go with train.precision fp16, which leaves first steps out: take bf16"
     if wanted.accurate_sums and wanted.backend != "mpi":
         yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:

@@ -206,29 +206,49 @@ class TrainConfig(Section):
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+USED_BY = {
+    "adamw": {"betas", "eps"},
+    "sgd": {"momentum"},
+    "muon": {"momentum", "betas", "eps"},
+    "own": {"momentum", "betas", "eps"},
+}
+"""Which of the optimizer's keys only some optimizers use."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd", "muon", "own"] = "adamw"
+    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101); `sgd`; `muon` for the matrices of the blocks, its updates as
+    large as AdamW's (Liu et al., arXiv 2502.16982), and AdamW for the rest; `own`: what `optimizer` of `model.target`
+    makes."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate, as a fraction of the peak."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate grows linearly from 0 to the peak."""
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay)."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "own"] = "cosine"
+    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay); `own`: the whole
+    course is what `learning_rate` of `model.target` says."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """Last part of the training in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of the momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
-    """Decoupled weight decay of matrices; vectors (norms) have none."""
+    """Weight decay of matrices, decoupled but for `sgd`, which adds it to the gradient; vectors (norms) have none."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
+
+    @model_validator(mode="after")
+    def _keys_are_used(self) -> OptimizerConfig:
+        unused = set().union(*USED_BY.values()) - USED_BY[self.name]
+        refuse_changed(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -267,7 +287,7 @@ class Config(Section):
     train: TrainConfig
     """The training loop."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the training saves and what it keeps."""
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -188,7 +188,7 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
         weights=4 * (parameters // share + copy),
         gathered=gathered,
         gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
-        optimizer=8 * parameters // share,
+        optimizer=(4 if config.optimizer.name == "sgd" else 8) * parameters // share,  # Muon: at most
         activations=peak + again,
     )
 

@@ -68,6 +68,8 @@ class Trainer:
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
         self.task = task_of(run, manifest)
+        own = config.optimizer.schedule == "own"
+        self.learning_rate = self.task.module.learning_rate if own else learning_rate
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)
@@ -115,7 +117,7 @@ class Trainer:
         batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, shape (B, T + 1)).
         """
         config, engine = self.config, self.engine
-        lr = learning_rate(config.optimizer, step, self.steps)
+        lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         self.meter.begin()
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
@@ -303,6 +305,8 @@ class Trainer:
         note: str | None = None
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
+        if manifest is None:
+            self.engine.begin_anew()
         if manifest is not None:
             refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])

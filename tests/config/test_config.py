@@ -287,7 +287,7 @@ modle: {}
             'run.yaml:8: train.deterministic: "no" should be true or false',
             "run.yaml:9: optimizer.betas.1 is missing; it should be a number at least 0 and less than 1",
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
-            "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd",
+            "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd, own",
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
             f'run.yaml:10: site.color: "red": there is no such key; site has {SITE_KEYS}',
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
@@ -388,6 +388,15 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         assert line.endswith(f"train: steps and epochs are {says}"), line
     (line,) = problems(tmp_path, SMALL, "train.evaluate_every=5", "data.held_out=0")
     assert "train.evaluate_every has nothing to look at: data.held_out is 0" in line
+    unused = {"sgd": "eps=1", "adamw": "momentum=0.5"}
+    for name, override in unused.items():
+        (line,) = problems(tmp_path, SMALL, f"optimizer.name={name}", f"optimizer.{override}")
+        assert f"{override.split('=')[0]} (" in line and f"means nothing here: optimizer.name is {name}" in line
+    (line,) = problems(tmp_path, SMALL, "optimizer.name=own")
+    assert "own is for a model of your own: name model.target, too" in line
+    own = ("optimizer.name=own", "model.target=mine", "data.source=x.h5")
+    (line,) = problems(tmp_path, SMALL, *own, "parallel.zero=1", "parallel.offload=true")
+    assert "without parallel.zero, parallel.offload: leave that out, or take another" in line
     assert problems(tmp_path, text, "train.micro_batch=5", "stages.train.nodes=4") == [
         "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
