@@ -12,11 +12,15 @@ from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.order import ORDER_VERSION
 
+LOOKING = ("log_every", "evaluate_every", "evaluate_sequences")
+"""Keys of `train` that change nothing of what is trained."""
+
 
 def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Hashes of the config and the data, and the version of the order of samples."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    for section, keys in {"train": ("steps", "log_every"), "data": ("verify", "max_rejected", "source")}.items():
+    unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
+    for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)
     return {

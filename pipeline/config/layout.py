@@ -195,6 +195,10 @@ def check(config: Config) -> None:
         if "python-stdlib" in config.data.sources:
             raise ValueError("model.target: name the HDF5 files with its samples as data.source")
         refuse_changed(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
+    elif "own" in (config.optimizer.name, config.optimizer.schedule):
+        raise ValueError(
+            "optimizer.name and optimizer.schedule: own is for a model of your own: name model.target, too"
+        )
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes}:
         layout_of(config, nodes * train.tasks_per_node)
@@ -206,9 +210,20 @@ def check(config: Config) -> None:
                 f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
-    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if config.train.steps is not None:
+        check_warmup(config, config.train.steps)
+    if config.train.evaluate_every is not None and config.data.held_out == 0:
+        raise ValueError("train.evaluate_every has nothing to look at: data.held_out is 0; hold some out, or leave it")
+
+
+def check_warmup(config: Config, steps: int) -> None:
+    """Raise LayoutError where the warm-up is longer than the training."""
+    warmup, train = config.optimizer.warmup_steps, config.train
     if warmup > steps:
-        raise ValueError(f"optimizer.warmup_steps ({warmup}) is more than train.steps ({steps})")
+        told = f"train.steps ({steps})"
+        if train.epochs is not None:
+            told = f"the {steps} steps of train.epochs ({train.epochs}): resume with more of them, or start a new run"
+        raise LayoutError(f"optimizer.warmup_steps ({warmup}) is more than {told}")
 
 
 def _between_replicas(config: Config) -> str | None:
@@ -232,6 +247,13 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"{option} does not go with parallel.hook.kind {wanted.hook.kind}: gradients stay at home"
         if wanted.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
             yield f"{option} does not go with train.precision fp16, whose gradients change their scale: take bf16"
+    if config.optimizer.name == "own":
+        cutting = {"zero": wanted.zero, "tensor": wanted.tensor > 1, "pipeline": wanted.pipeline > 1}
+        cutting |= {"offload": wanted.offload, "local_sgd": wanted.local_sgd is not None}
+        if found := ", ".join(f"parallel.{key}" for key, value in cutting.items() if value):
+            yield f"optimizer.name own is for whole replicas, without {found}: leave that out, or take another"
+        if config.train.precision == "fp16":
+            yield "optimizer.name own does not go with train.precision fp16, which leaves first steps out: take bf16"
     if wanted.accurate_sums and wanted.backend != "mpi":
         yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:

@@ -32,7 +32,8 @@ KNOWN_AS = {
     "gradient_clipping": "optimizer.clip_norm", "hidden_size": "model.dim", "learning_rate": "optimizer.lr",
     "max_grad_norm": "optimizer.clip_norm", "max_steps": "train.steps", "n_layers": "model.layers",
     "num_attention_heads": "model.heads", "num_hidden_layers": "model.layers", "num_key_value_heads": "model.kv_heads",
-    "num_steps": "train.steps", "optimizer": "optimizer.name", "save_every": "checkpoint.every_steps",
+    "num_steps": "train.steps", "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
+    "optimizer": "optimizer.name", "save_every": "checkpoint.every_steps",
     "seq_len": "data.sequence_length", "seq_length": "data.sequence_length",
 }  # fmt: skip
 """What other programs call a key of ours."""

@@ -179,8 +179,11 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: PositiveInt
-    """Optimizer steps of the whole training."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the whole training; null: as many as `epochs` say. Exactly one of the two is given."""
+    epochs: PositiveInt | None = None
+    """How often the training sees each sample. The number of steps follows from the data, once it is sharded: whole
+    ones, the last filled up with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
@@ -196,37 +199,65 @@ class TrainConfig(Section):
     """Compile each decoder block with torch.compile."""
     log_every: PositiveInt = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
+    evaluate_every: PositiveInt | None = None
+    """Steps between two looks at held-out data by the ranks that train: `held_out_loss` in metrics.jsonl, a second
+    curve in report.html. null: none; what `evaluate` says of checkpoints is done in any case."""
+    evaluate_sequences: PositiveInt = 64
+    """How many held-out sequences (samples) such a look takes, always the same ones."""
 
     @model_validator(mode="after")
-    def _batch_fits(self) -> TrainConfig:
+    def _values_fit(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            given = "are both given: set one of them to null" if self.steps else "are both missing: give one of them"
+            raise ValueError(f"steps and epochs {given}")
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch ({self.global_batch}) is no multiple of micro_batch ({self.micro_batch})")
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+USED_BY = {
+    "adamw": {"betas", "eps"},
+    "sgd": {"momentum"},
+    "muon": {"momentum", "betas", "eps"},
+    "own": {"momentum", "betas", "eps"},
+}
+"""Which of the optimizer's keys only some optimizers use."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd", "muon", "own"] = "adamw"
+    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101); `sgd`; `muon` for the matrices of the blocks, its updates as
+    large as AdamW's (Liu et al., arXiv 2502.16982), and AdamW for the rest; `own`: what `optimizer` of `model.target`
+    makes."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate, as a fraction of the peak."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate grows linearly from 0 to the peak."""
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay)."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "own"] = "cosine"
+    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay); `own`: the whole
+    course is what `learning_rate` of `model.target` says."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """Last part of the training in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of the momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
-    """Decoupled weight decay of matrices; vectors (norms) have none."""
+    """Weight decay of matrices, decoupled but for `sgd`, which adds it to the gradient; vectors (norms) have none."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
+
+    @model_validator(mode="after")
+    def _keys_are_used(self) -> OptimizerConfig:
+        unused = set().union(*USED_BY.values()) - USED_BY[self.name]
+        refuse_changed(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -265,7 +296,7 @@ class Config(Section):
     train: TrainConfig
     """The training loop."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the training saves and what it keeps."""
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -27,7 +27,14 @@ types, with the samples along the first dimension:
                                        torch's seeded generator; without it, matrices are normal with deviation
                                        `model.initializer_range`, vectors called `weight` are 1 and others 0
     blocks(model) -> list of Module    optional: what ZeRO gathers, recomputation repeats and compile compiles one by
-                                       one, and fp8 is for; without it ZeRO takes the whole model at once
+                                       one, fp8 is for, and whose matrices Muon takes; without it ZeRO takes the whole
+                                       model at once
+    optimizer(parameters, config)      optional (optimizer.name: own): a torch optimizer over `parameters`, a list of
+                                       (name, parameter); `config` has the keys of the section `optimizer`, such as
+                                       `config.lr`. Its state must be tensors. The schedule scales the rates of its
+                                       groups alike. Whole replicas (DDP) only
+    learning_rate(config, step, steps) optional (optimizer.schedule: own): the rate of `step`, from 1 to `steps`; a
+                                       function of these alone, or a run that is stopped becomes another one
     tensor_plan(options) -> dict       optional (parallel.tensor > 1): a `parallelize_module` plan. It must name every
                                        module with parameters; `pipeline.tensor_parallel.Replicated()` leaves one whole
 
@@ -164,6 +171,9 @@ def check(config: Config, model: UserModel) -> None:
         (recomputed != "none", f"parallel.activation_checkpointing {recomputed}", "blocks"),
         (train.compile, "train.compile", "blocks"),
         (train.precision == "fp8", "train.precision fp8", "blocks"),
+        (config.optimizer.name == "muon", "optimizer.name muon", "blocks"),
+        (config.optimizer.name == "own", "optimizer.name own", "optimizer"),
+        (config.optimizer.schedule == "own", "optimizer.schedule own", "learning_rate"),
     ]
     lacks = [
         f"{option} needs {'CUTS = True, and a build that gives parts' if name == 'CUTS' else f'a function {name}'}"

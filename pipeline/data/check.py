@@ -16,14 +16,13 @@ import torch.distributed as dist
 from pipeline.base.errors import InputError
 from pipeline.base.files import reading
 from pipeline.comm.groups import agree
-from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, load
+from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, manifest_for
 from pipeline.run.directory import Run
 
 
 def manifest_of(run: Run) -> Manifest | SampleManifest:
     """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
-    kind: type[Manifest | SampleManifest] = Manifest if run.config.model.target is None else SampleManifest
-    return load(run.data / "manifest.json", kind)
+    return manifest_for(run.config, run.data)
 
 
 def verify_shards(

@@ -16,6 +16,7 @@ from typing import ClassVar, TypeVar
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
+from pipeline.config.sections import Config
 from pipeline.config.types import Section
 
 FORMAT_VERSION = 1
@@ -136,6 +137,10 @@ class Manifest(Keyed):
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
 
+    def training_samples(self, length: int) -> int:
+        """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
+        return sum((shard.tokens - 1) // length for shard in self.train)
+
 
 SPLIT_SEED = 0
 """Seed of the permutation that says which samples are held out."""
@@ -163,6 +168,10 @@ class SampleManifest(Keyed):
     def samples(self) -> int:
         """All of them, held-out ones included."""
         return sum(entry.samples for entry in self.train)
+
+    def training_samples(self, length: int) -> int:
+        """How many samples there are to train on, whatever the `length` of a text's."""
+        return self.samples - self.held_out_samples
 
     @property
     def held_out(self) -> tuple[SampleFile, ...]:
@@ -200,3 +209,29 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
 def load_manifest(data_dir: Path) -> Manifest:
     """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
     return load(data_dir / "manifest.json", Manifest)
+
+
+def manifest_for(config: Config, data_dir: Path) -> Manifest | SampleManifest:
+    """What the shard stage left for this config. Raises InputError, naming the file, when it is missing or torn."""
+    kind: type[Manifest | SampleManifest] = Manifest if config.model.target is None else SampleManifest
+    return load(data_dir / "manifest.json", kind)
+
+
+def steps_of(config: Config, data_dir: Path) -> int | None:
+    """Optimizer steps of the whole training; None where `train.epochs` counts them and there are no shards yet."""
+    train = config.train
+    if train.epochs is None:
+        return train.steps
+    try:
+        samples = manifest_for(config, data_dir).training_samples(config.data.sequence_length)
+    except InputError:
+        return None
+    return -(-train.epochs * samples // train.global_batch)
+
+
+def steps_words(config: Config, data_dir: Path) -> str:
+    """How long the training is: `200 steps`, or epochs and what they come to."""
+    steps, epochs = steps_of(config, data_dir), config.train.epochs
+    if epochs is None:
+        return f"{steps} steps"
+    return f"{epochs} epoch{'s'[: epochs - 1]} ({'steps known after shard' if steps is None else f'{steps} steps'})"

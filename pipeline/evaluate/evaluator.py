@@ -16,6 +16,7 @@ frequencies of tokens, and nothing of their order, could reach at best.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,14 +40,24 @@ from pipeline.run.directory import Run
 
 
 class Evaluator:
-    """One rank of an evaluation; builds the model once and loads one checkpoint after another into it."""
+    """One rank of an evaluation; builds the model once and loads one checkpoint after another into it.
+
+    In a training (`within`: its agreement) it measures what the trainer puts into `model`, on so much of what is held
+    out as `train.evaluate_sequences` says.
+    """
 
     def __init__(
-        self, run: Run, manifest: Manifest | SampleManifest, world: groups.World, flag: StopFlag, watchdog: Watchdog
+        self,
+        run: Run,
+        manifest: Manifest | SampleManifest,
+        world: groups.World,
+        flag: StopFlag,
+        watchdog: Watchdog,
+        within: Agreement | None = None,
     ) -> None:
-        self.run, self.world, self.watchdog = run, world, watchdog
+        self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
         self.group = groups.side_group()
-        self.agreement = Agreement(flag, groups.side_group())
+        self.agreement = within or Agreement(flag, groups.side_group())
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
         self.identity = identity(config, manifest)
@@ -60,10 +71,11 @@ class Evaluator:
         self.model = model.to_empty(device=world.device).eval()
         task.fill(self.model, world.device)
         self.held_out: TextHeldOut | SampleHeldOut
+        limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
         if isinstance(manifest, Manifest):
-            self.held_out = TextHeldOut(run, manifest, world.device)
+            self.held_out = TextHeldOut(run, manifest, limit, world.device)
         else:
-            self.held_out = SampleHeldOut(task, manifest, config.evaluate.max_sequences, world.device)
+            self.held_out = SampleHeldOut(task, manifest, limit, world.device)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
@@ -77,11 +89,11 @@ class Evaluator:
             raise
         refuse_other(sealed, self.identity)
         load({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
-        sums = self._batch_sums(step)
-        if sums is None:
+        found = self.measure(step)
+        if found is None:
             return False
         if self.world.first:
-            result = {"step": step, **self.held_out.result(sums), "checkpoint": sealed["sha256"]}
+            result = {**found, "checkpoint": sealed["sha256"]}
             write_json(result_file(self.run, step), seal(result))
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.event("evaluated", "evaluate", step=step, **known)
@@ -89,27 +101,31 @@ class Evaluator:
         return True
 
     @torch.no_grad()
-    def _batch_sums(self, step: int) -> list[dict[str, float]] | None:
-        """Sums of every batch, in batch order, on every rank; None where the ranks agreed to stop."""
+    def measure(self, step: int, *, to_the_end: bool = False) -> dict[str, Any] | None:
+        """The result, on every rank, of the weights that `model` has now, those after `step`.
+
+        None where the ranks agreed to stop, unless it goes `to_the_end`.
+        """
         size, count = self.run.config.evaluate.batch, self.held_out.count
         batches = -(-count // size)
         mine: dict[int, dict[str, float]] = {}
         for first in range(0, batches, self.world.size):
             began = time.monotonic()
-            self.watchdog.enter(first, "batch")
+            self.watchdog.enter(step, "batch")
             self.agreement.start()
             number = first + self.world.rank
             if number < batches:
                 mine[number] = self.held_out.sums(self.model, number * size, min((number + 1) * size, count))
             elif self.split:  # the others gather weights from this rank too
                 self.held_out.sums(self.model, 0, 1)
-            if self.agreement.stop():
+            if self.agreement.stop() and not to_the_end:
                 return None
-            self.watchdog.stepped(time.monotonic() - began)
-            if self.world.first and first // self.world.size % 10 == 0:
-                print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
-        self.watchdog.enter(batches, "start")  # what comes now, another checkpoint too, depends on storage
+            if self.within is None:  # the limits of a training follow its steps
+                self.watchdog.stepped(time.monotonic() - began)
+                if self.world.first and first // self.world.size % 10 == 0:
+                    print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
+        self.watchdog.enter(step, "start")  # what comes now, another checkpoint too, depends on storage
         merged: dict[int, dict[str, float]] = {}
         for part in groups.agree(self.group, lambda: mine):
             merged |= part
-        return [merged[number] for number in range(batches)]
+        return {"step": step, **self.held_out.result([merged[number] for number in range(batches)])}

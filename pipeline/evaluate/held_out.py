@@ -52,13 +52,13 @@ class SampleHeldOut:
 
 
 class TextHeldOut:
-    """The held-out windows of text."""
+    """The held-out windows of text, the first `limit` of them."""
 
-    def __init__(self, run: Run, manifest: Manifest, device: torch.device) -> None:
+    def __init__(self, run: Run, manifest: Manifest, limit: int | None, device: torch.device) -> None:
         self.vocab_size, self.eos_id, self.device = manifest.vocab_size, manifest.eos_id, device
         self.length = length = run.config.data.sequence_length
         windows = [(s, start) for s in manifest.held_out for start in range(0, s.tokens, length)]
-        self.windows = windows[: run.config.evaluate.max_sequences]
+        self.windows = windows[:limit]
         self.count = len(self.windows)
         self._tokens = {shard.file: map_file(shard, run.data)["tokens"] for shard in manifest.held_out}
         ends = {shard.file: min(start + length, shard.tokens) for shard, start in self.windows}
@@ -83,7 +83,7 @@ class TextHeldOut:
         counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
         for shard, covered in self._covered:
             counts += np.bincount(self._tokens[shard.file][:covered], minlength=self.vocab_size)
-            text_bytes += round(shard.bytes * covered / shard.tokens)  # all of them, but for max_sequences
+            text_bytes += round(shard.bytes * covered / shard.tokens)  # all of them, but for a limit
         tokens = sum(covered for _, covered in self._covered)
         present = counts[counts > 0].astype(np.float64)
         loss = math.fsum(part["loss"] for part in sums) / tokens

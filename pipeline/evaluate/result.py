@@ -18,6 +18,8 @@ from pipeline.run.lines import number
 
 TEXT_FIGURES = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """What an evaluation on text has besides its loss."""
+HELD_OUT = "held_out_"
+"""What precedes the name of each figure that a training takes of held-out data (`train.evaluate_every`)."""
 
 
 def result_file(run: Run, step: int) -> Path:
@@ -72,6 +74,12 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     """What a model of one's own measured besides its loss; nothing for text."""
     known = ("step", "loss", "samples", "entries", "checkpoint", "sha256")
     return {} if "bits_per_byte" in result else {name: value for name, value in result.items() if name not in known}
+
+
+def held_out_words(line: Mapping[str, Any]) -> str:
+    """What a step's line says of held-out data, in words; "" where it says nothing."""
+    found = {name: value for name, value in line.items() if name.startswith(HELD_OUT) and value is not None}
+    return ", ".join(f"held-out {name.removeprefix(HELD_OUT)} {value:.4f}" for name, value in found.items())
 
 
 def figure(result: Mapping[str, Any]) -> tuple[str, float]:

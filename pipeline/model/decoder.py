@@ -243,6 +243,11 @@ def put(values: Tensor, parameter: Tensor) -> None:
         parameter.copy_(values)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor gathered, which all its ranks must ask for; anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def own_part(values: Tensor, like: DTensor) -> Tensor:
     """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication.
 

@@ -46,6 +46,8 @@ class Task:
 
     unit = "tokens"
     """What metrics count."""
+    module: Any = None
+    """The user's own, where it is one."""
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length

@@ -18,6 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
+from pipeline.data.manifest import steps_words
 from pipeline.run.code import CODE_ROOT
 
 COLUMNS = 100
@@ -179,12 +180,15 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     if last:  # three times in fp32: log-softmax, its gradient, that of the logits
         cut = layout.tensor if config.parallel.loss_parallel else 1
         again = max(again, config.train.micro_batch * config.data.sequence_length * vocab // cut * 12)
+    copy = 0
+    if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
+        copy = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)
     return Memory(
         parameters=parameters,
-        weights=4 * parameters // share,
+        weights=4 * (parameters // share + copy),
         gathered=gathered,
         gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
-        optimizer=8 * parameters // share,
+        optimizer=(4 if config.optimizer.name == "sgd" else 8) * parameters // share,  # Muon: at most
         activations=peak + again,
     )
 
@@ -260,6 +264,8 @@ def plan(config: Config) -> Iterator[str]:
     parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
     yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    if config.train.epochs is not None:
+        yield steps_words(config, config.run.root / config.run.name / "data")
     if config.data.tokenizer.kind == "file":
         yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
     yield ""

@@ -1,8 +1,8 @@
 """What may still be changed of a run's config, and how a change is written.
 
 A config is corrected as long as nothing is there that the correction would make wrong: until a training has saved, any
-key; then those that shape no result, and by `resume` a larger `train.steps`. Finished shards keep the keys that shape
-them.
+key; then those that shape no result, and by `resume` a larger `train.steps` or `train.epochs`. Finished shards keep the
+keys that shape them.
 
 A line of changes.jsonl has the values that were `set`; `submitted`, where it is there, is a whole corrected config.
 """
@@ -21,7 +21,7 @@ from pipeline.config.masking import masked
 from pipeline.config.sections import LEAVE_SHARDS, Config
 
 _ANY_TIME = ("parallel.", "stages.", "site.", "recovery.", "data.max_rejected", "data.verify")
-"""What `resume` takes at any time besides a larger `train.steps`."""
+"""What `resume` takes at any time besides a longer training."""
 _OF_NO_RESULT = (*_ANY_TIME, "checkpoint.", "evaluate.every", "train.log_every", "run.name", "run.root")
 
 
@@ -49,6 +49,15 @@ def made_with(run: Path, key: str) -> str | None:
     return trained(run)
 
 
+def _larger(old: Config, new: Config) -> str | None:
+    """The key by which `new` trains longer than `old`; None where it does not."""
+    for key in ("steps", "epochs"):
+        before, after = (getattr(config.train, key) or 0 for config in (old, new))
+        if 0 < before < after:
+            return f"train.{key}"
+    return None
+
+
 def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
     """What the config `new` of the run `name` in folder `run` corrects, in words by keys.
 
@@ -60,8 +69,7 @@ def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str
         return found
     values = flatten(new.model_dump(mode="json"))
     shown = {key: value for key, value in values.items() if key in found and value == masked({key: value})[key]}
-    larger = new.train.steps > old.train.steps
-    takes = [key for key in shown if key.startswith(_ANY_TIME) or (key == "train.steps" and larger)]
+    takes = [key for key in shown if key.startswith(_ANY_TIME) or key == _larger(old, new)]
     free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
     raise UserError(
         "\n  ".join([f"{name} exists with another config:", *(f"{key}: {words}" for key, words in found.items())])
@@ -73,14 +81,14 @@ def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str
 
 def refuse_more(run: Path, old: Config, new: Config) -> None:
     """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
-    larger = new.train.steps > old.train.steps
+    longer = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, words in differences(old, new).items():
         made = made_with(run, key)
-        if made and not (key == "train.steps" and larger):
+        if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
-                f"larger train.steps, and {', '.join(_ANY_TIME)}. For anything else start a new run: its config "
-                "under another run.name"
+                f"larger {longer}, and {', '.join(_ANY_TIME)}. For anything else start a new run: its config under "
+                "another run.name"
             )
 
 

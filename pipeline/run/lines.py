@@ -67,7 +67,7 @@ def _fits(line: Any, needs: Mapping[str, Check], may: Mapping[str, Check]) -> bo
 _STEP = {"step": count, "step_time_s": duration}
 _OF_A_STEP = {
     "loss": number, "tokens_per_s": number, "samples_per_s": number, "data_wait_s": number, "exposed_comm_s": number,
-    "checkpoint_s": number, "skipped": text,
+    "checkpoint_s": number, "evaluate_s": number, "held_out_loss": number, "skipped": text,
 }  # fmt: skip
 
 

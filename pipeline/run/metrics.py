@@ -54,9 +54,10 @@ def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in lines.read(path, lines.metric) if line["step"] > step]
 
 
-def rewind(path: Path, step: int) -> None:
-    """Cut metrics.jsonl after `step`, and mend a torn tail; lines that fit no step go, too."""
+def rewind(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
+    """Cut metrics.jsonl after `step`, whose line gets `more`; mend a torn tail; lines that fit no step go, too."""
     kept = {line["step"]: line for line in lines.read(path, lines.metric) if line["step"] <= step}
+    kept.get(step, {}).update(more or {})
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)

@@ -25,16 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint.save import State
-from pipeline.comm.groups import World, make_mesh
+from pipeline.comm.groups import World, agree, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.model.decoder import EMBEDDING, HEAD
+from pipeline.model.decoder import EMBEDDING, HEAD, put, whole
 from pipeline.model.task import DTYPES, Batch, Task, recompute
 from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
-from pipeline.train.optimizer import LossScaler, make_optimizer
+from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
     from pipeline.parallel.pipeline_parallel import Pipeline
@@ -65,8 +65,8 @@ class Engine:
         self.own: AbstractContextManager[None] = own or nullcontext()
         self.config, self.layout, self.world, self.task = config, layout, world, task
         parallel = config.parallel
-        whole = layout.pipeline == 1 and layout.tensor == 1
-        mesh = None if whole and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
+        uncut = layout.pipeline == 1 and layout.tensor == 1
+        mesh = None if uncut and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
         self._place = layout.random_place(world.rank)
@@ -75,7 +75,12 @@ class Engine:
         self._batch: Batch = {}
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
-        self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device)
+        if config.optimizer.name == "own":
+            self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
+        else:
+            blocks = [block for part in self.parts for block in task.blocks(part)]
+            self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device, blocks)
+        self._tried_out = False
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
@@ -173,7 +178,7 @@ class Engine:
                 enter("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
-            total += _whole(loss.detach())
+            total += whole(loss.detach())
         return total
 
     def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
@@ -185,7 +190,7 @@ class Engine:
         losses = self._pipeline.run(inputs, torch.arange(len(inputs[0]), device=self.world.device))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
-            total += _whole(loss.detach())
+            total += whole(loss.detach())
         return total / self._weight()
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
@@ -289,6 +294,9 @@ class Engine:
     def state(self) -> State:
         """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
         state: State = {}
+        if not self.optimizer.state:
+            try_out(self.optimizer)
+            self._tried_out = True
         for part in self.parts:
             for name, parameter in self.task.weights(part):
                 if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
@@ -297,9 +305,35 @@ class Engine:
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
+    def begin_anew(self) -> None:
+        """Call after `state()` where there was nothing to fill it with: an optimizer of the user's own begins empty."""
+        if self._tried_out:
+            self.optimizer.state.clear()
+
     def saved_state(self) -> tuple[State, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
         return self.replicas.saved(self.state()), self.replicas.describe()
+
+    @torch.no_grad()
+    def copy_weights(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """Give `model`, whole or split in whatever way, the weights that a checkpoint would hold now.
+
+        All ranks call it; `group`: a Gloo group of all. Memory: one whole parameter at a time.
+        """
+        state, _ = self.saved_state()
+        owners: dict[str, int] = {}
+        if self.layout.pipeline > 1:  # each stage has its own: the first rank that has one sends it to all
+            for rank, names in reversed(list(enumerate(agree(group, lambda: list(state))))):
+                owners |= dict.fromkeys(names, rank)
+        for name, parameter in self.task.weights(model):
+            key = f"model.{name}"
+            if key in state:
+                values = whole(state[key].to(self.world.device)).contiguous()
+            else:
+                values = torch.empty(parameter.shape, dtype=torch.float32, device=self.world.device)
+            if owners:
+                dist.broadcast(values, owners[key])
+            put(values, parameter)
 
     @torch.no_grad()
     def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:
@@ -344,11 +378,6 @@ def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if kept.get("outer") and not now.get("outer"):
         notes.append("the outer optimizer's weights and momentum are dropped")
     return "; ".join(notes) or None
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A DTensor gathered, anything else as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ run that stops and goes on sees the same rates. The trainer calls :func:`set_lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeline.base.errors import UserError
 from pipeline.config.sections import OptimizerConfig
+from pipeline.model.decoder import put, whole
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,89 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | 
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
+def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
+    """SGD with momentum, as torch has it: buffer = momentum × buffer + gradient. Its fused kernel knows no DTensors."""
+    momentum = 0.9 if config.momentum is None else config.momentum
+    return torch.optim.SGD(groups, lr=config.lr, momentum=momentum)
+
+
+class _Muon(torch.optim.Muon):
+    """torch's Muon (Jordan et al., kellerjordan.github.io/posts/muon), which orthogonalizes whole matrices.
+
+    Where a rank holds a part of a matrix (ZeRO, tensor parallel), all of them gather it, do the same, and keep their
+    parts: what comes out is that of one process. Memory: one whole matrix at a time, its gradient and momentum.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of every matrix with a gradient."""
+        groups, key = self.param_groups, "momentum_buffer"
+        for group in groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                matrix = nn.Parameter(whole(parameter.detach()))  # of an uncut one, the same memory
+                matrix.grad = whole(parameter.grad)
+                self.state[matrix] = {key: whole(self.state[parameter][key])}
+                self.param_groups = [{**group, "params": [matrix]}]
+                super().step()
+                put(matrix, parameter)
+                put(self.state.pop(matrix)[key], self.state[parameter][key])
+        self.param_groups = groups
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
+    """Muon, its updates scaled to the size of AdamW's, so that one rate serves both (Liu et al., arXiv 2502.16982)."""
+    momentum = 0.95 if config.momentum is None else config.momentum
+    return _Muon(groups, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+
+
+class _Joined(torch.optim.Optimizer):
+    """Several optimizers as one, with one state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        for part in self.parts:
+            part.step()
+
+
 KINDS = {
     "adamw": Kind(_adamw, ("exp_avg", "exp_avg_sq")),
+    "sgd": Kind(_sgd, ("momentum_buffer",), counts=False),
+    "muon": Kind(_muon, ("momentum_buffer",), counts=False),
 }
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, device: torch.device, blocks: Sequence[nn.Module] = ()
+) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters of `model`, each once, with its state as before the first step.
+
+    Muon takes the matrices of `blocks` alone, AdamW the rest: embeddings, the output layer, vectors.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name != "muon":
+        return _make(KINDS[config.name], parameters, config, device)
+    matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
+    shares = {"muon": [p for p in parameters if id(p) in matrices]}
+    shares["adamw"] = [p for p in parameters if id(p) not in matrices]
+    return _Joined([_make(KINDS[name], share, config, device) for name, share in shares.items()])
+
+
+def _make(
+    kind: Kind, parameters: Sequence[nn.Parameter], config: OptimizerConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """One optimizer of these parameters.
 
     Two groups: parameters of two or more dimensions (matrices, and embeddings with them) decay by
     `config.weight_decay`, vectors (norms) do not. The fused kernel is used where torch has it for the device type. The
     state is there from the start, so that a checkpoint can be loaded into it.
     """
-    kind, parameters = KINDS[config.name], [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -59,6 +131,42 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
             state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
         optimizer.state[parameter] = state
     return optimizer
+
+
+def own_optimizer(
+    make: Callable[..., Any], named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """What `make`, of the user's module, makes. Raises UserError for what is no optimizer of all parameters."""
+    optimizer = make([(name, parameter) for name, parameter in named if parameter.requires_grad], config)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    taken = {id(parameter) for group in groups for parameter in group["params"]}
+    if lacking := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in taken]:
+        raise UserError(
+            "optimizer of model.target must return a torch.optim.Optimizer over all parameters that it is given; "
+            f"{lacking[0]} is in none of its groups"
+        )
+    for group in groups:
+        group["lr_factor"] = group["lr"] / config.lr
+    return optimizer
+
+
+@torch.no_grad()
+def try_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer of the user's own the state that a checkpoint is loaded into: one step, of which nothing stays.
+
+    Its values are not those before the first step. Raises UserError for state that is no tensor.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter, values in zip(parameters, before, strict=True):
+        parameter.copy_(values)
+        for key, value in optimizer.state[parameter].items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"optimizer of model.target keeps {key}, no tensor, so checkpoints cannot hold it")
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -90,9 +198,9 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in the optimizer's next step, for all parameters."""
+    """Use `lr` in the optimizer's next step, for all parameters; groups of the user's own keep their proportions."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 class LossScaler:

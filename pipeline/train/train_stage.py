@@ -1,4 +1,4 @@
-"""Stage train: from where the checkpoints stand to `train.steps`, in all ranks together."""
+"""Stage train: from where the checkpoints stand to the last step, in all ranks together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pipeline.base.files import last_object
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step
+from pipeline.data.manifest import steps_of, steps_words
 from pipeline.run.directory import Run
 from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
@@ -18,13 +19,17 @@ from pipeline.run.stages import Progress
 
 def missing(run: Run) -> str | None:
     """Why training is not done; None when the checkpoint of the last step is there."""
-    step, steps = newest_step(run.checkpoints), run.config.train.steps
-    return None if step >= steps else f"the newest checkpoint is step {step} of {steps}"
+    step, steps = newest_step(run.checkpoints), steps_of(run.config, run.data)
+    return (
+        None if steps and step >= steps else f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
+    )
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    steps, last = run.config.train.steps, last_object(run.metrics, metric)
+    steps, last = steps_of(run.config, run.data), last_object(run.metrics, metric)
+    if steps is None:
+        return Progress(steps_words(run.config, run.data))
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"

@@ -20,16 +20,19 @@ from typing import Any
 import torch
 
 from pipeline.base.errors import Exit
+from pipeline.base.files import last_object
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.identity import identity, refuse_other
 from pipeline.checkpoint.save import Checkpointer
 from pipeline.comm import groups
-from pipeline.config.layout import layout_of
+from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
 from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.manifest import Manifest, SampleManifest, steps_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
+from pipeline.evaluate.evaluator import Evaluator
+from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
 from pipeline.model.task import Batch, task_of
 from pipeline.parallel.plan import traffic
 from pipeline.resilience.guard import Guard, recent
@@ -65,6 +68,8 @@ class Trainer:
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
         self.task = task_of(run, manifest)
+        own = config.optimizer.schedule == "own"
+        self.learning_rate = self.task.module.learning_rate if own else learning_rate
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = SaveRequest(run)
@@ -84,13 +89,18 @@ class Trainer:
         )
         verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
         self.dataset = self._dataset(manifest)
+        self.steps = steps_of(config, run.data) or 0
+        check_warmup(config, self.steps)
         self.engine = Engine(config, self.layout, world, self.task, self.own)
+        self.evaluator: Evaluator | None = None
+        if config.train.evaluate_every is not None:
+            self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
         self.meter = Meter(self.engine.model, world)
         self.samples_consumed = 0
         self.start_step = self._restore()
         self.guard = self._make_guard()
         self.metrics = Metrics(run.metrics if world.first else None)
-        self._checkpoint_s = 0.0
+        self._checkpoint_s = self._evaluate_s = 0.0
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
 
@@ -107,7 +117,7 @@ class Trainer:
         batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, shape (B, T + 1)).
         """
         config, engine = self.config, self.engine
-        lr = learning_rate(config.optimizer, step, config.train.steps)
+        lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         self.meter.begin()
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
@@ -137,9 +147,9 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------
 
     def fit(self) -> Exit:
-        """Train from where the run stands to `train.steps`, or until all ranks agree to stop."""
+        """Train from where the run stands to the last step, or until all ranks agree to stop."""
         config = self.config.train
-        if self.start_step >= config.steps:
+        if self.start_step >= self.steps:
             return Exit.DONE
         self.agreement.start()
         if self.agreement.stop():  # asked to stop during start-up: nothing new to save
@@ -157,18 +167,21 @@ class Trainer:
             return self._loop(iter(batches), batches)
 
     def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
-        steps, every = self.config.train.steps, self.config.checkpoint.every_steps
+        steps, every = self.steps, self.config.checkpoint.every_steps
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
             told = {key: value for key, value in how.items() if value}
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
+        if not self._make_up():
+            return Exit.STOPPED
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")
             line = self.step(step, next(ready))
-            end, saved_s = time.perf_counter(), self._checkpoint_s
+            line |= self._held_out(step)
+            end, other_s = time.perf_counter(), self._checkpoint_s + self._evaluate_s
             self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
-            self._look_back(step, end - previous_end - saved_s, batches.data_wait_s, line)
+            self._look_back(step, end - previous_end - other_s, batches.data_wait_s, line)
             previous_end = end
             if self.agreement.reason is not None and step < steps:
                 return self._leave(step)
@@ -178,6 +191,38 @@ class Trainer:
         self.watchdog.enter(steps, "save")
         self.checkpointer.close()
         return Exit.DONE
+
+    def _held_out(self, step: int) -> dict[str, float]:
+        """What the line of `step` says of held-out data; nothing where it is not due, or where all agreed to stop.
+
+        Nobody comes back to the last step: it is looked at in any case.
+        """
+        every, last = self.config.train.evaluate_every, step == self.steps
+        if self.evaluator is None or every is None or step % every or (self.agreement.reason is not None and not last):
+            return {}
+        started = time.perf_counter()
+        self._enter(step, "held-out")
+        self.engine.copy_weights(self.evaluator.model, self.evaluator.group)
+        found = self.evaluator.measure(step, to_the_end=last)
+        self._evaluate_s += time.perf_counter() - started
+        if found is None:
+            return {}
+        line = {f"{HELD_OUT}{name}": value for name, value in {"loss": found["loss"], **metrics_of(found)}.items()}
+        self._print(f"step {step}: {held_out_words(line)}")
+        return line
+
+    def _make_up(self) -> bool:
+        """Look at held-out data after the restored step, where a stop came first; False where one comes again."""
+        step, lacks = self.start_step, False
+        if self.evaluator is not None and step and self.world.first:
+            line = last_object(self.run.metrics, lines.metric) or {}
+            lacks = line.get("step") == step and f"{HELD_OUT}loss" not in line
+        if self.evaluator is None or not groups.from_rank0(self.agreement.group, lacks):
+            return True
+        if (more := self._held_out(step)) and self.world.first:
+            rewind(self.run.metrics, step, more)
+            self.metrics = Metrics(self.run.metrics)  # it is a new file
+        return self.agreement.reason is None
 
     def _look_back(self, step: int, seconds: float, data_wait_s: float, line: Mapping[str, Any]) -> None:
         """What a step leaves behind beside its line: limits that follow its time, stragglers, words in the log."""
@@ -191,7 +236,7 @@ class Trainer:
         elif step % self.config.train.log_every == 0 or step == 1:
             speed = f"{self.task.per_step / seconds:,.0f} {self.task.unit}/s"
             self._print(
-                f"step {step}/{self.config.train.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
+                f"step {step}/{self.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
                 f"lr {line['lr']:.2e}  {speed}"
             )
 
@@ -222,8 +267,10 @@ class Trainer:
             **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
             "memory_gb": round(self._memory_gb(), 3),
         }
-        if self._checkpoint_s:
-            values["checkpoint_s"], self._checkpoint_s = round(self._checkpoint_s, 6), 0.0
+        for name, spent in {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s}.items():
+            if spent:
+                values[name] = round(spent, 6)
+        self._checkpoint_s = self._evaluate_s = 0.0
         return values
 
     def _memory_gb(self) -> float:
@@ -258,6 +305,8 @@ class Trainer:
         note: str | None = None
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
+        if manifest is None:
+            self.engine.begin_anew()
         if manifest is not None:
             refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])

@@ -18,7 +18,7 @@ from slurm.show.console import Plain
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, Attempt
 
-_SHADES = "#f1f3f5 #dee2e6 #ffd43b #40c057 #99e9f2 #4dabf7 #1971c2 #fa5252 #adb5bd"
+_SHADES = "#f1f3f5 #dee2e6 #ffd43b #40c057 #99e9f2 #4dabf7 #b197fc #1971c2 #fa5252 #adb5bd"
 COLOURS = dict(zip(PARTS, _SHADES.split(), strict=True))
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }

@@ -30,7 +30,7 @@ from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 from slurm.show.status import Lookout, Row, failures, grid, point_table
 
 Rows = list[list[str]]
-_NAMES = {"startup": "start-up", "communication": "comm", "checkpoint": "save"}
+_NAMES = {"startup": "start-up", "communication": "comm", "evaluation": "held-out", "checkpoint": "save"}
 
 
 def outcome(run: Run) -> RenderableType:
@@ -147,8 +147,11 @@ def print_report(run: Run, console: Console) -> None:
     for part in (run.title, *(grid(cells, console.width) for cells in tables if cells), *told):  # the page has all
         console.print(part, soft_wrap=True)
     curves = {
-        one.path.name: [(m["step"], m["loss"]) for m in lines.read(one.metrics, lines.metric) if m["loss"] is not None]
+        f"{one.path.name}{of}": [
+            (m["step"], m[key]) for m in lines.read(one.metrics, lines.metric) if m.get(key) is not None
+        ]
         for one in sweep.points(run) or [run]
+        for key, of in (("loss", ""), ("held_out_loss", ", held out"))
     }
     pictures = html.timeline(attempts) + html.loss_curves(curves)
     page = run.path / "report.html"

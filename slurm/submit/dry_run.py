@@ -19,6 +19,7 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
+from pipeline.data.manifest import steps_words
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query.causes import EARLY_S
@@ -49,8 +50,8 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
         f"data      {sources}: {arrays}",
         f"model     {what}, {train.precision}",
-        f"training  {train.steps} steps of {train.global_batch} {unit}: {config.stages.train.ranks} ranks × "
-        f"{layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
+        f"training  {steps_words(config, run.data)} of {train.global_batch} {unit}: "
+        f"{config.stages.train.ranks} ranks × {layout_of(config).micro_batches} micro-batches of {train.micro_batch}",
         *(
             f"point {number:03} {', '.join(f'{k} {v}' for k, v in point.items())}"
             for number, point in enumerate(values)

@@ -11,6 +11,7 @@ import time
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.saved import saved_steps
+from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
 from slurm.query.states import claims, query, since_submitted
 
@@ -40,7 +41,7 @@ class Evaluations:
             return
         self._next = time.monotonic() + LOOK_EVERY_S
         newest = next(iter(saved_steps(self.run.checkpoints)), 0)
-        if not self._last_step < newest < self.run.config.train.steps:
+        if not self._last_step < newest < (steps_of(self.run.config, self.run.data) or 0):
             return
         from slurm.submit.sbatch import submit
 

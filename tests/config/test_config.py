@@ -122,7 +122,7 @@ def test_extended_values_are_blamed_on_their_file(tmp_path: Path) -> None:
         tmp_path, "run: {name: x}\ntrain:\n  extends: t.yaml\n  micro_batch: -1\n", "train.global_batch=-2"
     )
     assert lines == [
-        "t.yaml:1: train.steps: 0 should be a whole number greater than 0",
+        "t.yaml:1: train.steps: 0 should be a whole number greater than 0 or null",
         "command line: train.global_batch: -2 should be a whole number greater than 0 and at most 16777216",
         "run.yaml:4: train.micro_batch: -1 should be a whole number greater than 0",
     ]
@@ -220,7 +220,7 @@ def test_broken_overrides(tmp_path: Path) -> None:
     }.items():
         assert problems(tmp_path, SMALL, "train.steps=5", override) == [f"command line: {says}"]
     assert problems(tmp_path, SMALL, "train.steps.x=2") == [
-        'command line: train.steps: {"x": 2} should be a whole number greater than 0'
+        'command line: train.steps: {"x": 2} should be a whole number greater than 0 or null'
     ]
 
 
@@ -281,15 +281,14 @@ modle: {}
             "run.yaml:2: data.source: 5 should be text or a list with at least one item, each item text; put it in "
             "quotes",
             "run.yaml:2: data.held_out: 1 should be a number at least 0.0 and less than 1.0",
-            "run.yaml:3: train.steps is missing; it should be a whole number greater than 0",
-            "run.yaml:4: train.stepps: 3: there is no such key; did you mean steps? train has "
+            "run.yaml:4: train.stepps: 3: there is no such key; did you mean steps or epochs? train has "
             + ", ".join(TrainConfig.model_fields),
             'run.yaml:5: train.micro_batch: "4" should be a whole number greater than 0',
             'run.yaml:7: train.precision: "fp4" should be one of fp32, bf16, fp16, fp8',
             'run.yaml:8: train.deterministic: "no" should be true or false',
             "run.yaml:9: optimizer.betas.1 is missing; it should be a number at least 0 and less than 1",
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
-            "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd",
+            "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd, own",
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
             f'run.yaml:10: site.color: "red": there is no such key; site has {SITE_KEYS}',
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
@@ -387,6 +386,24 @@ def test_a_pipeline_names_a_bounded_number_of_micro_batches(tmp_path: Path) -> N
 def test_rules_between_keys_name_them(tmp_path: Path) -> None:
     text = "run: {name: x}\ntrain:\n  steps: 5\n  global_batch: 10\n  micro_batch: 4\n"
     assert problems(tmp_path, text) == ["run.yaml:2: train: global_batch (10) is no multiple of micro_batch (4)"]
+    both = {
+        "train.epochs=2": "both given: set one of them to null",
+        "train.steps=null": "both missing: give one of them",
+    }
+    for override, says in both.items():
+        (line,) = problems(tmp_path, SMALL, override)
+        assert line.endswith(f"train: steps and epochs are {says}"), line
+    (line,) = problems(tmp_path, SMALL, "train.evaluate_every=5", "data.held_out=0")
+    assert "train.evaluate_every has nothing to look at: data.held_out is 0" in line
+    unused = {"sgd": "eps=1", "adamw": "momentum=0.5"}
+    for name, override in unused.items():
+        (line,) = problems(tmp_path, SMALL, f"optimizer.name={name}", f"optimizer.{override}")
+        assert f"{override.split('=')[0]} (" in line and f"means nothing here: optimizer.name is {name}" in line
+    (line,) = problems(tmp_path, SMALL, "optimizer.name=own")
+    assert "own is for a model of your own: name model.target, too" in line
+    own = ("optimizer.name=own", "model.target=mine", "data.source=x.h5")
+    (line,) = problems(tmp_path, SMALL, *own, "parallel.zero=1", "parallel.offload=true")
+    assert "without parallel.zero, parallel.offload: leave that out, or take another" in line
     assert problems(tmp_path, text, "train.micro_batch=5", "stages.train.nodes=4") == [
         "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
@@ -445,7 +462,7 @@ def test_config_from_mapping() -> None:
     assert config.train.steps == 3
     assert config_from_mapping(config.model_dump(mode="json"), "config.yaml") == config
     with pytest.raises(
-        ConfigError, match=r'^config.yaml: train.steps: "many" should be a whole number greater than 0$'
+        ConfigError, match=r'^config.yaml: train.steps: "many" should be a whole number greater than 0 or null$'
     ):
         config_from_mapping({"run": {"name": "x"}, "train": {"steps": "many"}}, "config.yaml")
 
@@ -704,7 +721,8 @@ def test_schema_knows_extends_and_descriptions() -> None:
     for section in (result, result["$defs"]["SiteConfig"], result["$defs"]["TrainConfig"]):
         assert "extends" in section["properties"] and "required" not in section
     assert (
-        result["$defs"]["TrainConfig"]["properties"]["steps"]["description"] == "Optimizer steps of the whole training."
+        result["$defs"]["TrainConfig"]["properties"]["threads"]["description"]
+        == "CPU threads per rank; part of what makes a result bit-identical."
     )
 
 

@@ -153,7 +153,7 @@ def alter(source: random.Random, run: Path) -> str:
 def steps_of(path: Path) -> int:
     """How many steps the altered run says it was asked for: a change that was cut off counts as never asked."""
     try:
-        return Run.open(path).config.train.steps
+        return Run.open(path).config.train.steps or 0
     except (UserError, OSError):
         return STEPS
 

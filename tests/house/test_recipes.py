@@ -104,9 +104,9 @@ def test_a_new_format_is_read(tmp_path: Path) -> None:
 @pytest.mark.story
 def test_a_new_optimizer_trains_and_goes_on(tmp_path: Path) -> None:
     code, config = applied("Add an optimizer", tmp_path / "code"), write_config(tmp_path)
-    sgd = ("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=6", "checkpoint.every_steps=3")
+    rmsprop = ("optimizer.name=rmsprop", "optimizer.lr=0.01", "train.steps=6", "checkpoint.every_steps=3")
     for stage in ("prepare", "shard", "train"):
-        done = pipeline(code, tmp_path, stage, str(config), *sgd)
+        done = pipeline(code, tmp_path, stage, str(config), *rmsprop)
         assert done.returncode == 0, done.stderr
     run, digests = tmp_path / "runs/tiny", []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_new_optimizer_trains_and_goes_on(tmp_path: Path) -> None:
         shutil.rmtree(run / "checkpoints/step-00000006")
         done = pipeline(code, tmp_path, "train", str(run))
         assert done.returncode == 0, done.stderr
-    assert digests[0] == digests[1], "its momentum was in the checkpoint"
+    assert digests[0] == digests[1], "its moment was in the checkpoint"
     losses = [line["loss"] for line in read_jsonl(run / "metrics.jsonl")]
     assert len(losses) == 6 and losses[-1] < losses[0]
 

@@ -121,14 +121,18 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    optimizer: Any = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    factors, rate = [1.0, 1.0], learning_rate
+    if config.optimizer.name == "own":
+        optimizer, factors = module.optimizer(list(model.named_parameters()), config.optimizer), [1.0, 0.5]
+        rate = module.learning_rate
     results = []
     for step in range(1, steps + 1):
         size = config.train.global_batch
         chosen = kept[sample_indices(config.run.seed, (step - 1) * size, size, len(kept))]
         batch = {name: torch.from_numpy(np.stack([arrays[i] for i in chosen])) for name, arrays in samples.items()}
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = factor * rate(config.optimizer, step, config.train.steps or 0)
         total = batch["lengths"].sum() if "lengths" in batch else size
         loss = module.loss(model(*(batch[name] for name in facts.inputs)), batch) / total
         loss.backward()
@@ -205,6 +209,38 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
     assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics))).keys()
+
+
+OWN = """
+
+def optimizer(parameters, config):
+    matrices = [(name, value) for name, value in parameters if value.ndim > 1]
+    vectors = [(name, value) for name, value in parameters if value.ndim < 2]
+    return torch.optim.NAdam([{"params": matrices}, {"params": vectors, "lr": config.lr / 2}], lr=config.lr)
+
+
+def learning_rate(config, step, steps):
+    return config.lr / step
+"""
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    """Its state is not zero before the first step; the steps are those of plain code, a stop changes no bit of them."""
+    make_images.main(tmp_path / "a.h5", 150)
+    (tmp_path / "own.py").write_text(Path(make_images.__file__).with_name("vit.py").read_text() + OWN)
+    more = ("model.target=own", "optimizer.name=own", "optimizer.schedule=own", "train.steps=40")
+    with pytest.raises(UserError, match=r"optimizer\.name own needs a function optimizer"):
+        new_run(tmp_path, "lacks", *more[1:], text=VIT)
+    calm, run = (new_run(tmp_path, name, *more, ranks=2) for name in ("calm", "stopped"))
+    for (_, loss, norm, *_), plain in zip(trained(calm, 2), run_ranks(1, plain_rank, calm.path, 40)[0], strict=True):
+        assert (loss, norm) == pytest.approx(plain, rel=1e-4)
+    assert [line[3] for line in lines(calm)] == [1e-2 / step for step in range(1, 41)]
+    interrupted(run, 2, signal.SIGTERM, 8, [1])
+    assert 8 <= len(lines(run)) < 40
+    assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text().replace('{"params": matrices}, ', ""))
+    with pytest.raises(AssertionError, match=r"optimizer of model\.target must return .* is in none of its groups"):
+        trained(new_run(tmp_path, "partial", *more), 1)
 
 
 @pytest.mark.story

@@ -300,6 +300,19 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path, saved: int) -> No
         check_moves(run_ranks(4, move_rank, configs[saved], [config], folder, 3, 10, timeout=LIMIT_S), 10)
 
 
+def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
+    """Cut by ZeRO and tensor parallel they move as in one process; bf16 rounds apart what differs in a last digit."""
+    layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}]
+    muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
+    alone = run_ranks(1, train_rank, [tiny_config(1, train=FEW, optimizer=muon)])[0][0]
+    first, *others = [tiny_config(4, train=FEW, optimizer=muon, parallel=parallel) for parallel in layouts]
+    moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
+    for found, trained in moved:
+        assert found == moved[0][0], "the digest of weights and momentum, saved again"
+        for (loss, norm), (its_loss, its_norm) in zip(trained, alone[3:5], strict=True):
+            assert loss == pytest.approx(its_loss, rel=1e-5) and norm == pytest.approx(its_norm, rel=1e-3)
+
+
 # -- stops and moves of whole runs ---------------------------------------------------------------------------
 
 
@@ -313,6 +326,8 @@ EXACT = {
     "zbv": ("parallel.pipeline=2", "parallel.zero=1", "parallel.schedule=zbv", "parallel.virtual_stages=2"),
     "tensor": ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=9"),
     "replicated": ("parallel.tensor=2", "parallel.sequence=false"),
+    "muon": ("parallel.zero=3", "optimizer.name=muon"),
+    "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
 }
 
 
@@ -320,7 +335,7 @@ EXACT = {
     "name",
     [
         "zero 3",
-        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor")),
+        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor", "muon", "sgd")),
         pytest.param("replicated", marks=pytest.mark.long),
     ],
 )

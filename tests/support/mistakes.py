@@ -248,7 +248,7 @@ AT_THE_DOOR = [
     Mistake(
         "a module that imports what is not there",
         "own.yaml",
-        "own cannot be imported here, and no job could: … No module named 'not_there'",
+        "own cannot be imported or built here, and no job could: … No module named 'not_there'",
         edit("own.py", "ARRAYS", "import not_there\nARRAYS"),
         edit("own.py", "import not_there\n", ""),
     ),

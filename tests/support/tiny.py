@@ -75,7 +75,7 @@ def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | N
 
 def slowed(run: Run, seconds: float = 0.5) -> Run:
     """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
-    trainer, line = run.code / "pipeline/train/trainer.py", "        lr = learning_rate("
+    trainer, line = run.code / "pipeline/train/trainer.py", "        lr = self.learning_rate("
     text = trainer.read_text()
     assert text.count(line) == 1, "the trainer has changed"
     trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))

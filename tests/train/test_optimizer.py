@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from pipeline.config.sections import ModelConfig, OptimizerConfig
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import Decoder, init_weights
 from pipeline.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
@@ -65,6 +65,38 @@ def test_filled_state_is_the_state_before_the_first_step() -> None:
             optimizer.step()
         results.append([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_steps_are_those_of_torch(name: str) -> None:
+    """To the bit, on the same gradients: Muon for the blocks' matrices, AdamW for the rest."""
+    config = OptimizerConfig(name=name, weight_decay=0.3, lr=0.01, momentum=0.8)  # type: ignore[arg-type]
+    models = [Decoder(ModelConfig(dim=16, layers=2, heads=2), 50, 8) for _ in range(2)]
+    for model in models:
+        init_weights(model, 1, 0.1)
+    ours, plain = models
+    optimizers: list[torch.optim.Optimizer] = []
+    decayed = {n: p for n, p in plain.named_parameters() if p.ndim == 2}
+    if name == "muon":
+        matrices = [decayed.pop(n) for n in list(decayed) if "layers" in n]
+        assert len(matrices) == 2 * 7 and len(decayed) == 2
+        options = {"weight_decay": 0.3, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(matrices, lr=0.01, **options))  # type: ignore[arg-type]
+    vectors = [p for p in plain.parameters() if p.ndim < 2]
+    groups = [{"params": list(decayed.values()), "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    if name == "sgd":
+        optimizers.append(torch.optim.SGD(groups, lr=0.01, momentum=0.8))
+    else:
+        optimizers.append(torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True))
+    optimizer = make_optimizer(ours, config, CPU, list(ours.model.blocks))
+    for step in range(3):
+        torch.manual_seed(step)
+        for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        for each in (optimizer, *optimizers):
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
 def rates(scheduler_of: type, steps: int, lr: float, **options: float) -> list[float]:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
-from pipeline.data.manifest import load_manifest
+from pipeline.data.manifest import load_manifest, steps_of
+from pipeline.data.samples import TokenDataset
 from pipeline.parallel.plan import traffic
 from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -50,36 +52,61 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     init_weights(model, config.run.seed, config.model.initializer_range)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-    )
+    decay, optimizers = config.optimizer.weight_decay, []  # type: float, list[torch.optim.Optimizer]
+    if config.optimizer.name == "muon":
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        decayed = [model.get_parameter("model.embed_tokens.weight"), model.get_parameter("lm_head.weight")]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    if config.optimizer.name == "sgd":
+        optimizers.append(torch.optim.SGD(groups, momentum=0.9))
+    else:
+        optimizers.append(torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps))
     results = []
     for step in range(1, steps + 1):
         size = config.train.global_batch
         chosen = sample_indices(config.run.seed, (step - 1) * size, size, len(samples))
         batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(config.optimizer, step, steps)
         loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
 
 
-@pytest.mark.parametrize(("size", "micro"), [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2)])
-def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "micro", "optimizer"),
+    [
+        (1, 8, "adamw"),
+        (1, 2, "adamw"),
+        (2, 4, "adamw"),
+        (2, 1, "adamw"),
+        (4, 2, "adamw"),
+        (2, 4, "sgd"),
+        (2, 4, "muon"),
+    ],
+)
+def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: int, optimizer: str) -> None:
     """Loss and gradient norm: a wrong reduction or a wrong scale shows in the norm, long before the loss."""
-    more = ("model.dropout=0.0", f"train.micro_batch={micro}", "train.steps=10", "optimizer.clip_norm=0.5")
+    more = (
+        f"optimizer.name={optimizer}",
+        "model.dropout=0.0",
+        f"train.micro_batch={micro}",
+        "train.steps=10",
+        "optimizer.clip_norm=0.5",
+    )
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
     for ours, (loss, norm) in zip(lines(run), plain, strict=True):
-        assert ours[1] == pytest.approx(loss, rel=1e-5) and ours[2] == pytest.approx(norm, rel=1e-5)
+        # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
+        close = 1e-5 if optimizer != "muon" else 1e-3
+        assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
     (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
     layout, vocab = layout_of(run.config, size, size), load_manifest(run.data).vocab_size
     told = {group: sent for group, sent, _ in traffic(run.config, layout, vocab)}
@@ -174,3 +201,34 @@ def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
     ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
     found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
     assert found == [(False, False), (True, False), (True, True)]
+
+
+EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
+
+
+def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "epochs", data, *EPOCHS)
+    samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
+    steps = steps_of(run.config, run.data)
+    assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
+    assert load("train").progress(run).words == f"0/{steps} steps"
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
+    assert set(run_ranks(1, stage_rank, told.path, "train")) == {Exit.DONE}
+    assert digest(run) == digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
+    for wrong, says in {
+        "train.epochs=1": "larger than the 2 epochs",
+        "train.steps=99": "a larger train.epochs",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            run.change([wrong])
+    assert load("train").missing(run) is None
+    run.change(["train.epochs=3"])
+    assert f"of {-(-3 * samples // 100)}" in (load("train").missing(run) or "")
+
+
+def test_epochs_before_there_are_shards(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
+    assert load("train").progress(run).words == "2 epochs (steps known after shard)"
+    assert "unknown" in (load("train").missing(run) or "")

@@ -18,6 +18,7 @@ MEASURED = {
     "data": ("data_wait_s", 1 / 4),
     "checkpoint": ("checkpoint_s", 1 / 8),
     "communication": ("exposed_comm_s", 1 / 16),
+    "evaluation": ("evaluate_s", 1 / 32),
 }
 """What of a step is not compute: its part, its key in a line of metrics, and its share in the simulation."""
 span = st.integers(1, 5000).map(lambda n: n / 100)
@@ -209,4 +210,4 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     (attempt,) = ledger(run.events, run.lines, STAGES, run.clock)
     assert attempt.end - attempt.begin == pytest.approx(7, abs=0.01)
     assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin)
-    assert attempt.parts["compute"] == pytest.approx(2 * 9 / 16, abs=0.01) and attempt.parts["ending"] == 0
+    assert attempt.parts["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.parts["ending"] == 0

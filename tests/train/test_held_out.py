@@ -1,0 +1,94 @@
+"""`train.evaluate_every`: the curve of held-out losses that a training draws, and that drawing it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.base.place import Place
+from pipeline.checkpoint.saved import saved_steps
+from pipeline.run.directory import Run
+from tests.support.ranks import run_ranks
+from tests.support.tiny import digest, make_run, stage_rank
+from tests.train.test_exact import interrupted, lines, new_run
+
+LOOKS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
+SHORT = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")
+LAYOUTS = {
+    "one": (1, ()),
+    "ddp": (2, ()),
+    "local_sgd": (2, ("parallel.local_sgd={every: 3}",)),
+    "zero1": (2, ("parallel.zero=1",)),
+    "zero3": (3, ("parallel.zero=3", "train.global_batch=6")),
+    "tensor_pipeline": (4, ("parallel.tensor=2", "parallel.pipeline=2", "model.tie_word_embeddings=true")),
+    "zbv_zero2": (4, ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "parallel.zero=2",
+                      "model.layers=4", "model.tie_word_embeddings=true")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def curve(run: Run) -> dict[int, float]:
+    return {line["step"]: line["held_out_loss"] for line in read_jsonl(run.metrics) if "held_out_loss" in line}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tensor_pipeline", *(pytest.param(n, marks=pytest.mark.story) for n in LAYOUTS if n != "tensor_pipeline")],
+)
+def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path, data: Path, layout: str) -> None:
+    """Each value is, to the bit, what one process finds when it evaluates the checkpoint of that step."""
+    size, more = LAYOUTS[layout]
+    ranks = f"stages.train.tasks_per_node={size}"
+    plain = new_run(tmp_path, "plain", data, *SHORT, *more, ranks)
+    looking = new_run(tmp_path, "looking", data, *SHORT, *more, ranks, *LOOKS)
+    for run in (plain, looking):
+        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert digest(looking) == digest(plain) and lines(looking) == lines(plain)
+    assert not curve(plain) and set(curve(looking)) == set(saved_steps(looking.checkpoints)) == {4, 8}
+    assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [Exit.DONE]
+    evaluated = [json.loads(path.read_text()) for path in looking.evaluation.iterdir()]
+    assert curve(looking) == {one["step"]: one["loss"] for one in evaluated}
+    for line in read_jsonl(looking.metrics):
+        assert ("evaluate_s" in line) == (line["step"] % 4 == 0)
+        assert line.get("evaluate_s", 0) < line["step_time_s"]
+
+
+def stopped_in_a_look_rank(place: Place, path: Path, stage: str, at: int) -> int:
+    """Like `stage_rank`, but rank 1 is asked to stop while all look at held-out data after step `at`."""
+    from pipeline.evaluate.evaluator import Evaluator
+
+    measure = Evaluator.measure
+
+    def asked(self: Any, step: int, **more: Any) -> Any:
+        if step == at and place.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(self, step, **more)
+
+    setattr(Evaluator, "measure", asked)  # noqa: B010
+    return stage_rank(place, path, stage)
+
+
+def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
+    """Stopped in a look, again when it is made up for, in a step, and in the last look, from which nobody returns."""
+    more = ("train.steps=24", "checkpoint.every_steps=5", *LOOKS)
+    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    for _ in range(2):
+        assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [Exit.STOPPED] * 2
+        assert set(curve(run)) == {4} and len(lines(run)) == 8, "it stops at once, and saves"
+    interrupted(run, 2, signal.SIGTERM, 10, [1])
+    interrupted(run, 2, signal.SIGKILL, 15, [0])
+    assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [Exit.DONE] * 2
+    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
