@@ -38,7 +38,8 @@ ARRAYS = ("inputs", "labels")
 INPUTS = ("inputs",)
 def build(options, layers):
     from torch import nn
-    return nn.Sequential(nn.Linear(4, options["width"]), nn.GELU(), nn.Linear(options["width"], 3))
+    width, classes = options["width"], options.get("classes", 3)
+    return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, classes))
 def loss(outputs, batch):
     from torch.nn import functional as F
     return F.cross_entropy(outputs, batch["labels"], reduction="sum")
@@ -246,6 +247,20 @@ AT_THE_DOOR = [
         edit("own.py", "return return", "return"),
     ),
     Mistake(
+        "a wrong name among the options",
+        "own.yaml",
+        "own cannot be imported or built here … KeyError: 'width'",
+        edit("own.yaml", "width:", "widht:"),
+        edit("own.yaml", "widht:", "width:"),
+    ),
+    Mistake(
+        "BatchNorm",
+        "own.yaml",
+        "would differ between layouts; take GroupNorm for BatchNorm",
+        edit("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
+        edit("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
+    ),
+    Mistake(
         "a module that imports what is not there",
         "own.yaml",
         "own cannot be imported or built here, and no job could: … No module named 'not_there'",
@@ -347,11 +362,18 @@ LATER = [
         trains=True,
     ),
     Mistake(
+        "a number of classes that the labels do not have",
+        "own.yaml",
+        "Target 2 is out of bounds … correct it and give the same command again",
+        edit("own.yaml", "width: 4", "width: 4, classes: 2"),
+        edit("own.yaml", "classes: 2", "classes: 3"),
+        trains=True,
+    ),
+    Mistake(
         "the same, mended by resume",
-        "own.yaml model.options.widht=4",
-        "KeyError: 'width'",
-        edit("own.yaml", ", options: {width: 4}", ""),
-        back="resume runs/own model.options.width=4",
+        "own.yaml model.options.classes=2",
+        "Target 2 is out of bounds",
+        back="resume runs/own model.options.classes=3",
         trains=True,
     ),
     Mistake(
@@ -362,28 +384,11 @@ LATER = [
         trains=True,
     ),
     Mistake(
-        "a wrong name among the options",
-        "own.yaml",
-        "KeyError: 'width' … correct it and give the same command again",
-        edit("own.yaml", "width:", "widht:"),
-        edit("own.yaml", "widht:", "width:"),
-        trains=True,
-    ),
-    Mistake(
         "a loss that is a mean",
         "own.yaml",
         'Leave the mean out (reduction="sum" in torch.nn.functional)',
         edit("own.py", ', reduction="sum"', ""),
         edit("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
-        back="printed",
-        trains=True,
-    ),
-    Mistake(
-        "BatchNorm",
-        "own.yaml",
-        "would differ between layouts; take GroupNorm for BatchNorm",
-        edit("own.py", "nn.GELU()", 'nn.BatchNorm1d(options["width"])'),
-        edit("own.py", 'BatchNorm1d(options["width"])', 'GroupNorm(1, options["width"])'),
         back="printed",
         trains=True,
     ),

@@ -171,7 +171,7 @@ def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.Cap
     """And what was submitted before is known again; a correction of the correction is one, too."""
     Stages.run = True
     right = Path("own.yaml").read_text()
-    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
     assert submit_py("own.yaml") != Exit.DONE
     Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
     for name in ("own", "own", "calm"):
@@ -179,9 +179,9 @@ def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.Cap
     assert digest(Run(Path("runs/own"))) == digest(Run(Path("runs/calm")))
     assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
     shutil.rmtree("runs/own/checkpoints")
-    Path("own.yaml").write_text(right.replace("{width: 4}", "{widht: 4}").replace("steps: 2", "steps: 3"))
+    Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
     assert submit_py("own.yaml evaluate.batch=8") != Exit.DONE
-    assert "corrected model.options.widht: None → 4" in answer(capsys), "also back to what it was made with"
+    assert "corrected model.options.classes: None → 2" in answer(capsys), "also back to what it was made with"
 
 
 def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
