@@ -486,12 +486,6 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
             "WIDTH = depth * 2\n",
             r"cannot be imported or built here, and no job could:(.|\n)*line 6(.|\n)*name 'depth' is not defined",
         ),
-        ("def build(options, layers): return None\n", "must return a torch.nn.Module; it returns None"),
-        ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is kept .* take GroupNorm"),
-        (
-            LOADS,
-            r"build gives weight values, which would be lost.* init\(name, values, options\)",
-        ),
     ],
 )
 def test_a_module_that_fails_is_told_before_anything_is_submitted(
@@ -513,6 +507,27 @@ def test_a_module_that_fails_is_told_before_anything_is_submitted(
     with pytest.raises(UserError, match=words):
         run.try_code()
     assert (run.code / "nothing_here.py").read_text() == WHOLE, "the copy that works stays"
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("def build(options, layers): return None\n", "must return a torch.nn.Module; it returns None"),
+        ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is kept .* take GroupNorm"),
+        (
+            LOADS,
+            r"build gives weight values, which would be lost.* init\(name, values, options\)",
+        ),
+    ],
+)
+def test_a_model_that_no_layout_can_train_is_told_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
+    (tmp_path / "nothing_here.py").write_text(WHOLE + last)
+    with pytest.raises(UserError, match=words):
+        Run.rehearse(load_config(tmp_path / "bad.yaml")).try_code()
 
 
 def test_what_a_single_file_imports_from_its_folder_comes_along(

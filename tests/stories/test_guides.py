@@ -116,6 +116,7 @@ def test_what_is_compared() -> None:
     assert not agree("a\nb\n", "a\nc\nb\n") and not agree("…\nb 1\n", "b one\n") and not agree("a\n", "a\nb\n")
 
 
+@pytest.mark.story
 def test_text_model_and_weights(checkout: Path) -> None:
     """One after the other, as the third uses the runs of the first two."""
     for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 2):

@@ -128,7 +128,7 @@ def test_what_is_refused_at_the_door_says_what_opens_it(row: Mistake, capsys: py
     assert submit_py(f"{row.back or row.typed} --dry-run") == Exit.DONE, answer(capsys)
 
 
-QUICK = {"a wrong text_field", "a loss that is a mean", "more steps after the end"}
+QUICK = {"a wrong text_field", "more steps after the end"}
 """Of those that train, these are tried before each commit."""
 
 
