@@ -218,7 +218,7 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     assert digest(run) == digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
     for wrong, says in {
         "train.epochs=1": "larger train.epochs",
-        "train.steps=99": "a larger train.epochs",
+        "train.steps=99": "steps and epochs are both given",
     }.items():
         with pytest.raises(UserError, match=says):
             run.change([wrong])
