@@ -344,9 +344,9 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
     assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     change(
         Run.create(load_config(config)).code / "pipeline/train/trainer.py",
-        "        lr = learning_rate(",
+        "        lr = self.learning_rate(",
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
-        "        lr = learning_rate(",
+        "        lr = self.learning_rate(",
     )
     done = submit(tmp_path, "tiny.yaml", timeout=240)
     assert done.returncode == Exit.CRASHED

@@ -50,7 +50,7 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     config, overrides = write_config(tmp_path, steps=12), ("stages.train.nodes=2", "stages.evaluate.nodes=2")
     run = prepared(tmp_path, config, overrides)
     trainer = run / "code/pipeline/train/trainer.py"
-    good, anchor = trainer.read_text(), "        lr = learning_rate("
+    good, anchor = trainer.read_text(), "        lr = self.learning_rate("
     bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('a bug of rank three')\n"
     trainer.write_text(good.replace(anchor, f"{bug}{anchor}", 1))
     two = "-N2 --ntasks-per-node=2"

@@ -216,7 +216,7 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster
         "        if step == 5 and self.world.rank == 2:\n            raise ValueError('a bug of rank two')\n"
         "        if step == 5 and self.world.rank == 3:\n            time.sleep(600)\n"
     )
-    place = "        lr = learning_rate("
+    place = "        lr = self.learning_rate("
     trainer.write_text(good.replace(place, bug + place, 1))
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]

@@ -217,7 +217,10 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     run.data.symlink_to(data)
     early = run.evaluation / "step-00000008.json"
     trainer = run.code / "pipeline/train/trainer.py"
-    anchor, waiting = "        lr = learning_rate(", f"        while step == 20 and not os.path.exists({str(early)!r}):"
+    anchor, waiting = (
+        "        lr = self.learning_rate(",
+        f"        while step == 20 and not os.path.exists({str(early)!r}):",
+    )
     text = trainer.read_text().replace(anchor, f"{waiting}\n            time.sleep(0.1)\n{anchor}", 1)
     trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on
     assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
