@@ -17,6 +17,7 @@ import argparse
 import faulthandler
 import gc
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -103,7 +104,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def look(asked: argparse.Namespace) -> None:
-    """Print what `verify` or `plan` has to say."""
+    """Print what `verify` or `plan` has to say. A reader that closes the pipe early, as `head` does, ends it."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if asked.stage == "verify":
         from pipeline.checkpoint.verify import verify
 

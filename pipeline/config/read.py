@@ -36,7 +36,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
-from pipeline.config.schema import KNOWN_AS, KeyPath, allowed, elsewhere, valid_keys
+from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
@@ -391,7 +391,7 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
         section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
         name = str(at[-1])
         near = elsewhere(at)
-        if name not in KNOWN_AS:
+        if known_as(at) is None:
             near += difflib.get_close_matches(name, valid, n=2, cutoff=0.7 if near else 0.5)
         mean = f"did you mean {' or '.join(near)}? " if near else ""
         return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid)}"

@@ -33,10 +33,11 @@ KNOWN_AS = {
     "max_grad_norm": "optimizer.clip_norm", "max_steps": "train.steps", "n_layers": "model.layers",
     "num_attention_heads": "model.heads", "num_hidden_layers": "model.layers", "num_key_value_heads": "model.kv_heads",
     "num_steps": "train.steps", "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
-    "optimizer": "optimizer.name", "save_every": "checkpoint.every_steps",
+    "optimizer": "optimizer.name", "optimizer.kind": "optimizer.name", "optimizer.type": "optimizer.name",
+    "save_every": "checkpoint.every_steps",
     "seq_len": "data.sequence_length", "seq_length": "data.sequence_length",
 }  # fmt: skip
-"""What other programs call a key of ours."""
+"""What other programs call a key of ours; with its section where the bare name says too little."""
 
 
 @cache
@@ -111,14 +112,19 @@ def valid_keys(at: KeyPath) -> list[str]:
     return [key for node in _schemas_at(at) for key in node.get("properties", {})]
 
 
+def known_as(at: KeyPath) -> str | None:
+    """Our key for one that other programs call so."""
+    return KNOWN_AS.get(".".join(map(str, at)), KNOWN_AS.get(str(at[-1])))
+
+
 def elsewhere(at: KeyPath) -> list[str]:
     """The key that was meant by one that its section does not have: what other programs call so, or another section's.
 
     At most one; of several of that name (each stage has a `time`) the one whose path is most like the given one.
     """
     name = str(at[-1])
-    if name in KNOWN_AS:
-        return [KNOWN_AS[name]]
+    if known := known_as(at):
+        return [known]
     namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
     return difflib.get_close_matches(".".join(map(str, at)), namesakes, n=1, cutoff=0.0)
 

@@ -202,20 +202,19 @@ class _UserTask(Task):
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
-        if not self._is_sum:
-            self._refuse_mean(outputs, batch)
-            self._is_sum = True
+        self._is_sum = self._is_sum or self._refuse_mean(outputs, batch)
         return loss.float()
 
     @torch.no_grad()
-    def _refuse_mean(self, outputs: Any, batch: Batch) -> None:
+    def _refuse_mean(self, outputs: Any, batch: Batch) -> bool:
         """Raise UserError where the loss of some samples is not what they have one by one, added up.
 
-        Outputs that cannot be taken apart by samples tell nothing.
+        False where all are 0, which a batch of zeros may bring about: another batch is to be asked. Outputs that cannot
+        be taken apart by samples never tell.
         """
         leaves, count = tree_leaves(outputs), len(next(iter(batch.values())))
         if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count for leaf in leaves):
-            return
+            return True
 
         def loss(rows: list[int]) -> float:
             def take(array: Tensor) -> Tensor:
@@ -229,12 +228,14 @@ class _UserTask(Task):
         device = leaves[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # they go on as if not asked
             whole, each = loss(rows), [loss([row]) for row in rows]
-        if abs(whole - sum(each)) > _ROUNDING * sum(map(abs, each)):  # false for what is not a number
+        size = sum(map(abs, each))
+        if abs(whole - sum(each)) > _ROUNDING * size:  # false for what is not a number
             raise UserError(
                 f"loss of {self.facts.target} is no sum: it is {whole:.6g} for {len(rows)} samples that add up to "
                 f'{sum(each):.6g} one by one. Leave the mean out (reduction="sum" in torch.nn.functional): training '
                 "and evaluation divide by the global batch"
             )
+        return size != 0
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}

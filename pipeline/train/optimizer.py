@@ -198,7 +198,12 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in the optimizer's next step, for all parameters; groups of the user's own keep their proportions."""
+    """Use `lr` in the optimizer's next step, for all parameters; groups of the user's own keep their proportions.
+
+    Raises UserError for what is no number: it may be the user's own.
+    """
+    if not isinstance(lr, int | float) or not math.isfinite(lr):
+        raise UserError(f"learning_rate of model.target must return a finite number; it returned {lr!r}")
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 

@@ -417,6 +417,7 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         ("seed", "run.seed"),
         ("optimizer.learning_rate", "optimizer.lr"),
         ("train.learning_rate", "optimizer.lr"),
+        ("optimizer.kind", "optimizer.name"),
         ("train.batch_size", "train.global_batch"),
         ("model.hidden_size", "model.dim"),
         ("model.vocab_size", "data.tokenizer.vocab_size"),

@@ -228,7 +228,13 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     """Its state is not zero before the first step; the steps are those of plain code, a stop changes no bit of them."""
     make_images.main(tmp_path / "a.h5", 150)
     (tmp_path / "own.py").write_text(Path(make_images.__file__).with_name("vit.py").read_text() + OWN)
-    more = ("model.target=own", "optimizer.name=own", "optimizer.schedule=own", "train.steps=40")
+    more = (
+        "model.target=own",
+        "optimizer.name=own",
+        "optimizer.schedule=own",
+        "train.steps=40",
+        "train.evaluate_every=20",
+    )
     with pytest.raises(UserError, match=r"optimizer\.name own needs a function optimizer"):
         new_run(tmp_path, "lacks", *more[1:], text=VIT)
     calm, run = (new_run(tmp_path, name, *more, ranks=2) for name in ("calm", "stopped"))
@@ -238,9 +244,16 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     interrupted(run, 2, signal.SIGTERM, 8, [1])
     assert 8 <= len(lines(run)) < 40
     assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
-    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text().replace('{"params": matrices}, ', ""))
-    with pytest.raises(AssertionError, match=r"optimizer of model\.target must return .* is in none of its groups"):
-        trained(new_run(tmp_path, "partial", *more), 1)
+    curves = [{line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics)} for one in (calm, run)]
+    assert curves[0] == curves[1] and [step for step, found in curves[0].items() if found is not None] == [20, 40]
+    text = (tmp_path / "own.py").read_text()
+    for old, new, words in (
+        ('{"params": matrices}, ', "", r"optimizer of model\.target must return .* is in none of its groups"),
+        ("config.lr / step", "None", r"learning_rate of model\.target must return a finite number; it returned None"),
+    ):
+        (tmp_path / "own.py").write_text(text.replace(old, new))
+        with pytest.raises(AssertionError, match=words):
+            trained(new_run(tmp_path, f"bad{len(new)}", *more), 1)
 
 
 @pytest.mark.story
@@ -650,6 +663,14 @@ def test_what_a_module_may_not_do_is_told_by_the_ranks(series: Path, old: str, n
     shutil.rmtree(series / "runs" / "told", ignore_errors=True)
     run = new_run(series, "told", text=RAGGED)
     assert words in run_ranks(1, build_rank, run.path, text.replace(old, new, 1))[0]
+
+
+def test_a_mean_is_told_although_the_first_batch_is_of_zeros(series: Path) -> None:
+    """DDP's first backward is one of zeros, whose loss may be 0, of which nothing can be said."""
+    text = (ROOT / "tests/support/ragged.py").read_text()
+    mean = text.replace(".masked_fill(~real, 0.0).sum()", '.masked_fill(~real, 0.0).mean() * batch["series"].any()')
+    run = new_run(series, "zeros", ranks=2, text=RAGGED)
+    assert "is no sum: it is " in run_ranks(2, build_rank, run.path, mean)[0]
 
 
 def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:

@@ -44,7 +44,7 @@ def curve(run: Run) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["tensor_pipeline", *(pytest.param(n, marks=pytest.mark.story) for n in LAYOUTS if n != "tensor_pipeline")],
+    ["ddp", *(pytest.param(name, marks=pytest.mark.story) for name in LAYOUTS if name != "ddp")],
 )
 def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path, data: Path, layout: str) -> None:
     """Each value is, to the bit, what one process finds when it evaluates the checkpoint of that step."""
