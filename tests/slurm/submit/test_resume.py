@@ -274,3 +274,21 @@ def test_a_sweep_whose_first_job_died_is_mended(tmp_path: Path, cluster: Cluster
     assert "0 done, 0 under way" in done.stdout, done.stdout + done.stderr
     wait_for("both evaluations", lambda: all(map(evaluated, (path / "points/000", path / "points/001"))))
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sweep", [(), (SWEEP,)], ids=["chain", "sweep"])
+def test_a_corrected_config_replaces_what_waits(tmp_path: Path, cluster: Cluster, sweep: tuple[str, ...]) -> None:
+    write_config(tmp_path, steps=6)
+    small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", *sweep)
+    held = submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
+    assert held.returncode == 0, held.stdout + held.stderr
+    waiting = set(cluster.output(["squeue", "-h", "--format=%A"]).split())
+    done = submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
+    assert "corrected optimizer.weight_decay: 0.5 → 0.25" in done.stdout, done.stdout + done.stderr
+    assert len(waiting) >= 4 and {cluster.job_state(job) for job in waiting} == {"CANCELLED"}
+    path = tmp_path / "runs/tiny"
+    trained = [path / "points/000", path / "points/001"] if sweep else [path]
+    wait_for("the evaluation", lambda: all(map(evaluated, trained)))
+    assert {Run.open(run).config.optimizer.weight_decay for run in trained} == {0.25}
+    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
