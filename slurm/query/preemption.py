@@ -10,14 +10,17 @@ grace time had better just leave, and a stage has to know when it is started aft
 Each such end counts as a failed launch, though, and the fifth one (MaxBatchRequeue) leaves the job held for ever
 (`launch failure limit exceeded requeued held`; seen on 24.11). So a job leaves by itself a few times only, and asks to
 be put back from then on: a start too many at its end is better than none.
+
+    python -m slurm.query.preemption JOB    for a template: fails where that job has to ask
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 
-from slurm.query.job import JobFacts
+from slurm.query.job import JobFacts, job_facts
 from slurm.query.states import call, fields, settings
 
 SINCE = (24, 5)
@@ -65,3 +68,8 @@ def _mode(config: Mapping[str, str], facts: JobFacts) -> str:
         mode = (call(*listing) or "").strip()
         return config.get("PreemptMode", "") if mode == "cluster" else mode
     return ""
+
+
+if __name__ == "__main__":
+    asked = job_facts(sys.argv[1])
+    sys.exit(0 if asked is not None and just_leave(asked, None) else 1)

@@ -111,7 +111,12 @@ class Story:
             scene.slow(float(SLOW_S))
             told.append(Told(fault.__name__, expected, cause, time.monotonic() - started))
         (self.folder / "chaos/slow").write_text("0.0")
-        scene.wait("the end of the training", lambda: newest_step(self.run.checkpoints) == self.steps, 240)
+
+        def over() -> bool:
+            self._undrain()
+            return newest_step(self.run.checkpoints) == self.steps
+
+        scene.wait("the end of the training", over, 240)
         scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
         return told
 
@@ -144,6 +149,7 @@ class Story:
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
                 raise RuntimeError(f"the training's job is {state} before its time: {events[-3:]}")
             if state != "RUNNING":
+                self._undrain()
                 return False
             starts = [i for i, e in enumerate(events) if e["event"] == "started"]
             since = events[starts[-1] :] if starts else []
@@ -151,6 +157,12 @@ class Story:
             return "saved" in names and names.isdisjoint((*GOES_ON, *ENDS, "resumed"))
 
         scene.wait("progress", progressed)
+
+    def _undrain(self) -> None:
+        """What an administrator does: Slurm 24.11 drains a node that still has the job that a frozen controller, awake
+        again, starts anew ("Duplicate jobid")."""
+        for node in self.cluster.output(["sinfo", "-hN", "--states=drain", "--format=%N"]).split():
+            self.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
 
     # -- what it came to -----------------------------------------------------------------------------------
 

@@ -83,7 +83,10 @@ class Scene:
         deadline = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} did not happen within {timeout:.0f} s")
+                log = (self.cluster.directory / "log/slurmctld.log").read_text().splitlines()[-60:]
+                facts = [f"{what} did not happen within {timeout:.0f} s", f"job {self.job}:"]
+                facts += [self.cluster.output(["squeue", "--states=all"]), *log]
+                raise TimeoutError("\n".join(facts))
             time.sleep(0.2)
 
     def runs(self) -> bool:

@@ -26,6 +26,7 @@ from tests.cluster.network import Network, free_subnet
 
 DAEMONS = ("munge", "database", "slurmdbd", "slurmctld")
 DATABASE = """
+export TMPDIR="$1" # its temporary tables are named by process ids, which two clusters have alike
 mariadb-install-db --no-defaults --user=root --auth-root-authentication-method=normal --skip-test-db \
     --skip-name-resolve --datadir="$1/data" &&
 exec mariadbd --no-defaults --user=root --datadir="$1/data" --socket="$2" --pid-file="$1/pid" --skip-networking \
@@ -323,7 +324,7 @@ class Cluster:
     def _logs(self) -> str:
         """The last lines of each log."""
         logs = sorted((self.directory / "log").glob("*"))
-        ends = ((log.name, log.read_text(errors="replace").splitlines()[-5:]) for log in logs)
+        ends = ((log.name, log.read_text(errors="replace").splitlines()[-25:]) for log in logs)
         return "\n".join(f"{name}: {line}" for name, lines in ends for line in lines)
 
 
