@@ -1,0 +1,156 @@
+"""The sequences of rows, each within its time: see benchmarks/gpu/__init__.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
+from benchmarks.table import write_table
+
+ONE_GPU, ONE_B = "configs/lm-8b-1gpu.yaml", "configs/lm-1b.yaml"
+BF16 = "optimizer.state={master: none, moments: bf16}"
+FP32 = "optimizer.state={master: fp32, moments: fp32}"
+RECOMPUTE = "parallel.activation_checkpointing"
+SHORTEST_S = 25.0
+"""With less time left no row is begun."""
+
+
+class Row(NamedTuple):
+    """A row's name, and the module of this folder that measures it, with its arguments."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
+    """One model, most wanted first; the third once more at the end."""
+
+    def row(name: str, *more: str) -> Row:
+        return Row(name, "speed", (str(steps), ONE_GPU, *model, *more))
+
+    kept = row("weights fp32, moments bf16, selective")
+    yield kept
+    yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
+    yield row("all bf16, selective", BF16)
+    yield row("fp8, weights fp32, moments bf16, selective", "train.precision=fp8")
+    yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), ONE_GPU, *model))
+    yield row("weights fp32, moments bf16, selective, whole logits, micro-batch 1", "train.loss_chunk=null",
+              "train.micro_batch=1")  # fmt: skip
+    yield kept._replace(name=f"{kept.name}, again")
+
+
+def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
+    """Ours and torchtitan's in turn: all fp32 states, as torchtitan has them; then what either gains by other means."""
+    untied = "model.tie_word_embeddings=false"
+    for again in ("", ", again"):
+        ours = (str(steps), ONE_B, untied, "train.loss_chunk=2048", *model)
+        yield Row(f"ours, micro-batch 4, nothing recomputed{again}", "speed", (*ours, f"{RECOMPUTE}=none"))
+        yield Row(f"torchtitan, micro-batch 4, nothing recomputed{again}", "titan", (str(steps), "4", "none", *model))
+    for again in ("", ", again"):
+        yield Row(f"ours, micro-batch 8, selective{again}", "speed",
+                  (*ours, f"{RECOMPUTE}=selective", "train.micro_batch=8"))  # fmt: skip
+        yield Row(f"torchtitan, micro-batch 8, selective{again}", "titan", (str(steps), "8", "selective", *model))
+    yield Row("ours, micro-batch 4, moments bf16", "speed", (*ours, "optimizer.state={moments: bf16}"))
+    yield Row("ours, micro-batch 4, fp8", "speed", (*ours, "train.precision=fp8"))
+
+
+def rows_correct(model: tuple[str, ...]) -> Iterator[Row]:
+    """What must hold before any speed counts."""
+    size = ("small",) if model else ()
+    for name in ("ceilings", "products", "layouts", "chain", "stops", "saves"):
+        yield Row(name, "correct", (name, *size))
+
+
+def measure(row: Row, limit_s: float) -> dict[str, Any]:
+    """What a row's process prints last; `failed`: a few words where it did not come to that."""
+    command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done in {limit_s:.0f} s"}
+    took = {"seconds": round(time.monotonic() - began, 1)}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1]) | took
+    print(done.stderr[-3000:], file=sys.stderr, flush=True)
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit {done.returncode}"]
+    return {"failed": "out of memory" if "OutOfMemoryError" in done.stderr else said[-1][:200]} | took
+
+
+def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
+    """Measure the rows one after the other until the time is over; whether none failed."""
+    end = time.monotonic() + limit_s
+    well = True
+    with file.open("a") as lines:
+        for row in rows:
+            left = end - time.monotonic()
+            found = measure(row, left) if left > SHORTEST_S else {"failed": "no time was left"}
+            well &= "failed" not in found
+            lines.write(json.dumps({"row": row.name, **found}) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+            print(f"{row.name}: {_short(found)}", flush=True)
+    return well
+
+
+def _short(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return str(found["failed"])
+    if "median_s" not in found:
+        return json.dumps(found)
+    share = found["tflops"] / (peak_of(found["device"]) or float("nan"))
+    held = found.get("allocated_gib", 0.0)
+    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}, {held:.1f} GiB, spread {found['spread']:.1%}"
+
+
+def write(folder: Path) -> None:
+    """The committed table of all that the folder has."""
+    rows, names = [], set()
+    for file in sorted(folder.glob("*.jsonl")):
+        for found in map(json.loads, file.read_text().splitlines()):
+            if "median_s" not in found:
+                words = found.get("failed") or json.dumps(
+                    {k: v for k, v in found.items() if k not in ("row", "seconds")}
+                )
+                rows.append([file.stem, found["row"], words, *[""] * 5])
+                continue
+            names.add(f"{found['device']}, torch {found['torch']}")
+            peak = peak_of(found["device"]) or float("nan")
+            rows.append([
+                file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
+                f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
+                f"{found['tflops_without_embedding'] / peak:.1%}", f"{found.get('allocated_gib', 0.0):.1f}",
+            ])  # fmt: skip
+    header = ["sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
+    write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu")
+    parser.add_argument("sequence", choices=["correct", "8b", "1b", "table"])
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--model", choices=["whole", "small"], default="whole")
+    asked = parser.parse_args()
+    if asked.sequence == "table":
+        write(asked.out)
+        return
+    asked.out.mkdir(parents=True, exist_ok=True)
+    small = SMALL if asked.model == "small" else ()
+    rows = {"8b": rows_8b(asked.steps, small), "1b": rows_1b(asked.steps, small), "correct": rows_correct(small)}
+    print(DEFINITION, flush=True)
+    sys.exit(0 if run(rows[asked.sequence], asked.out / f"{asked.sequence}.jsonl", asked.limit) else 1)
+
+
+if __name__ == "__main__":
+    main()

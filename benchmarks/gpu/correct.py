@@ -1,0 +1,256 @@
+"""Is it right on this GPU?
+
+    python -m benchmarks.gpu.correct ceilings|products|layouts|chain|stops|saves [small]     one answer, as JSON
+
+ceilings   what the device gives at most: bf16 products of 8192 × 8192 matrices, copies within its memory
+products   loss and gradients of a small decoder, in fp32 and bf16, against fp64 on the CPU
+layouts    five steps of one model by all that one GPU can: recomputation, compiling, chunks of the loss, offloading
+chain      prepare → shard → train → evaluate through `python -m pipeline`
+stops      a training that is stopped and goes on has the digest of one that was left alone
+saves      an asynchronous save in the middle of steps holds the weights of its own step, to the bit
+
+Where an answer is wrong the process fails. `small`: a model for a rehearsal, not 1.2 billion parameters, for `saves`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import ALONE, ROOT
+from benchmarks.gpu.trained import stage
+
+DECODER = (
+    "model.dim=256", "model.layers=4", "model.heads=8", "model.kv_heads=4", "model.intermediate_size=768",
+    "model.tie_word_embeddings=false", "data.tokenizer.vocab_size=4096", "data.sequence_length=256",
+    "train.global_batch=8", "train.micro_batch=4", "train.compile=false", "parallel.activation_checkpointing=none",
+)  # fmt: skip
+ONE_B = "configs/lm-1b.yaml"
+
+
+def cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def ceilings() -> dict[str, Any]:
+    import torch
+
+    device, size = ("cuda", 8192) if cuda() else ("cpu", 256)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    big = torch.randn(2**30 if cuda() else 2**20, device=device)
+    into = torch.empty_like(big)
+
+    def best(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(13):
+            began = time.perf_counter()
+            run()
+            if cuda():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[3:])
+
+    product, copy = best(lambda: a @ b), best(lambda: into.copy_(big))
+    return {"product_tflops": 2 * size**3 / product / 1e12, "copy_gb_per_s": 2 * big.nbytes / copy / 1e9}
+
+
+def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
+    """An engine on this device, its config and its world."""
+    from pipeline.base.place import identify
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.config.read import load_config
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
+
+    config = load_config(ROOT / config_file, [*ALONE, *overrides])
+    groups.make_deterministic(config)
+    world = _world.setdefault("one", None) or groups.join(identify(os.environ), config)
+    _world["one"] = world
+    task = Task(config, config.data.tokenizer.vocab_size)
+    return Engine(config, layout_of(config, 1), world, task), config, world
+
+
+_world: dict[str, Any] = {}
+
+
+def batch_of(config: Any, device: Any) -> dict[str, Any]:
+    import torch
+
+    shape = (config.train.global_batch, config.data.sequence_length + 1)
+    drawn = torch.randint(0, config.data.tokenizer.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    return {"tokens": drawn.to(device)}
+
+
+def products() -> dict[str, Any]:
+    import torch
+
+    from pipeline.model.decoder import Decoder
+
+    found: dict[str, Any] = {}
+    for precision, most in ("fp32", 2e-5), ("bf16", 3e-2):
+        ours, config, world = engine(*DECODER, f"train.precision={precision}", "train.deterministic=true")
+        batch = batch_of(config, world.device)
+        loss = ours.backward(batch, 1).item()
+        vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
+        exact = Decoder(config.model, vocab, length, range(config.model.layers)).double()
+        weights = {name: value.detach().cpu().double() for name, value in ours.parts[0].named_parameters()}
+        exact.load_state_dict(weights, strict=False)
+        tokens_BT1 = batch["tokens"].cpu()
+        outputs = exact(tokens_BT1[:, :-1])
+        total = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), tokens_BT1[:, 1:].flatten(), reduction="mean")
+        total.backward()
+        wanted = {name: value.grad for name, value in exact.named_parameters() if value.grad is not None}
+        worst = max(
+            float((value.grad.cpu().double() - wanted[name]).norm() / wanted[name].norm())
+            for name, value in ours.parts[0].named_parameters()
+        )
+        off = abs(loss - total.item()) / total.item()
+        found |= {f"{precision}_loss_off": off, f"{precision}_worst_gradient_off": worst}
+        expect(off < most and worst < most, f"{precision}: loss off by {off:.2g}, a gradient by {worst:.2g}")
+    return found
+
+
+def layouts() -> dict[str, Any]:
+    import torch
+
+    from pipeline.train.optimizer import set_learning_rate
+
+    variants: dict[str, tuple[str, ...]] = {
+        "plain": (),
+        "recompute full": ("parallel.activation_checkpointing=full",),
+        "recompute selective": ("parallel.activation_checkpointing=selective",),
+        "compile": ("train.compile=true",),
+        "compile, selective": ("train.compile=true", "parallel.activation_checkpointing=selective"),
+        "loss in chunks": ("train.loss_chunk=512",),
+        "micro-batch 1": ("train.micro_batch=1",),
+        "weights in host memory": ("parallel.offload=true",),
+    }
+    losses: dict[str, list[float]] = {}
+    for name, overrides in variants.items():
+        ours, config, world = engine(*DECODER, "train.precision=bf16", *overrides)
+        batch, losses[name] = batch_of(config, world.device), []
+        set_learning_rate(ours.optimizer, 1e-3)
+        for step in range(1, 6):
+            loss = ours.backward(batch, step)
+            norm = ours.clip(config.optimizer.clip_norm)
+            value, length = torch.stack([loss, norm.double()]).tolist()
+            ours.update(length)
+            losses[name].append(value)
+    off = {
+        name: max(abs(a - b) / b for a, b in zip(found, losses["plain"], strict=True)) for name, found in losses.items()
+    }
+    expect(max(off.values()) < 5e-3, f"losses are off by {off}")
+    expect(losses["plain"][-1] < losses["plain"][0], f"it does not train: {losses['plain']}")
+    return {"losses": losses["plain"], "off": off}
+
+
+def quickstart(folder: Path, name: str) -> list[str]:
+    """Overrides of a short training of the quickstart, on the checkout's own documents."""
+    return [
+        *ALONE, f"run.root={folder}", f"run.name={name}", "train.steps=60",
+        "checkpoint.every_steps=20", "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20",
+    ]  # fmt: skip
+
+
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+
+
+def chain() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="sluice-") as made:
+        for name in ("prepare", "shard", "train", "evaluate"):
+            stage(name, QUICKSTART, *quickstart(Path(made), "chain"))
+        (result,) = (Path(made) / "chain/evaluation").glob("step-*.json")
+        found = json.loads(result.read_text())
+        lines = [json.loads(line) for line in (Path(made) / "chain/metrics.jsonl").read_text().splitlines()]
+    expect(lines[-1]["loss"] < lines[0]["loss"], "it does not train")
+    return {"losses": [lines[0]["loss"], lines[-1]["loss"]], "bits_per_byte": found["bits_per_byte"]}
+
+
+def stops() -> dict[str, Any]:
+    digests = []
+    with tempfile.TemporaryDirectory(prefix="sluice-") as made:
+        folder = Path(made)
+        for name in ("calm", "stopped"):
+            for before in ("prepare", "shard"):
+                stage(before, QUICKSTART, *quickstart(folder, name))
+            run = folder / name
+            if name == "stopped":
+                _stop_at(run, 25)
+            stage("train", run)
+            said = stage("verify", run).stdout
+            digests.append(said.split("digest", 1)[1].split()[0])
+    expect(digests[0] == digests[1], f"digests differ: {digests}")
+    return {"digest": digests[0]}
+
+
+def _stop_at(run: Path, step: int) -> None:
+    """Train until this step, and ask it to stop."""
+    training = subprocess.Popen([sys.executable, "-m", "pipeline", "train", str(run)], cwd=ROOT)
+    deadline = time.monotonic() + 200
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        expect(training.poll() is None and time.monotonic() < deadline, "the training did not come so far")
+        time.sleep(0.02)
+    training.send_signal(signal.SIGTERM)
+    expect(training.wait(120) == 75, f"it left with {training.returncode}, not with 75 for `stopped`")
+
+
+def saves(small: bool = False) -> dict[str, Any]:
+    """A save begins after step 2; three more steps are made while it is written."""
+    import torch
+
+    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.comm import groups
+    from pipeline.train.optimizer import set_learning_rate
+
+    overrides = DECODER if small else ("train.global_batch=8", "train.micro_batch=2", "train.loss_chunk=2048")
+    ours, config, world = engine(*overrides)
+    batch = batch_of(config, world.device)
+    set_learning_rate(ours.optimizer, 1e-3)
+    wanted: dict[str, torch.Tensor] = {}
+    with tempfile.TemporaryDirectory(prefix="sluice-") as made:
+        saver = Checkpointer(
+            Path(made), groups.side_group(), keep=2, background=True, describe={}, on_saved=lambda step, seconds: None
+        )
+        for number in range(1, 6):
+            ours.backward(batch, number)
+            norm = ours.clip(config.optimizer.clip_norm)
+            saver.wait_staged()
+            ours.update(float(norm))
+            if number == 2:
+                wanted = {name: value.detach().clone() for name, value in ours.state().items()}
+                began = time.perf_counter()
+                saver.save(ours.state(), step=2, samples_consumed=0, extra={})
+                stall = time.perf_counter() - began
+        saver.finish()
+        read = {name: torch.zeros_like(value) for name, value in wanted.items()}
+        saver.read(2, read)
+        moved = sum(not torch.equal(value, wanted[name]) for name, value in ours.state().items())
+        saver.close()
+    torn = [name for name, value in read.items() if not torch.equal(value, wanted[name])]
+    expect(not torn, f"{len(torn)} of {len(read)} tensors are not those of their step: {torn[:3]}")
+    expect(moved > len(wanted) / 2, "the steps after the save changed nothing")
+    return {"tensors": len(read), "gib": sum(value.nbytes for value in read.values()) / 2**30, "call_s": stall}
+
+
+def expect(holds: bool, words: str) -> None:
+    """Raise RuntimeError with the words."""
+    if not holds:
+        raise RuntimeError(words)
+
+
+if __name__ == "__main__":
+    more = {"small": True} if sys.argv[2:] == ["small"] and sys.argv[1] == "saves" else {}
+    print(json.dumps(globals()[sys.argv[1]](**more)))

@@ -1,0 +1,110 @@
+"""Steps of a config on one GPU: time of each, tokens/s, memory, clocks and power.
+
+    python -m benchmarks.gpu.speed STEPS CONFIG [key=value …]     one measurement, as JSON
+
+It drives pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank)
+with 32,768 tokens a step; a step ends when its loss is known, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import ALONE
+
+TOKENS = 32_768
+"""In a step."""
+WARM_UP = 3
+
+
+def timed(step: Any, steps: int) -> dict[str, Any]:
+    """Times of `step(number)`, numbered from 1, each of which returns the loss; the first ones are not counted."""
+    losses, seconds = [], []
+    for number in range(1, WARM_UP + steps + 1):
+        began = time.perf_counter()
+        losses.append(step(number))
+        seconds.append(time.perf_counter() - began)
+    counted = seconds[WARM_UP:]
+    return {
+        "first_s": seconds[0], "step_s": counted, "median_s": statistics.median(counted),
+        "spread": (max(counted) - min(counted)) / statistics.median(counted), "losses": [losses[0], losses[-1]],
+        **device(),
+    }  # fmt: skip
+
+
+def device() -> dict[str, Any]:
+    """The device, what it has held at most, in GiB, and what `nvidia-smi` says of it now."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"device": "cpu", "torch": torch.__version__}
+    held = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
+    asked = "clocks.sm,power.draw,temperature.gpu"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    return {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        **{name: size / 2**30 for name, size in held.items()}, asked: said,
+    }  # fmt: skip
+
+
+def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
+    """`found` with tokens/s and TFLOP/s by both definitions of operations per token."""
+    from pipeline.model.decoder import flops_per_token
+
+    per_s = tokens / found["median_s"]
+    all_of_them = flops_per_token(model, vocab, length)
+    looked_up = 0 if model.tie_word_embeddings else 6 * vocab * model.dim
+    return {
+        **found, "tokens_per_s": per_s, "tflops": per_s * all_of_them / 1e12,
+        "tflops_without_embedding": per_s * (all_of_them - looked_up) / 1e12,
+    }  # fmt: skip
+
+
+def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
+    """One measurement in this process, on the GPU or, where there is none, the CPU."""
+    import torch
+
+    from pipeline.base.place import identify
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.config.read import load_config
+    from pipeline.model.task import Task
+    from pipeline.train.engine import Engine
+    from pipeline.train.optimizer import set_learning_rate
+
+    length = load_config(Path(config_file), [*overrides]).data.sequence_length
+    batch = max(4, TOKENS // length) if torch.cuda.is_available() else 4
+    config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={batch}"])
+    vocab = config.data.tokenizer.vocab_size
+    groups.make_deterministic(config)
+    world = groups.join(identify(os.environ), config)
+    engine = Engine(config, layout_of(config, 1), world, Task(config, vocab))
+    set_learning_rate(engine.optimizer, 1e-5)
+    tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
+    tokens_BT1 = tokens_BT1.to(world.device)
+
+    def step(number: int) -> float:
+        loss = engine.backward({"tokens": tokens_BT1}, number)
+        norm = engine.clip(config.optimizer.clip_norm)
+        values: list[float] = torch.stack([loss, norm.double()]).tolist()
+        engine.update(values[1])
+        return values[0]
+
+    found = timed(step, steps)
+    found["parameters"] = sum(p.numel() for part in engine.parts for p in part.parameters())
+    return rates(found, config.model, vocab, length, batch * length)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[2], sys.argv[3:], int(sys.argv[1]))))
