@@ -254,6 +254,10 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"optimizer.name own is for whole replicas, without {found}: leave that out, or take another"
         if config.train.precision == "fp16":
             yield "optimizer.name own does not go with train.precision fp16, which leaves first steps out: take bf16"
+    if config.train.loss_chunk is not None and config.model.target is not None:
+        yield "train.loss_chunk is for the decoder, whose output layer it knows: leave it out with model.target"
+    if config.train.loss_chunk is not None and config.train.precision == "fp16":
+        yield "train.loss_chunk does not go with train.precision fp16, whose gradients need their scale: take bf16"
     if wanted.accurate_sums and wanted.backend != "mpi":
         yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:

@@ -197,6 +197,10 @@ class TrainConfig(Section):
     """Refuse kernels whose results vary from run to run."""
     compile: bool = False
     """Compile each decoder block with torch.compile."""
+    loss_chunk: PositiveInt | None = None
+    """Tokens whose logits are computed at a time, together with their loss and its gradient, so that those of a whole
+    micro-batch are never there (pipeline/model/head.py). It changes last digits; 1024 to 4096 are good sizes for large
+    vocabularies. null: whole logits."""
     log_every: PositiveInt = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
     evaluate_every: PositiveInt | None = None

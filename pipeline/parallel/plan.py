@@ -179,7 +179,12 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     again = 0 if kind == "none" else _block_activations(config, layout, "none")  # of the block in backward
     if last:  # three times in fp32: log-softmax, its gradient, that of the logits
         cut = layout.tensor if config.parallel.loss_parallel else 1
-        again = max(again, config.train.micro_batch * config.data.sequence_length * vocab // cut * 12)
+        tokens, chunk = config.train.micro_batch * config.data.sequence_length, config.train.loss_chunk
+        whole = tokens * vocab // cut * 12
+        if chunk is not None:  # the gradient of its logits; that of the weights, added up and its share; hidden states
+            whole = (min(chunk, tokens) * width + config.model.dim * (4 + width)) * vocab // layout.tensor
+            whole += tokens * config.model.dim * (4 + 2 * width)
+        again = max(again, whole)
     copy = 0
     if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
         copy = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)

@@ -174,7 +174,7 @@ class Engine:
             with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter("forward")
                 with self.own:
-                    loss = self.task.loss(self.model(*self.task.inputs(piece)), piece)
+                    loss = self._loss_of(piece)
                 enter("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
@@ -187,11 +187,16 @@ class Engine:
         torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
         enter("pipeline")
         self._batch, inputs = batch, self.task.inputs(batch)
-        losses = self._pipeline.run(inputs, torch.arange(len(inputs[0]), device=self.world.device))
+        rows = torch.arange(len(inputs[0]), device=self.world.device)
+        losses = self._pipeline.run(inputs, self.task.targets(batch), rows)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += whole(loss.detach())
         return total / self._weight()
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """Summed loss of the whole model."""
+        return self.task.loss(self.model(*self.task.inputs(batch), **self.task.targets(batch)), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
         return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
@@ -259,8 +264,7 @@ class Engine:
         more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
-        batch = self.task.smallest(self.world.device)
-        self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
+        self._loss_of(self.task.smallest(self.world.device)).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.replicas.end(good=False)
 

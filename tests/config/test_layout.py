@@ -129,6 +129,7 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
             "= 2 is not the number of training ranks, 4 (stages.train: nodes × tasks_per_node); layouts of 4 ranks "
             "that fit: pipeline 1 × data 4 × tensor 1",
         ),
+        (1, {"train": {"loss_chunk": 8, "precision": "fp16"}}, "does not go with train.precision fp16"),
         (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
         (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
         (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),

@@ -30,12 +30,15 @@ V = {"pipeline": 2, "virtual_stages": 2}
 FEW = {"micro_batch": 4}
 LIMIT_S = 900
 TIED = {"tie_word_embeddings": True}
+CHUNKED = {"loss_chunk": 7}
+"""The reference keeps whole logits."""
 _single: dict[str, list[tuple[float, float]]] = {}
 
 
 def one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
     """Losses and norms of one process, computed once for each model and batch."""
     plain = {key: values for key, values in sections.items() if key != "parallel"}
+    plain["train"] = {key: value for key, value in plain.get("train", {}).items() if key != "loss_chunk"}
     key = json.dumps(plain, sort_keys=True)
     if key not in _single:
         _single[key] = run_ranks(1, train_rank, [tiny_config(1, **plain)])[0][0]
@@ -63,6 +66,7 @@ def test_data_parallel_and_zero() -> None:
         {"parallel": {"zero": 3, "reduce": "step"}, "model": TIED},
         {"parallel": {"zero": 3, "data": {"replicate": 2, "shard": 2}}},
         {"parallel": {"zero": 3, "activation_checkpointing": "selective"}},
+        {"parallel": {"zero": 3}, "model": TIED, "train": CHUNKED},
         {"parallel": {"zero": 3, "offload": True, "activation_checkpointing": "full"}},
     )
 
@@ -75,6 +79,7 @@ def test_tensor_parallel() -> None:
         {"parallel": {"tensor": 2}, "train": FEW},
         {"parallel": recomputed, "train": FEW, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
+        {"parallel": {"tensor": 2}, "train": FEW | CHUNKED},
     )
 
 
@@ -87,6 +92,7 @@ def test_pipeline_schedules() -> None:
         {"parallel": {**V, "schedule": "interleaved_zero_bubble"}},
         {"parallel": {**V, "schedule": "zbv", "activation_checkpointing": "full"}},
         {"parallel": {**V, "schedule": "dualpipe_v"}, "model": TIED},
+        {"parallel": {**V, "schedule": "zbv"}, "train": CHUNKED},
     )
 
 
@@ -234,6 +240,21 @@ def test_mixtures(ranks: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("ranks", "model"), [(2, {}), (4, TIED), (8, {})])
+def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any]) -> None:
+    """Against the whole loss of one process."""
+    kinds: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
+    kinds += [{"tensor": 2, "sequence": on, "loss_parallel": on} for on in (True, False)]
+    kinds += [{"pipeline": 2, "schedule": name, "virtual_stages": count} for name, count in SCHEDULES if count < 4]
+    if ranks == 4:
+        kinds = [{**V, "schedule": "zbv", "tensor": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 4}]
+    if ranks == 8:
+        kinds = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID}]
+    train = CHUNKED | {"micro_batch": {2: 2, 4: 1, 8: 1}[ranks]}
+    check(ranks, *({"parallel": kind, "train": train, "model": model} for kind in kinds))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -326,6 +347,7 @@ EXACT = {
     "zbv": ("parallel.pipeline=2", "parallel.zero=1", "parallel.schedule=zbv", "parallel.virtual_stages=2"),
     "tensor": ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=9"),
     "replicated": ("parallel.tensor=2", "parallel.sequence=false"),
+    "chunked": ("parallel.tensor=2", "parallel.pipeline=2", "train.loss_chunk=20"),
     "muon": ("parallel.zero=3", "optimizer.name=muon"),
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
 }
@@ -335,7 +357,7 @@ EXACT = {
     "name",
     [
         "zero 3",
-        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor", "muon", "sgd")),
+        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor", "chunked", "muon", "sgd")),
         pytest.param("replicated", marks=pytest.mark.long),
     ],
 )

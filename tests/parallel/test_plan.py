@@ -58,16 +58,19 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
             assert (4 * weights, 4 * moments) == (expected.weights, expected.optimizer), (layouts[number], rank)
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
-def test_the_peak_of_a_step_is_estimated(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
+def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
     """Against torch's account of a step on tensors without memory, of two blocks with the sizes of lm-8b in bf16."""
-    more = ("model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ALONE)
-    config = load_config(ROOT / "configs/lm-8b.yaml", [*more, "train.global_batch=4"])
+    more = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ALONE]
+    more += ["train.global_batch=4", f"train.loss_chunk={chunk}"]
+    config = load_config(ROOT / "configs/lm-8b.yaml", more)
     vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
     task = Task(config, vocab)
     with FakeTensorMode():
         model = Decoder(config.model, vocab, length)
-        model.compute_dtype = torch.bfloat16
+        assert model.lm_head is not None
+        model.compute_dtype = model.lm_head.compute_dtype = torch.bfloat16
+        model.lm_head.chunk = config.train.loss_chunk or 0
         for block in task.blocks(model):
             recompute(block, kind)
         for parameter in model.parameters():
@@ -76,7 +79,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str) -> None:
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            task.loss(model(*task.inputs(batch)), batch).backward()
+            task.loss(model(*task.inputs(batch), **task.targets(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     found = memory(config, layout_of(config), 0, vocab, [Action(kind, 0, 0) for kind in "FB"])
     assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
