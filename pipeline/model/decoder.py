@@ -254,6 +254,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_part(values: Tensor, like: DTensor) -> Tensor:
     """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication.
 

@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 
 
 def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
-    """How many values of weights, and of the optimizer's moments, this rank holds under each config."""
+    """How many bytes of weights, and of the optimizer's moments, this rank holds under each config."""
     import torch.distributed as dist
 
     from pipeline.comm import groups
@@ -36,7 +36,7 @@ def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
     results = []
     for config in configs:
         state = train(place, config, world, 0)[0].state()
-        local = {name: getattr(t, "_local_tensor", t).numel() for name, t in state.items()}
+        local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
         weights = sum(n for name, n in local.items() if name.startswith("model."))
         moments = sum(n for name, n in local.items() if "exp_avg" in name)
         results.append((weights, moments))
@@ -49,13 +49,16 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     # (a tied weight on both ends of a pipeline stands once in a state, but is held twice)
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
     configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
+    lean = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
+    bf16 = FEW | {"precision": "bf16"}
+    configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in lean]
     held = run_ranks(4, held_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = layout_of(config, 4, 4, VOCAB)
         for rank in range(4):
             expected = memory(config, layout, layout.coordinates(rank).pipeline, VOCAB, [])
             weights, moments = held[rank][number]
-            assert (4 * weights, 4 * moments) == (expected.weights, expected.optimizer), (layouts[number], rank)
+            assert (weights, moments) == (expected.weights, expected.optimizer), (config.parallel, rank)
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
