@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[int, str]] = {
     "Top-K 5 %, warm-up 160": (STEPS, "kind: topk, ratio: 0.05, warmup_steps: 160"),
     "Top-K 5 %, warm-up 40, longer": (300, "kind: topk, ratio: 0.05, warmup_steps: 40"),
     "Top-K 1 %, warm-up 40": (STEPS, "kind: topk, ratio: 0.01, warmup_steps: 40"),
+    "moments in bf16": (STEPS, "optimizer.state={moments: bf16}"),
     "local SGD, every 8": (STEPS, "every: 8"),
     "local SGD, every 8, longer": (250, "every: 8"),
     "local SGD, every 8, warm-up 100": (STEPS, "every: 8, warmup_steps: 100"),
@@ -68,7 +69,8 @@ def main() -> None:
         data = make_run(Path(folder), "data", STEPS, more=ALL)
         baseline = 0.0
         for number, (name, (steps, how)) in enumerate(VARIANTS.items()):
-            option = f"parallel.{'local_sgd' if how.startswith('every') else 'hook'}={{{how}}}"
+            section = "local_sgd" if how.startswith("every") else "hook"
+            option = how if "=" in how else f"parallel.{section}={{{how}}}"
             path = make_run(Path(folder), f"run{number}", steps, data, [*ALL, option])
             for command in (["slurm", "train"], ["pipeline", "evaluate"]):
                 subprocess.run([sys.executable, "-m", *command, str(path)], cwd=ROOT, check=True, timeout=3600)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, StateConfig
 from pipeline.config.stages import STAGES
 from pipeline.config.types import refuse_changed
 
@@ -254,6 +254,15 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"optimizer.name own is for whole replicas, without {found}: leave that out, or take another"
         if config.train.precision == "fp16":
             yield "optimizer.name own does not go with train.precision fp16, which leaves first steps out: take bf16"
+    if config.train.loss_chunk is not None and config.model.target is not None:
+        yield "train.loss_chunk is for the decoder, whose output layer it knows: leave it out with model.target"
+    if config.train.loss_chunk is not None and config.train.precision == "fp16":
+        yield "train.loss_chunk does not go with train.precision fp16, whose gradients need their scale: take bf16"
+    state = config.optimizer.state
+    if state.master == "none" and config.train.precision not in ("bf16", "fp8"):
+        yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {config.train.precision}"
+    if state != StateConfig() and option is not None:
+        yield f"optimizer.state (master {state.master}, moments {state.moments}) does not go with {option}"
     if wanted.accurate_sums and wanted.backend != "mpi":
         yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
     if wanted.reduce == "micro_batch" and wanted.zero < 2:

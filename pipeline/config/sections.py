@@ -189,14 +189,18 @@ class TrainConfig(Section):
     micro_batch: PositiveInt = 4
     """Sequences of one forward and backward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Arithmetic of forward and backward; weights and optimizer state are always fp32. `fp8`: bf16, with the blocks'
-    matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
+    """Arithmetic of forward and backward; `optimizer.state` has the types of weights and optimizer. `fp8`: bf16, with
+    the blocks' matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
     threads: PositiveInt = 1
     """CPU threads per rank; part of what makes a result bit-identical."""
     deterministic: bool = True
     """Refuse kernels whose results vary from run to run."""
     compile: bool = False
     """Compile each decoder block with torch.compile."""
+    loss_chunk: PositiveInt | None = None
+    """Tokens whose logits are computed at a time, together with their loss and its gradient, so that those of a whole
+    micro-batch are never there (pipeline/model/head.py). It changes last digits; 1024 to 4096 are good sizes for large
+    vocabularies. null: whole logits."""
     log_every: PositiveInt = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
     evaluate_every: PositiveInt | None = None
@@ -215,8 +219,25 @@ class TrainConfig(Section):
         return self
 
 
+class StateConfig(Section):
+    """Types of what is kept from step to step. What is bf16 is rounded up or down at random, so that on average nothing
+    is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
+
+    master: Literal["fp32", "none"] = "fp32"
+    """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their
+    gradients then."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Type of the first and second moment; int8 is not there yet."""
+
+    @model_validator(mode="after")
+    def _is_there(self) -> StateConfig:
+        if self.moments == "int8":
+            raise ValueError("moments: int8 is not there yet; take bf16, half of fp32")
+        return self
+
+
 USED_BY = {
-    "adamw": {"betas", "eps"},
+    "adamw": {"betas", "eps", "state"},
     "sgd": {"momentum"},
     "muon": {"momentum", "betas", "eps"},
     "own": {"momentum", "betas", "eps"},
@@ -250,6 +271,8 @@ class OptimizerConfig(Section):
     """Decay of the momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
     """Weight decay of matrices, decoupled but for `sgd`, which adds it to the gradient; vectors (norms) have none."""
+    state: StateConfig = StateConfig()
+    """Types of what it keeps; only for `adamw`."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
 

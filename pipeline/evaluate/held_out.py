@@ -15,11 +15,10 @@ from pipeline.base.errors import UserError
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset, map_file
 from pipeline.model.decoder import loss_sum
+from pipeline.model.head import IGNORED
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
-IGNORED = -100
-"""Target of padding: cross-entropy leaves it out."""
 _TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
 
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.config.sections import ModelConfig
+from pipeline.model.head import Head
 from pipeline.parallel.tensor_parallel import Replicated
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -176,7 +177,7 @@ class Decoder(nn.Module):
         self.config = config
         layers = range(config.layers) if layers is None else layers
         self.model = Backbone(config, vocab_size, sequence_length, layers)
-        self.lm_head = nn.Linear(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
+        self.lm_head = Head(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
         self.compute_dtype: torch.dtype | None = None
         """Type in which matrix products are computed, by autocast; None: that of the weights."""
         self.tie_weights()
@@ -191,11 +192,16 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`."""
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`.
+
+        With `targets_BT` the last part gives their summed loss, and keeps no logits (pipeline/model/head.py).
+        """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             x_BTD = self.model(x)
-            return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
+            if self.lm_head is None or targets_BT is None:
+                return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
+        return self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast's copies of weights are gone by now
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -246,6 +252,11 @@ def put(values: Tensor, parameter: Tensor) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor gathered, which all its ranks must ask for; anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(values: Tensor, like: DTensor) -> Tensor:

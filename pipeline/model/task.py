@@ -63,6 +63,8 @@ class Task:
         with torch.device("meta"):
             part = Decoder(self.config.model, self.vocab_size, self.length, layers)
         part.compute_dtype = DTYPES.get(self.config.train.precision)
+        if part.lm_head is not None and self.config.train.loss_chunk is not None:
+            part.lm_head.chunk, part.lm_head.compute_dtype = self.config.train.loss_chunk, part.compute_dtype
         return part
 
     def blocks(self, part: Any) -> Sequence[nn.Module]:
@@ -80,7 +82,7 @@ class Task:
 
     def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
         """Cut the part for tensor parallelism, in place."""
-        cut_logits = self.config.parallel.loss_parallel
+        cut_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
         cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
 
     def fill(self, part: Any, device: torch.device) -> None:
@@ -109,8 +111,14 @@ class Task:
         """What the model's forward takes."""
         return (batch["tokens"][:, :-1],)
 
+    def targets(self, batch: Batch) -> dict[str, Tensor]:
+        """What else the forward of a training's last part takes, by name: with targets it gives the loss itself."""
+        return {} if self.config.train.loss_chunk is None else {"targets_BT": batch["tokens"][:, 1:]}
+
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Summed loss: an fp32 scalar."""
+        if outputs.ndim == 0:  # of targets
+            return outputs
         return loss_sum(outputs, batch["tokens"][:, 1:])
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
@@ -196,6 +204,9 @@ class _UserTask(Task):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return tuple(batch[name] for name in self.facts.inputs)
+
+    def targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Raises UserError for what is no sum."""

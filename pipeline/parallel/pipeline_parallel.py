@@ -14,7 +14,7 @@ With the V shapes the last stage, and the loss, is on pipeline rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,10 +92,11 @@ class Pipeline:
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
-    def run(self, inputs: tuple[Tensor, ...], rows_B: Tensor) -> list[Tensor]:
+    def run(self, inputs: tuple[Tensor, ...], targets: Mapping[str, Tensor], rows_B: Tensor) -> list[Tensor]:
         """Forward and backward of all micro-batches; their losses on the rank with the last stage, elsewhere [].
 
-        `rows_B`: which samples of the batch `inputs` stand for; the loss of a micro-batch is told its own.
+        `rows_B`: which samples of the batch `inputs` stand for; the loss of a micro-batch is told its own. `targets`:
+        what the last stage takes besides.
         """
         losses: list[Tensor] = []
         self._schedule.step(
@@ -103,6 +104,7 @@ class Pipeline:
             target=rows_B if self.last else None,
             losses=losses if self.last else None,
             return_outputs=False,
+            **(targets if self.last else {}),
         )
         return losses
 

@@ -42,7 +42,7 @@ class Memory:
     parameters: int
     """Parameter values of this rank's stages, after tensor parallelism; a count, no bytes."""
     weights: int
-    """fp32 weights between steps."""
+    """Weights between steps: in fp32, or without a master in bf16."""
     gathered: int
     """Weights that ZeRO holds whole beside its shard during a step; without ZeRO, their copies in the low precision."""
     gradients: int
@@ -131,9 +131,14 @@ def _through_fsdp(config: Config, layout: Layout) -> bool:
     return config.parallel.offload or (layout.data > 1 and not whole)
 
 
+def _kept_width(config: Config) -> int:
+    """Bytes of a weight between steps, and of its gradient."""
+    return 2 if config.optimizer.state.master == "none" else 4
+
+
 def _stream_width(config: Config, layout: Layout) -> int:
     """Bytes of a value of the residual stream: it is in the type of the embedding's weights."""
-    return 2 if _through_fsdp(config, layout) and config.train.precision != "fp32" else 4
+    return 2 if _through_fsdp(config, layout) and config.train.precision != "fp32" else _kept_width(config)
 
 
 def _block_activations(config: Config, layout: Layout, kind: str) -> int:
@@ -167,7 +172,9 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
         if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
             blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
             gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
-    elif width == 2:  # autocast's copies, of which blocks that are compiled and recomputed keep none
+    elif (
+        width == 2 and config.optimizer.state.master == "fp32"
+    ):  # autocast's copies, of which blocks that are compiled and recomputed keep none
         recomputed = config.train.compile and config.parallel.activation_checkpointing != "none"
         gathered = table * last if recomputed else parameters * width
     kind = config.parallel.activation_checkpointing
@@ -179,16 +186,23 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     again = 0 if kind == "none" else _block_activations(config, layout, "none")  # of the block in backward
     if last:  # three times in fp32: log-softmax, its gradient, that of the logits
         cut = layout.tensor if config.parallel.loss_parallel else 1
-        again = max(again, config.train.micro_batch * config.data.sequence_length * vocab // cut * 12)
+        tokens, chunk = config.train.micro_batch * config.data.sequence_length, config.train.loss_chunk
+        whole = tokens * vocab // cut * 12
+        if chunk is not None:  # the gradient of its logits; that of the weights, added up and its share; hidden states
+            whole = (min(chunk, tokens) * width + config.model.dim * (4 + width)) * vocab // layout.tensor
+            whole += tokens * config.model.dim * (4 + 2 * width)
+        again = max(again, whole)
+    kept = _kept_width(config)
+    moments = 4 if config.optimizer.name == "sgd" or config.optimizer.state.moments == "bf16" else 8  # Muon: at most
     copy = 0
     if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
         copy = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)
     return Memory(
         parameters=parameters,
-        weights=4 * (parameters // share + copy),
+        weights=kept * (parameters // share) + 4 * copy,
         gathered=gathered,
-        gradients=4 * parameters // (share if layout.reduce_each_micro_batch else 1),
-        optimizer=(4 if config.optimizer.name == "sgd" else 8) * parameters // share,  # Muon: at most
+        gradients=kept * parameters // (share if layout.reduce_each_micro_batch else 1),
+        optimizer=moments * parameters // share,
         activations=peak + again,
     )
 
@@ -201,7 +215,7 @@ def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, i
     hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
     hook, local = config.parallel.hook, config.parallel.local_sgd
     if layout.data > 1 and not zero:
-        size, words = _ring(2 * 4 * parameters, layout.data), "gradients, all-reduced once"
+        size, words = _ring(2 * _kept_width(config) * parameters, layout.data), "gradients, all-reduced once"
         if local is not None:
             size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
         elif hook.kind in ("fp16", "bf16"):

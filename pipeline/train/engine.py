@@ -28,12 +28,13 @@ from pipeline.checkpoint.save import State
 from pipeline.comm.groups import World, agree, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.model.decoder import EMBEDDING, HEAD, put, whole
+from pipeline.model.decoder import EMBEDDING, HEAD, local, parameter_seed, put, whole
 from pipeline.model.task import DTYPES, Batch, Task, recompute
 from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
+from pipeline.train.lean_adamw import LeanAdamW
 from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
@@ -79,7 +80,10 @@ class Engine:
             self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
         else:
             blocks = [block for part in self.parts for block in task.blocks(part)]
-            self.optimizer = make_optimizer(nn.ModuleList(self.parts), config.optimizer, world.device, blocks)
+            named = [each for part in self.parts for each in task.weights(part)]
+            keys = {parameter: parameter_seed(config.run.seed, name) for name, parameter in named}
+            how = config.optimizer, world.device, blocks, keys, config.train.compile
+            self.optimizer = make_optimizer(nn.ModuleList(self.parts), *how)
         self._tried_out = False
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
@@ -106,6 +110,9 @@ class Engine:
         """The part of the model with these blocks, with this rank's share of its weights."""
         config, layout, task = self.config, self.layout, self.task
         part = task.build(layers)
+        if config.optimizer.state.master == "none":
+            for parameter in part.parameters():
+                parameter.data = parameter.data.bfloat16()
         if config.train.precision == "fp8":
             float8.convert(task.blocks(part), self.world.device, layout.tensor)
         if mesh is not None and layout.tensor > 1:
@@ -174,7 +181,7 @@ class Engine:
             with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter("forward")
                 with self.own:
-                    loss = self.task.loss(self.model(*self.task.inputs(piece)), piece)
+                    loss = self._loss_of(piece)
                 enter("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
@@ -187,11 +194,16 @@ class Engine:
         torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
         enter("pipeline")
         self._batch, inputs = batch, self.task.inputs(batch)
-        losses = self._pipeline.run(inputs, torch.arange(len(inputs[0]), device=self.world.device))
+        rows = torch.arange(len(inputs[0]), device=self.world.device)
+        losses = self._pipeline.run(inputs, self.task.targets(batch), rows)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += whole(loss.detach())
         return total / self._weight()
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """Summed loss of the whole model."""
+        return self.task.loss(self.model(*self.task.inputs(batch), **self.task.targets(batch)), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
         return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
@@ -216,7 +228,9 @@ class Engine:
             for parameter in parameters:
                 parameter.grad.mul_(1 / self.scaler.scale)  # type: ignore[union-attr]
         norm = self._norm(parameters)
-        if limit is not None:
+        if limit is not None and isinstance(self.optimizer, LeanAdamW):
+            self.optimizer.clip_with_norm(limit, norm)
+        elif limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return self.replicas.together(norm)
 
@@ -235,7 +249,7 @@ class Engine:
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies = math.prod(size for size, placement in sizes if placement.is_replicate())
             if parameter is not copy and gradient is not None:
-                by_copies.setdefault(copies, []).append(_local(gradient))
+                by_copies.setdefault(copies, []).append(local(gradient))
         for copies, gradients in by_copies.items():
             squares += _total_norm(gradients).to(squares).square() / copies
         dist.all_reduce(squares)
@@ -259,8 +273,7 @@ class Engine:
         more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
-        batch = self.task.smallest(self.world.device)
-        self.task.loss(self.model(*self.task.inputs(batch)), batch).backward()
+        self._loss_of(self.task.smallest(self.world.device)).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.replicas.end(good=False)
 
@@ -287,7 +300,7 @@ class Engine:
 
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
-            add_from_peer(_local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)
+            add_from_peer(local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -328,7 +341,7 @@ class Engine:
         for name, parameter in self.task.weights(model):
             key = f"model.{name}"
             if key in state:
-                values = whole(state[key].to(self.world.device)).contiguous()
+                values = whole(state[key].to(self.world.device)).float().contiguous()
             else:
                 values = torch.empty(parameter.shape, dtype=torch.float32, device=self.world.device)
             if owners:
@@ -358,8 +371,13 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 
     In fp32 a whole norm of 2²⁷ entries is 1.4 % too small; of pieces it is right to 1e-7.
     """
-    on_cpu = any(gradient.device.type == "cpu" for gradient in gradients)
-    return nn.utils.get_total_norm([p for g in gradients for p in g.flatten().split(_PIECE)] if on_cpu else gradients)
+    if any(gradient.device.type == "cpu" for gradient in gradients):
+        gradients = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    # torch would round each tensor's norm to its type
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -378,7 +396,3 @@ def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if kept.get("outer") and not now.get("outer"):
         notes.append("the outer optimizer's weights and momentum are dropped")
     return "; ".join(notes) or None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

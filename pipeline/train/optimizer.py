@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
-from pipeline.config.sections import OptimizerConfig
+from pipeline.config.sections import OptimizerConfig, StateConfig
 from pipeline.model.decoder import put, whole
+from pipeline.train.lean_adamw import LeanAdamW
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Kind:
     """What it keeps of each parameter in the parameter's shape; zeros before the first step."""
     counts: bool = True
     """Whether it counts each parameter's steps, as `step`."""
+    fuses: bool = True
+    """Whether torch's fused kernel, where there is one, is taken; it counts on the device."""
+    moment_dtype: torch.dtype | None = None
+    """Type of the moments; None: the parameters'."""
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | None) -> torch.optim.Optimizer:
@@ -95,13 +100,26 @@ KINDS = {
 
 
 def make_optimizer(
-    model: nn.Module, config: OptimizerConfig, device: torch.device, blocks: Sequence[nn.Module] = ()
+    model: nn.Module,
+    config: OptimizerConfig,
+    device: torch.device,
+    blocks: Sequence[nn.Module] = (),
+    keys: Mapping[nn.Parameter, int] | None = None,
+    compiled: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters of `model`, each once, with its state as before the first step.
 
-    Muon takes the matrices of `blocks` alone, AdamW the rest: embeddings, the output layer, vectors.
+    Muon takes the matrices of `blocks` alone, AdamW the rest: embeddings, the output layer, vectors. `keys` seed what
+    is rounded at random, and `compiled` says whether torch.compile is taken, where `config.state` asks for bf16.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.state != StateConfig():
+        dtype = torch.bfloat16 if config.state.moments == "bf16" else torch.float32
+
+        def lean(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
+            return LeanAdamW(groups, config, keys or {}, compiled)
+
+        return _make(Kind(lean, KINDS["adamw"].moments, fuses=False, moment_dtype=dtype), parameters, config, device)
     if config.name != "muon":
         return _make(KINDS[config.name], parameters, config, device)
     matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
@@ -123,10 +141,10 @@ def _make(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = True if device.type in ("cpu", "cuda") else None
+    fused = True if kind.fuses and device.type in ("cpu", "cuda") else None
     optimizer = kind.make(groups, config, fused)
     for parameter in parameters:
-        state = {key: torch.zeros_like(parameter) for key in kind.moments}
+        state = {key: torch.zeros_like(parameter, dtype=kind.moment_dtype) for key in kind.moments}
         if kind.counts:
             state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
         optimizer.state[parameter] = state

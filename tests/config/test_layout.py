@@ -129,6 +129,21 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
             "= 2 is not the number of training ranks, 4 (stages.train: nodes × tasks_per_node); layouts of 4 ranks "
             "that fit: pipeline 1 × data 4 × tensor 1",
         ),
+        (1, {"train": {"loss_chunk": 8, "precision": "fp16"}}, "does not go with train.precision fp16"),
+        (1, {"optimizer": {"state": {"master": "none"}}}, "master none is for train.precision bf16 and fp8, not fp32"),
+        (1, {"optimizer": {"state": {"moments": "int8"}}}, "int8 is not there yet; take bf16"),
+        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "muon"}}, "nothing here: optimizer.name is muon"),
+        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "sgd"}}, "nothing here: optimizer.name is sgd"),
+        (
+            2,
+            {"optimizer": {"state": {"moments": "bf16"}}, "parallel": {"local_sgd": {"every": 4}}},
+            "(master fp32, moments bf16) does not go with parallel.local_sgd",
+        ),
+        (
+            2,
+            {"optimizer": {"state": {"moments": "bf16"}}, "parallel": {"hook": {"kind": "powersgd"}}},
+            "does not go with parallel.hook.kind powersgd",
+        ),
         (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
         (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
         (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),

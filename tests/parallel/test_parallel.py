@@ -30,12 +30,17 @@ V = {"pipeline": 2, "virtual_stages": 2}
 FEW = {"micro_batch": 4}
 LIMIT_S = 900
 TIED = {"tie_word_embeddings": True}
+CHUNKED = {"loss_chunk": 7}
+"""The reference keeps whole logits."""
+HALF_MOMENTS = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16"}}}
+NO_MASTER = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16", "master": "none"}}}
 _single: dict[str, list[tuple[float, float]]] = {}
 
 
 def one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
     """Losses and norms of one process, computed once for each model and batch."""
     plain = {key: values for key, values in sections.items() if key != "parallel"}
+    plain["train"] = {key: value for key, value in plain.get("train", {}).items() if key != "loss_chunk"}
     key = json.dumps(plain, sort_keys=True)
     if key not in _single:
         _single[key] = run_ranks(1, train_rank, [tiny_config(1, **plain)])[0][0]
@@ -63,6 +68,8 @@ def test_data_parallel_and_zero() -> None:
         {"parallel": {"zero": 3, "reduce": "step"}, "model": TIED},
         {"parallel": {"zero": 3, "data": {"replicate": 2, "shard": 2}}},
         {"parallel": {"zero": 3, "activation_checkpointing": "selective"}},
+        {"parallel": {"zero": 3}, "model": TIED, "train": CHUNKED},
+        {"parallel": {"zero": 2}, **HALF_MOMENTS},
         {"parallel": {"zero": 3, "offload": True, "activation_checkpointing": "full"}},
     )
 
@@ -75,6 +82,7 @@ def test_tensor_parallel() -> None:
         {"parallel": {"tensor": 2}, "train": FEW},
         {"parallel": recomputed, "train": FEW, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
+        {"parallel": {"tensor": 2}, "train": FEW | CHUNKED},
     )
 
 
@@ -87,6 +95,7 @@ def test_pipeline_schedules() -> None:
         {"parallel": {**V, "schedule": "interleaved_zero_bubble"}},
         {"parallel": {**V, "schedule": "zbv", "activation_checkpointing": "full"}},
         {"parallel": {**V, "schedule": "dualpipe_v"}, "model": TIED},
+        {"parallel": {**V, "schedule": "zbv"}, "train": CHUNKED},
     )
 
 
@@ -234,6 +243,21 @@ def test_mixtures(ranks: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("ranks", "model"), [(2, {}), (4, TIED), (8, {})])
+def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any]) -> None:
+    """Against the whole loss of one process."""
+    kinds: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
+    kinds += [{"tensor": 2, "sequence": on, "loss_parallel": on} for on in (True, False)]
+    kinds += [{"pipeline": 2, "schedule": name, "virtual_stages": count} for name, count in SCHEDULES if count < 4]
+    if ranks == 4:
+        kinds = [{**V, "schedule": "zbv", "tensor": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 4}]
+    if ranks == 8:
+        kinds = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID}]
+    train = CHUNKED | {"micro_batch": {2: 2, 4: 1, 8: 1}[ranks]}
+    check(ranks, *({"parallel": kind, "train": train, "model": model} for kind in kinds))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -313,6 +337,27 @@ def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
             assert loss == pytest.approx(its_loss, rel=1e-5) and norm == pytest.approx(its_norm, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [pytest.param(HALF_MOMENTS, marks=pytest.mark.story), pytest.param(NO_MASTER, marks=pytest.mark.long)],
+    ids=["half", "none"],
+)
+def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """What is drawn belongs to the entry of the whole parameter. bf16 weights are read back with the same bits."""
+    layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}, {**V, "schedule": "zbv", "zero": 1}, {}]
+    low = "master" in sections["optimizer"]["state"]
+    more = {**sections, "train": FEW | {"precision": "bf16" if low else "fp32"}, "model": TIED}
+    alone = run_ranks(1, train_rank, [tiny_config(1, **more)])[0][0]
+    first, *others = [tiny_config(4, **more, parallel=parallel) for parallel in layouts]
+    moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
+    limits = LOW["bf16"] if low else (1e-5, 1e-5)
+    for found, trained in moved:
+        assert found == moved[0][0], "the digest of weights and moments, saved again"
+        for ours, theirs in zip(trained, alone[3:5], strict=True):
+            for mine, its, limit in zip(ours, theirs, limits, strict=True):
+                assert mine == pytest.approx(its, rel=limit), "(loss, norm)"
+
+
 # -- stops and moves of whole runs ---------------------------------------------------------------------------
 
 
@@ -321,11 +366,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data
 
 
+BF16 = ("train.precision=bf16", "optimizer.state={master: none, moments: bf16}")
 EXACT = {
     "zero 3": ("parallel.zero=3",),
     "zbv": ("parallel.pipeline=2", "parallel.zero=1", "parallel.schedule=zbv", "parallel.virtual_stages=2"),
     "tensor": ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=9"),
     "replicated": ("parallel.tensor=2", "parallel.sequence=false"),
+    "chunked": ("parallel.tensor=2", "parallel.pipeline=2", "train.loss_chunk=20"),
+    "half moments": ("parallel.zero=3", "optimizer.state.moments=bf16"),
+    "no master": BF16,
+    "no master in a pipeline": (*BF16, "parallel.pipeline=2", "parallel.zero=1", "model.tie_word_embeddings=true"),
     "muon": ("parallel.zero=3", "optimizer.name=muon"),
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
 }
@@ -335,7 +385,7 @@ EXACT = {
     "name",
     [
         "zero 3",
-        *(pytest.param(name, marks=pytest.mark.story) for name in ("zbv", "tensor", "muon", "sgd")),
+        *(pytest.param(name, marks=pytest.mark.story) for name in EXACT if name not in ("zero 3", "replicated")),
         pytest.param("replicated", marks=pytest.mark.long),
     ],
 )

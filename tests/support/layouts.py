@@ -117,6 +117,7 @@ def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[flo
         loss = engine.backward({"tokens": batch.chunk(engine.layout.data)[part]}, step)
         norm = engine.clip(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
+        clipped *= getattr(engine.optimizer, "factor", 1.0)  # of one that clips in its update
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
         engine.update(norm.item())
         results.append((loss.item(), norm.item()))

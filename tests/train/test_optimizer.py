@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from pipeline.config.sections import ModelConfig, OptimizerConfig
 from pipeline.model.decoder import Decoder, init_weights
+from pipeline.train.lean_adamw import LeanAdamW
 from pipeline.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
@@ -97,6 +98,77 @@ def test_steps_are_those_of_torch(name: str) -> None:
         for each in (optimizer, *optimizers):
             each.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def lean(dtypes: tuple[torch.dtype, torch.dtype], compiled: bool = False) -> tuple[LeanAdamW, torch.nn.Parameter]:
+    """AdamW on one matrix; its dtype, and the moments'."""
+    torch.manual_seed(1)
+    matrix = torch.nn.Parameter(torch.randn(40, 30).to(dtypes[0]))
+    config = OptimizerConfig(weight_decay=0.3, lr=0.01)
+    optimizer = LeanAdamW([{"params": [matrix], "weight_decay": 0.3}], config, {matrix: 7}, compiled)
+    moments = {key: torch.zeros_like(matrix, dtype=dtypes[1]) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[matrix] = {"step": torch.zeros(()), **moments}
+    return optimizer, matrix
+
+
+def stepped(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) -> list[torch.Tensor]:
+    """Weights and moments after some steps, with a rate that changes."""
+    for step in range(steps):
+        torch.manual_seed(step)
+        matrix.grad = torch.randn(40, 30).to(matrix.dtype)
+        set_learning_rate(optimizer, 0.01 / (step + 1))
+        optimizer.step()
+    return [matrix.detach(), *(optimizer.state[matrix][key] for key in ("exp_avg", "exp_avg_sq"))]
+
+
+def test_lean_adamw_is_adamw() -> None:
+    """In fp32 to rounding; kept in bf16 within what its 8 bits say, and the same in pieces."""
+    optimizer, matrix = lean((torch.float32, torch.float32))
+    exact = torch.nn.Parameter(matrix.detach().clone())
+    plain = torch.optim.AdamW([exact], lr=0.01, betas=(0.9, 0.95), weight_decay=0.3)
+    found = stepped(optimizer, matrix)
+    for step in range(5):
+        torch.manual_seed(step)
+        exact.grad = torch.randn(40, 30)
+        set_learning_rate(plain, 0.01 / (step + 1))
+        plain.step()
+    whole = [exact.detach(), plain.state[exact]["exp_avg"], plain.state[exact]["exp_avg_sq"]]
+    for ours, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    half, in_pieces = lean((torch.float32, torch.bfloat16)), lean((torch.float32, torch.bfloat16))
+    in_pieces[0]._at_once = 100
+    results = stepped(*half), stepped(*in_pieces)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for ours, theirs in zip(results[0][1:], whole[1:], strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert 1e-3 < (ours.float() - theirs).norm() / theirs.norm() < 1e-2
+
+
+def test_bf16_weights_move_on_average_as_fp32_ones_would() -> None:
+    """By updates of a 13th of what rounding to the nearest would notice; neighbours and steps draw on their own."""
+    optimizer, matrix = lean((torch.bfloat16, torch.bfloat16))
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    start, spacing, steps, rate = 1.5, 2**-7, 100, 3e-4
+    matrix.data.fill_(start)
+    for _ in range(steps):  # with a gradient that stays the same, each step is of lr
+        matrix.grad = torch.ones_like(matrix)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+    moved = start - matrix.detach().double()
+    assert moved.mean() == pytest.approx(steps * rate, rel=0.03)
+    chance = rate / spacing
+    assert moved.std() == pytest.approx(spacing * (steps * chance * (1 - chance)) ** 0.5, rel=0.1), "independent draws"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_lean_adamw_compiles_once_for_all_steps() -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = stepped(*lean((torch.bfloat16, torch.bfloat16), compiled=True))
+    for ours, theirs in zip(compiled, stepped(*lean((torch.bfloat16, torch.bfloat16))), strict=True):
+        assert (ours != theirs).float().mean() < 0.02, "fp32 may round otherwise, and seldom turn what is drawn"
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-3)
 
 
 def rates(scheduler_of: type, steps: int, lr: float, **options: float) -> list[float]:

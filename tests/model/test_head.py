@@ -1,0 +1,66 @@
+"""The loss of a chunk of tokens after the other, against torch's of whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.config.layout import LayoutError, layout_of
+from pipeline.model.decoder import loss_sum
+from pipeline.model.head import IGNORED, Head
+from tests.support.layouts import tiny_config
+
+TOKENS, WIDTH, VOCAB = (3, 10), 16, 50
+
+
+def made(dtype: torch.dtype | None = None) -> tuple[Head, torch.Tensor, torch.Tensor]:
+    """A head, hidden states and targets, a third of which count nothing, all of the last sequence among them."""
+    torch.manual_seed(1)
+    head = Head(WIDTH, VOCAB, bias=False)
+    head.compute_dtype = dtype
+    x_BTD = 3 * torch.randn(*TOKENS, WIDTH)
+    targets_BT = torch.randint(0, VOCAB, TOKENS)
+    targets_BT[0, ::4] = IGNORED
+    targets_BT[2] = IGNORED
+    return head, x_BTD.requires_grad_(), targets_BT
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10, 30, 1000])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk: int) -> None:
+    """Also where whole chunks count nothing, with a factor before backward, and twice through one graph."""
+    head, x_BTD, targets_BT = made()
+    head.chunk = chunk
+    exact = (x_BTD.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_())
+    logits = F.linear(*exact).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets_BT.flatten(), reduction="sum")
+    theirs = torch.autograd.grad(expected * 0.3, exact)
+    loss = head(x_BTD, targets_BT=targets_BT)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(loss, head(x_BTD, targets_BT=targets_BT)), "the same bits again"
+    for _ in range(2):  # schedules that split the backward pass come twice
+        ours = torch.autograd.grad(loss * 0.3, (x_BTD, head.weight), retain_graph=True)
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.double(), its, rtol=1e-5, atol=1e-6)
+    assert not ours[0][2].any() and not ours[0][0, ::4].any(), "what counts nothing has no gradient"
+
+
+def test_in_bf16_it_is_as_near_as_whole_logits() -> None:
+    """Both round logits and their gradients to bf16; the chunks' shares of the weights' gradient are added in fp32."""
+    head, x_BTD, targets_BT = made(torch.bfloat16)
+    head.chunk = 4
+    exact = torch.autograd.grad(loss_sum(F.linear(x_BTD, head.weight), targets_BT), (x_BTD, head.weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = torch.autograd.grad(loss_sum(head(x_BTD), targets_BT), (x_BTD, head.weight))
+        ours = torch.autograd.grad(head(x_BTD, targets_BT=targets_BT), (x_BTD, head.weight))
+    for mine, its, true in zip(ours, whole, exact, strict=True):
+        assert mine.dtype == its.dtype == torch.float32
+        assert (mine - true).norm() < 1.2 * (its - true).norm() < 0.02 * true.norm()
+
+
+def test_a_model_of_ones_own_has_another_head() -> None:
+    config = tiny_config(1, train={"loss_chunk": 8})
+    own = config.model_copy(update={"model": config.model.model_copy(update={"target": "my.model"})})
+    with pytest.raises(LayoutError, match=r"leave it out with model\.target"):
+        layout_of(own)
