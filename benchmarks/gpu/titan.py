@@ -9,8 +9,10 @@ ones. Weights and moments are fp32, products bf16 by autocast, as it comes.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from types import ModuleType
 from typing import Any
 
 from benchmarks.gpu import ALONE, ROOT
@@ -20,15 +22,29 @@ CONFIG = ROOT / "configs/lm-1b.yaml"
 UNTIED = "model.tie_word_embeddings=false"
 
 
+class _Unused(ModuleType):
+    """In place of what torchtitan imports for its data and its plots, of which nothing is used here."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def part(name: str) -> Any:
+    """A module of torchtitan, which need not be there to check this file."""
+    for unused in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
+        sys.modules.setdefault(unused, _Unused(unused))
+    return importlib.import_module(f"torchtitan.{name}")
+
+
 def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dict[str, Any]:
     """One measurement in this process."""
     import torch
-    from torchtitan.components.loss import build_cross_entropy_loss  # type: ignore[import-not-found]
-    from torchtitan.components.optimizer import build_optimizers  # type: ignore[import-not-found]
-    from torchtitan.config import JobConfig  # type: ignore[import-not-found]
-    from torchtitan.distributed import ParallelDims  # type: ignore[import-not-found]
-    from torchtitan.distributed import utils as dist_utils  # type: ignore[import-not-found]
-    from torchtitan.models import llama3
 
     from pipeline.config.read import load_config
 
@@ -36,11 +52,12 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
     model, length, vocab = config.model, config.data.sequence_length, config.data.tokenizer.vocab_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = max(4, TOKENS // length) if device.type == "cuda" else 4
-    job = JobConfig()
+    job = part("config").JobConfig()
     job.compile.enable = config.train.compile
     job.activation_checkpoint.mode = recompute
     job.training.seq_len = length
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    dims = part("distributed").ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    llama3 = part("models.llama3")
     arguments = llama3.TransformerModelArgs(
         dim=model.dim, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads, vocab_size=vocab,
         multiple_of=64, ffn_dim_multiplier=model.ffn_size / int(2 * 4 * model.dim / 3), rope_theta=model.rope_theta,
@@ -53,9 +70,10 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
     with torch.no_grad():
         net.init_weights(buffer_device=None)
     net.train()
-    loss_of = build_cross_entropy_loss(job)
-    optimizers = build_optimizers([net], job.optimizer, dims)
-    precision = dist_utils.maybe_enable_amp(dims, "bfloat16", device.type)
+    loss_of = part("components.loss").build_cross_entropy_loss(job)
+    optimizers = part("components.optimizer").build_optimizers([net], job.optimizer, dims)
+    utils = part("distributed.utils")
+    precision = utils.maybe_enable_amp(dims, "bfloat16", device.type)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
 
     def step(_: int) -> float:
@@ -68,7 +86,7 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
             del outputs
             loss.backward()
             total += loss.detach()
-        dist_utils.clip_grad_norm_(list(net.parameters()), 1.0, foreach=True)
+        utils.clip_grad_norm_(list(net.parameters()), 1.0, foreach=True)
         optimizers.step()
         return total.item()
 
