@@ -80,8 +80,9 @@ class Executor(StrEnum):
     LOCAL = "local"
 
 
+HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
 app = typer.Typer(
-    cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=__doc__, pretty_exceptions_enable=False
+    cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
 )
 console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -221,22 +222,29 @@ class _UserTask(Task):
         """Raise UserError where the loss of some samples is not what they have one by one, added up.
 
         False where all are 0, which a batch of zeros may bring about: another batch is to be asked. Outputs that cannot
-        be taken apart by samples never tell.
+        be taken apart by samples never tell, and this is said.
         """
-        leaves, count = tree_leaves(outputs), len(next(iter(batch.values())))
-        if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count for leaf in leaves):
+        count = len(next(iter(batch.values())))
+        arrays = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if not arrays or not all(leaf.ndim and len(leaf) % count == 0 for leaf in arrays):
+            print(
+                f"{self.facts.target}: whether its loss is a sum was not checked: no array for each sample in outputs"
+            )
             return True
 
         def loss(rows: list[int]) -> float:
-            def take(array: Tensor) -> Tensor:
-                return torch.cat([array[row : row + 1] for row in rows])  # slices: outputs may be DTensors
+            def take(array: Any) -> Any:
+                if not isinstance(array, Tensor):
+                    return array
+                each = len(array) // count  # rows of a sample, where they stand one below the other
+                return torch.cat([array[row * each : (row + 1) * each] for row in rows])  # slices: may be DTensors
 
             return float(
                 self.module.loss(tree_map(take, outputs), {name: take(array) for name, array in batch.items()})
             )
 
         rows = [0, *range(min(count, _SAMPLES))]  # the first one twice, so that there are two
-        device = leaves[0].device
+        device = arrays[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # they go on as if not asked
             whole, each = loss(rows), [loss([row]) for row in rows]
         size = sum(map(abs, each))
@@ -262,14 +270,28 @@ class _UserTask(Task):
 class _Copies(TorchDispatchMode):
     """Notes what is copied from memory into tensors that have none."""
 
-    def __init__(self) -> None:
+    def __init__(self, into: list[Tensor]) -> None:
         super().__init__()
-        self.into: list[Tensor] = []
+        self.into = into
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
             self.into.append(args[0])
         return func(*args, **(kwargs or {}))
+
+
+class _Made(TorchFunctionMode):
+    """Notes what is made of values on a device without memory."""
+
+    def __init__(self, into: list[Tensor]) -> None:
+        super().__init__()
+        self.into = into
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor):
+            self.into.append(result)
+        return result
 
 
 def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
@@ -278,11 +300,12 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
     Raises UserError for weights that it loads, which would be lost, and for buffers and ties that would not be the same
     on every layout.
     """
-    with torch.device("meta"), _Copies() as copies:
+    given: list[Tensor] = []
+    with torch.device("meta"), _Copies(given), _Made(given):
         part = module.build(options, layers)
     if not isinstance(part, nn.Module):
         raise UserError(f"build of {target} must return a torch.nn.Module; it returns {part!r}")
-    lost = {tensor.untyped_storage()._cdata for tensor in copies.into}
+    lost = {tensor.untyped_storage()._cdata for tensor in given}
     seen: dict[int, str] = {}
     for name, parameter in part.named_parameters(remove_duplicate=False):
         if not parameter.is_meta or parameter.untyped_storage()._cdata in lost:

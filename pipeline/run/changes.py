@@ -81,13 +81,14 @@ def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str
 
 def refuse_more(run: Path, old: Config, new: Config) -> None:
     """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
+    kinds = ", ".join(f"{key}*" if key.endswith(".") else key for key in _ANY_TIME)
     longer = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, words in differences(old, new).items():
         made = made_with(run, key)
         if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
-                f"larger {longer}, and {', '.join(_ANY_TIME)}. For anything else start a new run: its config under "
+                f"larger {longer}, and {kinds}. For anything else start a new run: its config under "
                 "another run.name"
             )
 

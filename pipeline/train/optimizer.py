@@ -168,17 +168,33 @@ def own_optimizer(
     return optimizer
 
 
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    """What a group has beside its parameters and the rate that is set before each step."""
+    return {key: repr(value) for key, value in group.items() if key not in ("params", "lr", "lr_factor")}
+
+
 @torch.no_grad()
 def try_out(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer of the user's own the state that a checkpoint is loaded into: one step, of which nothing stays.
 
-    Its values are not those before the first step. Raises UserError for state that is no tensor.
+    Its values are not those before the first step. Raises UserError for what no checkpoint would hold, state that is no
+    tensor or that is kept in groups, and for an optimizer whose steps ask for the loss again.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.clone() for parameter in parameters]
+    settings = [_settings(group) for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise UserError(f"optimizer of model.target must make a step without a closure: {error}") from None
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        if kept := [key for key, value in _settings(group).items() if values.get(key) != value]:
+            raise UserError(
+                f"optimizer of model.target counts in its groups ({kept[0]}), which checkpoints do not hold: after a "
+                "stop it would not go on as before; let it keep a tensor in its state for each parameter"
+            )
     optimizer.zero_grad(set_to_none=True)
     for parameter, values in zip(parameters, before, strict=True):
         parameter.copy_(values)

@@ -304,7 +304,9 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """The findings as a table, and the count of what will not work."""
-    table = Table("", "what", "found", "what it means for a run", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "what", "found", "what it means for a run"):
+        table.add_column(name, overflow="fold")
     for finding in findings:
         words = (Text(text) for text in (finding.what, finding.found, finding.meaning))
         table.add_row(Text(finding.verdict, style=_COLOURS[finding.verdict]), *words)

@@ -296,7 +296,7 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))
     points = point_table(run, of_points)
-    return Group(Text(run.title), grid(cells, width), *lines, *([grid(points)] if points else []))
+    return Group(Text(run.title), grid(cells, width), *lines, *([grid(points, width)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:

@@ -216,11 +216,20 @@ OWN = """
 def optimizer(parameters, config):
     matrices = [(name, value) for name, value in parameters if value.ndim > 1]
     vectors = [(name, value) for name, value in parameters if value.ndim < 2]
-    return torch.optim.NAdam([{"params": matrices}, {"params": vectors, "lr": config.lr / 2}], lr=config.lr)
+    return Kind([{"params": matrices}, {"params": vectors, "lr": config.lr / 2}], lr=config.lr)
 
 
 def learning_rate(config, step, steps):
     return config.lr / step
+
+
+class Counting(torch.optim.NAdam):
+    def step(self, closure=None):
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+
+Kind = torch.optim.NAdam
 """
 
 
@@ -247,11 +256,18 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     curves = [{line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics)} for one in (calm, run)]
     assert curves[0] == curves[1] and [step for step, found in curves[0].items() if found is not None] == [20, 40]
     text = (tmp_path / "own.py").read_text()
+    lbfgs = "    return torch.optim.LBFGS([value for _, value in parameters])\n    matrices"
     for old, new, words in (
+        (
+            "Kind = torch.optim.NAdam",
+            "Kind = Counting",
+            r"optimizer of model\.target counts in its groups \(k\), which",
+        ),
+        ("    matrices", lbfgs, r"optimizer of model\.target must make a step without a closure"),
         ('{"params": matrices}, ', "", r"optimizer of model\.target must return .* is in none of its groups"),
         ("config.lr / step", "None", r"learning_rate of model\.target must return a finite number; it returned None"),
     ):
-        (tmp_path / "own.py").write_text(text.replace(old, new))
+        (tmp_path / "own.py").write_text(text.replace(old, new, 1))
         with pytest.raises(AssertionError, match=words):
             trained(new_run(tmp_path, f"bad{len(new)}", *more), 1)
 
@@ -527,9 +543,11 @@ def test_a_module_that_fails_is_told_before_anything_is_submitted(
     [
         ("def build(options, layers): return None\n", "must return a torch.nn.Module; it returns None"),
         ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is kept .* take GroupNorm"),
+        (LOADS, r"build gives weight values, which would be lost.* init\(name, values, options\)"),
         (
-            LOADS,
-            r"build gives weight values, which would be lost.* init\(name, values, options\)",
+            LOADS.replace("net.load_state_dict({'weight': WEIGHT, 'bias': WEIGHT[0]})", "net.weight = made()")
+            + "def made(): return torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))\n",
+            "build gives weight values, which would be lost",
         ),
     ],
 )
@@ -671,6 +689,18 @@ def test_a_mean_is_told_although_the_first_batch_is_of_zeros(series: Path) -> No
     mean = text.replace(".masked_fill(~real, 0.0).sum()", '.masked_fill(~real, 0.0).mean() * batch["series"].any()')
     run = new_run(series, "zeros", ranks=2, text=RAGGED)
     assert "is no sum: it is " in run_ranks(2, build_rank, run.path, mean)[0]
+
+
+def test_a_mean_is_told_where_rows_of_all_samples_stand_below_each_other(series: Path) -> None:
+    text = (ROOT / "tests/support/ragged.py").read_text()
+    for old, new in (
+        ("self.last(x)[..., 0]", "self.last(x)[..., 0].flatten()"),
+        ("    real = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    real = '),
+        (".masked_fill(~real, 0.0).sum()", ".masked_fill(~real, 0.0).mean()"),
+    ):
+        assert old in text
+        text = text.replace(old, new, 1)
+    assert "is no sum: it is " in run_ranks(1, build_rank, new_run(series, "flat", text=RAGGED).path, text)[0]
 
 
 def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:
