@@ -49,6 +49,9 @@ OPTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("micro-batch 8", ("train.micro_batch=8",)),
     ("fp32 instead of bf16", ("train.precision=fp32",)),
     ("fp8 instead of bf16", ("train.precision=fp8",)),
+    ("whole logits", ("train.loss_chunk=null",)),
+    ("moments in bf16", ("optimizer.state={moments: bf16}",)),
+    ("moments in bf16, no master", ("optimizer.state={master: none, moments: bf16}",)),
     ("weights and optimizer in host memory", ("parallel.offload=true",)),
 ]
 LIMIT_S = 600
