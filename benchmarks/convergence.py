@@ -2,6 +2,8 @@
 
     python -m benchmarks.convergence        # 45 minutes; writes benchmarks/results/convergence.md
 
+Moments in bf16 send nothing less; they stand here, since they change the result as little, or as much.
+
 All train on two ranks with the quickstart's own data, model, learning rate and 200 steps, on the same samples in the
 same order, and are evaluated on the same held-out text. Top-K at 5 % and local SGD, which do not come within 2 % of the
 baseline's loss so soon, train again with a longer warm-up, and with more steps. Bytes are what one rank sends, by the

@@ -57,9 +57,9 @@ class LeanAdamW(torch.optim.Optimizer):
                 held = [torch.atleast_1d(local(tensor)) for tensor in parts]
                 now = int(state["step"]), group["weight_decay"], held[0].device
                 if now not in made:
-                    numbers = _numbers(group, now[0]).to(now[2])
+                    numbers = _numbers(group, now[0]).to(now[2], non_blocking=True)
                     numbers[0] = self.factor
-                    made[now] = numbers, _step_keys(now[0]).to(now[2])
+                    made[now] = numbers, _step_keys(now[0]).to(now[2], non_blocking=True)
                 if parameter not in self._places:
                     self._places[parameter] = _places(parameter, self.keys[parameter])
                 first, *rest = self._places[parameter]

@@ -25,6 +25,9 @@ from pipeline.train.engine import Engine
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import place
 
+LARGE = 8192
+"""A vocabulary beside which the rest is small."""
+
 
 def note(text: str) -> None:
     ctypes.CDLL(None).fake_gpu_note(text.encode())
@@ -106,6 +109,21 @@ def powersgd(rank: str, port: str) -> None:
         note(f"backward: {len(read)} read, {len(taken)} taken")
         del new
         engine.update(1.0)
+
+
+def lean(chunk: str) -> None:
+    """Steps of a bf16 training that keeps no master, with or without chunks of its loss, and the peak of each."""
+    low = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
+    config = tiny_config(1, train=low, optimizer={"state": {"moments": "bf16", "master": "none"}})
+    device = (world := join()).device
+    engine = Engine(config, layout_of(config, 1, 1, LARGE), world, Task(config, LARGE))
+    engine.state()
+    for step, batch in enumerate(batches(config)[:3].to(device), 1):
+        note("step")
+        engine.backward({"tokens": batch}, step)
+        engine.clip(1.0)
+        engine.update(1.0)
+        note(f"updated {torch.cuda.max_memory_allocated()}")
 
 
 def _bytes(tensor: torch.Tensor) -> range:

@@ -358,6 +358,34 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
                 assert mine == pytest.approx(its, rel=limit), "(loss, norm)"
 
 
+def places_rank(place: Place, configs: list[Config]) -> list[int]:
+    """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
+    from pipeline.comm import groups
+    from pipeline.model.decoder import local, whole
+    from pipeline.train.lean_adamw import _places
+    from tests.support.layouts import train
+
+    world = groups.join(place, configs[0])
+    found = []
+    for config in configs:
+        engine, _ = train(place, config, world, 0)
+        cut = [p for p in engine.parts[0].parameters() if local(p) is not p]
+        for parameter in cut:
+            first, *rest = _places(parameter, 7)
+            local(parameter).detach().copy_(sum(rest, first) % 251)
+            first, *rest = _places(torch.empty(parameter.shape), 7)
+            assert torch.equal(whole(parameter.detach()), (sum(rest, first) % 251).float()), parameter
+        found.append(len(cut))
+    return found
+
+
+def test_an_entry_draws_the_same_wherever_it_lies() -> None:
+    """FSDP cuts what tensor parallelism has cut: strided pieces, uneven ones, and copies."""
+    layouts: list[dict[str, Any]] = [{"tensor": 2, "zero": 2}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}]
+    configs = [tiny_config(4, **HALF_MOMENTS, parallel=layout, train=FEW) for layout in layouts]
+    assert run_ranks(4, places_rank, configs) == [[39, 39]] * 4
+
+
 # -- stops and moves of whole runs ---------------------------------------------------------------------------
 
 

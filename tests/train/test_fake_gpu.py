@@ -129,3 +129,17 @@ def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Sta
             streams = {call.rest[0] for call in calls[begin:end] if call.word == "launch"}
             assert streams > {DEFAULT}, "the hook's second half runs on a stream of its own"
             assert calls[end].rest == ("backward:", "2", "read,", "0", "taken")
+
+
+def test_neither_a_chunked_loss_nor_a_lean_update_waits_and_logits_are_not_kept(start: Start) -> None:
+    """1,024 tokens and 8,192 ids: 34 MB of logits in fp32, three times, beside 10 MB of anything else."""
+    peaks = []
+    for calls in start(("lean", "16"), ("lean", "0")):
+        begun, updated = place_of(calls, "note", "step"), place_of(calls, "note", "updated")
+        assert len(begun) == len(updated) == 3
+        peaks.append(int(calls[updated[-1]].rest[1]))
+        begin, end = begun[-1], updated[-1]
+        assert place_of(calls[begin:end], "launch"), "a step was made"
+        for word in ("sync-stream", "sync-event", "sync-device"):
+            assert not place_of(calls[begin:end], word), f"the host waits: {word}"
+    assert peaks[0] + 3 * 0.9 * 1024 * 8192 * 4 < peaks[1], peaks

@@ -116,6 +116,7 @@ def stepped(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) ->
     for step in range(steps):
         torch.manual_seed(step)
         matrix.grad = torch.randn(40, 30).to(matrix.dtype)
+        optimizer.clip_with_norm(step + 1.0, torch.linalg.vector_norm(matrix.grad.float()))
         set_learning_rate(optimizer, 0.01 / (step + 1))
         optimizer.step()
     return [matrix.detach(), *(optimizer.state[matrix][key] for key in ("exp_avg", "exp_avg_sq"))]
@@ -130,6 +131,7 @@ def test_lean_adamw_is_adamw() -> None:
     for step in range(5):
         torch.manual_seed(step)
         exact.grad = torch.randn(40, 30)
+        torch.nn.utils.clip_grad_norm_([exact], step + 1.0)
         set_learning_rate(plain, 0.01 / (step + 1))
         plain.step()
     whole = [exact.detach(), plain.state[exact]["exp_avg"], plain.state[exact]["exp_avg_sq"]]
