@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.save import Checkpointer
-from pipeline.comm import groups
+from pipeline.comm import gpus, groups
 from pipeline.config.layout import layout_of
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
@@ -32,7 +32,18 @@ def note(text: str) -> None:
 
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
-    return groups.join(dataclasses.replace(place(0, 1, 1), local_rank=1), tiny_config(1, parallel=parallel))
+    gpus.deal = lambda everyone, alone: [1]
+    return groups.join(place(0, 1, 1), tiny_config(1, parallel=parallel))
+
+
+def closest(rank: str, port: str) -> None:
+    """Ranks 4 and 5 of 8 on a node, bound to the two GPUs of their socket."""
+    import torch.distributed as dist
+
+    here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
+    device = groups.join(here, tiny_config(2)).device
+    assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
+    note(f"joined {device.index}")
 
 
 def checkpoint(mode: str, folder: str) -> None:

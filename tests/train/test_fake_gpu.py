@@ -120,6 +120,13 @@ def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, progra
     assert len(threads) >= {"checkpoint async": 3, "checkpoint sync": 1, "loader": 2, "mpi": 4}[program]
 
 
+def test_ranks_bound_to_the_gpus_of_their_socket_take_one_each(start: Start) -> None:
+    port = str(next(PORTS))
+    for rank, calls in enumerate(start(*(("closest", rank, port) for rank in "01"))):
+        assert calls[place_of(calls, "note", "joined")[0]].rest == ("joined", str(rank))
+        assert {call.device for call in calls} == {rank}, "NCCL starts on it, and no context is made elsewhere"
+
+
 def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Start) -> None:
     port = str(next(PORTS))
     for calls in start(*(("powersgd", rank, port) for rank in "01")):
