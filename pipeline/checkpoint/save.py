@@ -308,8 +308,16 @@ def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal for a bit-identical continuation."""
-    return {"torch": str(torch.__version__), "python": platform.python_version()}
+    """What must be equal for a bit-identical continuation; the GPU is this rank's."""
+    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
+        }
+    return found
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:

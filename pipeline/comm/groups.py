@@ -166,11 +166,15 @@ def end_of_startup() -> None:
 def make_deterministic(config: Config) -> None:
     """Fix what may vary: threads, and kernels whose results differ from run to run.
 
-    Source: torch documentation, "Reproducibility". Call it before the first CUDA call.
+    Source: torch documentation, "Reproducibility", and NCCL's, "Environment Variables". What is set already
+    stays. Call it before the first CUDA call.
     """
     torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NCCL chooses by measured and modelled speed; sums inside the switch (NVLS) have no order of their own
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if config.train.compile:
             torch.use_deterministic_algorithms(True)
         else:  # the same but for the compiler's own switch, which takes half a second to import

@@ -23,8 +23,8 @@ from pipeline.base.errors import Exit
 from pipeline.base.files import last_object
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.identity import identity, refuse_other
-from pipeline.checkpoint.save import Checkpointer
+from pipeline.checkpoint.identity import identity, other_versions, refuse_other
+from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
@@ -302,7 +302,7 @@ class Trainer:
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
-        note: str | None = None
+        notes: dict[str, str | None] = {}
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is None:
@@ -310,7 +310,9 @@ class Trainer:
         if manifest is not None:
             refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])
-            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
+            read = partial(self.checkpointer.read, step)
+            notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)
+            notes["versions"] = other_versions(manifest["versions"], versions())
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -324,13 +326,10 @@ class Trainer:
             rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
-                more = {"replicas": note} if note else {}
+                more = {name: note for name, note in notes.items() if note}
                 self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
-                self._print(
-                    f"restored step {step}"
-                    + (f", {len(lost)} steps are done again" if lost else "")
-                    + (f"; {note}" if note else "")
-                )
+                again = f", {len(lost)} steps are done again" if lost else ""
+                self._print("; ".join([f"restored step {step}{again}", *more.values()]))
         return step
 
     # -- words -------------------------------------------------------------------------------------------

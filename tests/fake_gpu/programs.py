@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.save import Checkpointer
+from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import gpus, groups
 from pipeline.config.layout import layout_of
 from pipeline.data.loader import Batches
@@ -43,6 +43,8 @@ def closest(rank: str, port: str) -> None:
     here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
     device = groups.join(here, tiny_config(2)).device
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
+    assert versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
+    assert versions().keys() > {"cudnn", "nccl"}
     note(f"joined {device.index}")
 
 
