@@ -59,7 +59,7 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
     atexit.register(_goodbye)
     device_thread(look_for_ever, "mpi deadlines").start()
-    device_thread(MESSAGES.look_for_ever, "mpi messages").start()
+    device_thread(MESSAGES.look_for_ever, "mpi messages", own_stream=True).start()
     MpiGroup.accurate = accurate
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     store_at = functools.partial(dist.TCPStore, world_size=world.size, wait_for_workers=False, timeout=timeout)

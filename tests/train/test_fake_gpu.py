@@ -111,6 +111,18 @@ def test_weights_are_copied_after_they_are_made_and_before_they_change(start: St
             assert Call(during[copy].thread, 1, "sync-stream", (stream,)) in during[copy:], "nobody waits for the copy"
 
 
+def test_mpi_never_waits_for_what_training_has_queued(start: Start) -> None:
+    (calls,) = start(("mpi",))
+    assert not place_of(calls, "sync-device")
+    ours = [call for call in calls if call.thread != calls[0].thread]
+    copies = {call.rest[1:3]: call.rest[0] for call in ours if call.word == "copy"}
+    assert {("pinned", "device"), ("device", "pinned")} <= copies.keys(), "through host memory, and back"
+    assert DEFAULT not in copies.values()
+    assert not place_of(ours, "sync-stream", DEFAULT)
+    begins = next(place for place, call in enumerate(ours) if call.word == "copy")
+    assert place_of(ours[:begins], "sync-event"), "what the tensor waits for is waited for"
+
+
 @pytest.mark.parametrize("program", ["checkpoint async", "checkpoint sync", "loader", "mpi"])
 def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, program: str) -> None:
     name, *arguments = program.split()
