@@ -123,6 +123,14 @@ def test_mpi_never_waits_for_what_training_has_queued(start: Start) -> None:
     assert place_of(ours[:begins], "sync-event"), "what the tensor waits for is waited for"
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_second_save_pins_no_host_memory(start: Start, mode: str) -> None:
+    (calls,) = start(("checkpoint", mode, str(start.folder)))
+    first, second = place_of(calls, "note", "save")
+    assert place_of(calls[first:second], "pin")
+    assert not place_of(calls[second:], "pin")
+
+
 @pytest.mark.parametrize("program", ["checkpoint async", "checkpoint sync", "loader", "mpi"])
 def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, program: str) -> None:
     name, *arguments = program.split()
