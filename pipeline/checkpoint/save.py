@@ -181,6 +181,10 @@ class Checkpointer:
 
     # -- restoring ---------------------------------------------------------------------------------------
 
+    def found(self) -> bool:
+        """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
+        return from_rank0(self.group, bool(saved.saved_steps(self.folder)))
+
     def restore(self, state: State, on_damaged: Callable[[int, str], None]) -> dict[str, Any] | None:
         """Load the newest intact checkpoint into `state`, in place; its manifest, or None where there is none yet.
 

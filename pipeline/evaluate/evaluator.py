@@ -69,7 +69,7 @@ class Evaluator:
             mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
             shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.fill(self.model, world.device)
+        task.fill(self.model, world.device, draw=False)  # a checkpoint's weights come, or the training's
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
         if isinstance(manifest, Manifest):

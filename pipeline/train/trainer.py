@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import CheckpointError, Exit
 from pipeline.base.files import last_object
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
@@ -91,13 +91,14 @@ class Trainer:
         self.dataset = self._dataset(manifest)
         self.steps = steps_of(config, run.data) or 0
         check_warmup(config, self.steps)
-        self.engine = Engine(config, self.layout, world, self.task, self.own)
+        fresh = not self.checkpointer.found()
+        self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh)
         self.evaluator: Evaluator | None = None
         if config.train.evaluate_every is not None:
             self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
         self.meter = Meter(self.engine.model, world)
         self.samples_consumed = 0
-        self.start_step = self._restore()
+        self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
         self.metrics = Metrics(run.metrics if world.first else None)
         self._checkpoint_s = self._evaluate_s = 0.0
@@ -294,8 +295,8 @@ class Trainer:
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
 
-    def _restore(self) -> int:
-        """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
+    def _restore(self, fresh: bool) -> int:
+        """Take up the newest intact checkpoint; the step it holds, 0 for a `fresh` start."""
 
         def on_damaged(step: int, reason: str) -> None:
             self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
@@ -306,6 +307,10 @@ class Trainer:
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is None:
+            if not fresh:  # weights were not drawn
+                raise CheckpointError(
+                    f"the checkpoints in {self.run.checkpoints} went away during the start; try again"
+                )
             self.engine.begin_anew()
         if manifest is not None:
             refuse_other(manifest, self.checkpointer.describe)

@@ -96,6 +96,14 @@ def mpi() -> None:
         message.wait()
 
 
+def draw() -> None:
+    """The initial weights of a tiny model."""
+    config, world = tiny_config(1), join()
+    note("build")
+    Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    note(f"built {4 * VOCAB * config.model.dim}")
+
+
 def powersgd(rank: str, port: str) -> None:
     """Three steps; after each backward it asks for memory in the sizes that the hook's callbacks read."""
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})

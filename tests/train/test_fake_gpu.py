@@ -147,6 +147,15 @@ def test_ranks_bound_to_the_gpus_of_their_socket_take_one_each(start: Start) -> 
         assert {call.device for call in calls} == {rank}, "NCCL starts on it, and no context is made elsewhere"
 
 
+def test_weights_are_drawn_where_they_compute(start: Start) -> None:
+    (calls,) = start(("draw",))
+    building = calls[place_of(calls, "note", "build")[0] : place_of(calls, "note", "built")[0]]
+    embedding = int(calls[place_of(calls, "note", "built")[0]].rest[1])  # bytes
+    copied = [int(call.rest[3]) for call in building if call.word == "copy" and call.rest[2] != "device"]
+    assert copied and max(copied) < embedding / 4, "only tables of positions come from the host"
+    assert place_of(building, "launch")
+
+
 def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Start) -> None:
     port = str(next(PORTS))
     for calls in start(*(("powersgd", rank, port) for rank in "01")):

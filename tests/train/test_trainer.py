@@ -228,6 +228,32 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
+def undrawn_rank(place: Place, path: Path, stage: str) -> int:
+    """A stage that may draw no weights, for a checkpoint brings them."""
+    from pipeline.model import decoder, task
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("weights are drawn")
+
+    decoder.drawn = task.drawn = refuse  # type: ignore[assignment]
+    return stage_rank(place, path, stage)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, size: int) -> None:
+    more = ("optimizer.schedule=constant", "train.evaluate_every=2")
+    calm, run = (new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("calm", 5), ("moved", 3)))
+    for one in (calm, run):
+        assert set(run_ranks(size, stage_rank, one.path, "train")) == {Exit.DONE}
+    run.change(["train.steps=5"])
+    for stage in ("train", "evaluate"):
+        assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {Exit.DONE}
+    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert [line.get("held_out_loss") for line in read_jsonl(run.metrics)] == [
+        line.get("held_out_loss") for line in read_jsonl(calm.metrics)
+    ]
+
+
 EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
 
 
