@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -43,7 +42,7 @@ from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
-from pipeline.train.meter import Meter
+from pipeline.train.meter import Meter, peak_memory
 from pipeline.train.optimizer import learning_rate, set_learning_rate
 
 
@@ -121,6 +120,7 @@ class Trainer:
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         self.meter.begin()
+        peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         self.meter.reduced()
         grad_norm = engine.clip(config.optimizer.clip_norm)
@@ -139,6 +139,7 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line |= {self.task.unit: step * self.task.per_step, **self.meter.take()}
+        line |= peak_memory(self.world.device)
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
@@ -171,7 +172,7 @@ class Trainer:
         steps, every = self.steps, self.config.checkpoint.every_steps
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
-            told = {key: value for key, value in how.items() if value}
+            told = {key: value for key, value in how.items() if value} | peak_memory(self.world.device)
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
         if not self._make_up():
@@ -266,19 +267,12 @@ class Trainer:
             "data_wait_s": round(data_wait_s, 6),
             f"{self.task.unit}_per_s": round(per_s, 1),
             **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
-            "memory_gb": round(self._memory_gb(), 3),
         }
         for name, spent in {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s}.items():
             if spent:
                 values[name] = round(spent, 6)
         self._checkpoint_s = self._evaluate_s = 0.0
         return values
-
-    def _memory_gb(self) -> float:
-        """Peak memory: of the device where there is one, else of the process."""
-        if self.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
     # -- state -------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from pipeline.data.samples import TokenDataset
 from pipeline.model.task import Task
 from pipeline.parallel import compression
 from pipeline.train.engine import Engine
+from pipeline.train.meter import peak_memory
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import place
 
@@ -102,6 +103,18 @@ def draw() -> None:
     note("build")
     Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
     note(f"built {4 * VOCAB * config.model.dim}")
+
+
+def memory() -> None:
+    """Peaks of two phases: one takes 1 GB and frees it, the next takes 0.1."""
+    device = join().device
+    peak_memory(device)
+    for size, most in ((1e9, 1.0), (1e8, 0.1)):
+        taken = torch.empty(int(size), dtype=torch.uint8, device=device)
+        del taken
+        found = peak_memory(device)
+        assert most <= found["memory_gb"] < most + 0.05, found
+        assert found["memory_reserved_gb"] >= 1.0, "the allocator keeps what was freed"
 
 
 def powersgd(rank: str, port: str) -> None:

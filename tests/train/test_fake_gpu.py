@@ -156,6 +156,10 @@ def test_weights_are_drawn_where_they_compute(start: Start) -> None:
     assert place_of(building, "launch")
 
 
+def test_each_phase_has_a_peak_of_its_own(start: Start) -> None:
+    start(("memory",))
+
+
 def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Start) -> None:
     port = str(next(PORTS))
     for calls in start(*(("powersgd", rank, port) for rank in "01")):
