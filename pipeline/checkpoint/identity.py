@@ -38,3 +38,9 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"checkpoint {saved['step']} has another {key} than this run now: its config, shards or code were "
                 "changed by hand; going on would be another training. Undo that, or start a new run"
             )
+
+
+def other_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """In words what a checkpoint was made with and this start has otherwise, by which last digits may differ."""
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None

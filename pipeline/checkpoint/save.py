@@ -2,7 +2,7 @@
 
 A save, on every rank, at the same step boundary:
 
-1. *stage*: copy the state to cached host buffers (DCP's `DefaultStager`, on a GPU on a stream of our own, which waits
+1. *stage*: copy the state to cached host buffers (DCP's stager, on a GPU on a stream of our own, which waits
    for the optimizer's last kernel; `wait_staged` must be called before the optimizer changes the weights again);
 2. *write*: `dcp.save` into a fresh `.tmp-` directory, each rank its share of the tensors;
 3. *hash*: each rank hashes the files it wrote;
@@ -38,9 +38,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import CheckpointError, StorageError, storage_error
@@ -72,7 +72,9 @@ class Checkpointer:
         self.folder, self.group, self.keep, self.background = folder, group, keep, background
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.describe, self.on_saved = dict(describe), on_saved
-        self._stager, self._reusable = new_stager(torch.cuda.is_available()), _stages_twice()
+        # DCP's `DefaultStager` is this one with a thread and a stream that wait for no other, on GPU 0; and that of
+        # torch 2.11 forgets its buffers with each save, so that all host memory would be pinned anew
+        self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._staged: Future[State] | None = None
         self._writer: threading.Thread | None = None
@@ -87,9 +89,6 @@ class Checkpointer:
         """
         self.finish()
         started = time.monotonic()
-        if not self._reusable:
-            self._stager.close()
-            self._stager = new_stager(torch.cuda.is_available())
         manifest = {
             "version": 1,
             "step": step,
@@ -182,6 +181,10 @@ class Checkpointer:
 
     # -- restoring ---------------------------------------------------------------------------------------
 
+    def found(self) -> bool:
+        """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
+        return from_rank0(self.group, bool(saved.saved_steps(self.folder)))
+
     def restore(self, state: State, on_damaged: Callable[[int, str], None]) -> dict[str, Any] | None:
         """Load the newest intact checkpoint into `state`, in place; its manifest, or None where there is none yet.
 
@@ -220,30 +223,6 @@ class Checkpointer:
         """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
         if state:
             load(state, self.folder / saved.step_name(step), None)
-
-
-def new_stager(cuda: bool) -> DefaultStager:
-    """A stager whose copies are done when it returns, in pinned memory where there is a GPU.
-
-    Its own thread and stream are of no use: the stream waits for no other, and the thread ends up on GPU 0.
-    """
-    options = StagingOptions(
-        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-    )
-    return DefaultStager(options)
-
-
-def _stages_twice() -> bool:
-    """Whether this torch's stager can be used again, with the buffers it has: that of 2.11 empties itself."""
-    stager = DefaultStager(StagingOptions(*[False] * 4))
-    try:
-        for _ in range(2):
-            stager.stage({"probe": torch.zeros(1)})
-    except KeyError:
-        return False
-    finally:
-        stager.close()
-    return True
 
 
 def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -308,8 +287,16 @@ def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal for a bit-identical continuation."""
-    return {"torch": str(torch.__version__), "python": platform.python_version()}
+    """What must be equal for a bit-identical continuation; the GPU is this rank's."""
+    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
+        }
+    return found
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:

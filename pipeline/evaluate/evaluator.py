@@ -1,6 +1,7 @@
 """Held-out loss of a checkpoint, the same number whatever the number of ranks.
 
-The held-out tokens are cut into windows of `sequence_length`, the windows into batches of `evaluate.batch`.
+The held-out tokens are cut into windows of `sequence_length`, the windows into batches of `evaluate.batch`, or of as
+many as have 2 GiB of logits: a vocabulary of 128k and windows of 8k take 4.2 GB for each window.
 Batch b belongs to rank b mod ranks, so a batch holds the same windows on any layout and its loss is the same
 bits; the sums are gathered and added in batch order, in double precision. Each token is predicted once: the
 first of a file from the end-of-text token, the first of any other window from the last token before it.
@@ -38,6 +39,9 @@ from pipeline.resilience.stop import Agreement
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
 
+LOGITS_BYTES = 2 << 30
+"""Of one forward pass, in fp32; with the model's own and the softmax it takes 2 to 3 times as much."""
+
 
 class Evaluator:
     """One rank of an evaluation; builds the model once and loads one checkpoint after another into it.
@@ -69,10 +73,13 @@ class Evaluator:
             mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
             shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.fill(self.model, world.device)
+        task.fill(self.model, world.device, draw=False)  # a checkpoint's weights come, or the training's
+        self.batch = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
         if isinstance(manifest, Manifest):
+            window_bytes = 4 * config.data.sequence_length * manifest.vocab_size
+            self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
             self.held_out = TextHeldOut(run, manifest, limit, world.device)
         else:
             self.held_out = SampleHeldOut(task, manifest, limit, world.device)
@@ -106,7 +113,7 @@ class Evaluator:
 
         None where the ranks agreed to stop, unless it goes `to_the_end`.
         """
-        size, count = self.run.config.evaluate.batch, self.held_out.count
+        size, count = self.batch, self.held_out.count
         batches = -(-count // size)
         mine: dict[int, dict[str, float]] = {}
         for first in range(0, batches, self.world.size):

@@ -12,8 +12,9 @@ the first block and norm and output layer only if it ends with the last: a pipel
 that they have in the whole model.
 
 **Initial weights** are a function of (seed, parameter name, position in the parameter) and of nothing else: each
-parameter is drawn on its own, on the CPU, whole, from a generator seeded by a hash of its name. Whoever builds a part
-of the model, in any order, on any device, even from `meta`, gets the same numbers.
+parameter is drawn on its own, whole, from a generator seeded by a hash of its name: where it will compute, for a GPU
+draws in a second what takes a CPU minutes. Whoever builds a part of the model, in any order, even from `meta`, gets the
+same numbers on any CPU, and others, the same ones, on any GPU of one kind.
 """
 
 from __future__ import annotations
@@ -214,25 +215,31 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int, std: float) -> None:
+def init_weights(model: Decoder, seed: int | None, std: float, device: torch.device | str = "cpu") -> None:
     """Set all parameters and the rotary tables, in place, on whatever device they are; of a DTensor, this rank's part.
+
+    They are drawn on `device`. Without a seed they are zeros: for weights that are loaded at once.
 
     Norms are ones. All else is normal with mean 0 and deviation `std`; the projections that write to the residual
     stream have std / sqrt(2 * layers), since 2 * layers of them add up (Radford et al., "Language Models are
-    Unsupervised Multitask Learners", 2019, section 2.3). Bits are those of torch's CPU generator, whose last digits
-    may differ between kinds of processors. Memory: one whole parameter at a time.
+    Unsupervised Multitask Learners", 2019, section 2.3). Bits are those of the device's generator in torch: last digits
+    may differ between kinds of CPUs, all digits between kinds of GPUs. Memory: one whole parameter at a time.
     """
     model.tie_weights()
     model.model.rotary.reset()
     residual_std = std / math.sqrt(2 * model.config.layers)
     for name, parameter in model.named_weights():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0)
+        if seed is None or parameter.ndim == 1:
+            parameter.fill_(0.0 if seed is None else 1.0)
             continue
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
-        put(values.normal_(0.0, residual_std if scaled else std, generator=generator), parameter)
+        put(drawn(seed, name, parameter.shape, residual_std if scaled else std, device), parameter)
+
+
+def drawn(seed: int, name: str, shape: torch.Size, std: float, device: torch.device | str) -> Tensor:
+    """A whole parameter's initial values, normal with mean 0: fp32."""
+    generator = torch.Generator(device=device).manual_seed(parameter_seed(seed, name))
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
 
 
 def parameter_seed(seed: int, name: str) -> int:

@@ -29,7 +29,7 @@ from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.model.decoder import Decoder, cut, flops_per_token, init_weights, loss_sum, parameter_seed, put
+from pipeline.model.decoder import Decoder, cut, drawn, flops_per_token, init_weights, loss_sum, parameter_seed, put
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -86,10 +86,11 @@ class Task:
         cut_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
         cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
 
-    def fill(self, part: Any, device: torch.device) -> None:
-        """Set all initial weights in place; constant tables go to `device`."""
+    def fill(self, part: Any, device: torch.device, draw: bool = True) -> None:
+        """Set all initial weights in place, or zeros where they need not be drawn; constant tables go to `device`."""
         part.model.rotary.to(device)  # tables stay where they are used
-        init_weights(part, self.config.run.seed, self.config.model.initializer_range)
+        seed = self.config.run.seed if draw else None
+        init_weights(part, seed, self.config.model.initializer_range, device)
 
     def weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter with its name in the whole model."""
@@ -172,22 +173,29 @@ class _UserTask(Task):
                 )
 
     @torch.no_grad()
-    def fill(self, part: nn.Module, device: torch.device) -> None:
+    def fill(self, part: nn.Module, device: torch.device, draw: bool = True) -> None:
         for child in part.modules():
             if tables := _buffers(child):
                 child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
-            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            if draw:
+                put(self._initial(name, parameter.shape, device), parameter)
+            else:
+                parameter.zero_()
+
+    def _initial(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """The whole parameter's initial values: fp32."""
+        seed = self.config.run.seed
+        if "init" in self.facts.names:  # which may copy from anywhere, and knows the CPU only
+            values = torch.empty(shape, dtype=torch.float32, device="cpu")
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(parameter_seed(self.config.run.seed, name))
-                if "init" in self.facts.names:
-                    self.module.init(name, values, self.options)
-                elif values.ndim < 2:
-                    values.fill_(1.0 if name.split(".")[-1] == "weight" else 0.0)
-                else:
-                    values.normal_(0.0, self.config.model.initializer_range)
-            put(values, parameter)
+                torch.manual_seed(parameter_seed(seed, name))
+                self.module.init(name, values, self.options)
+            return values
+        if len(shape) < 2:
+            return torch.full(shape, 1.0 if name.split(".")[-1] == "weight" else 0.0, device=device)
+        return drawn(seed, name, shape, self.config.model.initializer_range, device)
 
     def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return part.named_parameters()

@@ -82,7 +82,7 @@ class Lane:
         self.running: tuple[_Collective, float] | None = None
         """What all ranks have begun, and when."""
         Lane.all.append(self)
-        self._thread = device_thread(self._serve, f"mpi {name}")
+        self._thread = device_thread(self._serve, f"mpi {name}", own_stream=True)
         self._thread.start()
 
     def submit(
@@ -135,8 +135,8 @@ class Lane:
                 self._meet(item)
                 self.running = item, time.perf_counter()
                 move()
-                if item.ready is not None:
-                    torch.cuda.synchronize(item.ready.device)
+                if item.ready is not None:  # this thread's own stream: training's next kernels may be queued already
+                    torch.cuda.current_stream(item.ready.device).synchronize()
             except BaseException as error:
                 self.fail(item.work, error)
             else:

@@ -136,6 +136,9 @@ def sizes(tensors: Sequence[torch.Tensor]) -> str:
 
 @functools.cache
 def cuda_aware() -> bool:
-    """Whether MPI reads GPU memory itself (Open MPI's MPIX_Query_cuda_support; MPICH and Intel MPI lack it)."""
+    """Whether MPI reads GPU memory itself, as it says (MPIX_Query_cuda_support of Open MPI, MPICH and Cray's MPICH).
+
+    What cannot be asked (Intel MPI) gets copies in host memory, which any MPI takes: so no library is refused.
+    """
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())

@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import mpi4py
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from pipeline.mpi.work import MpiTimeout  # noqa: E402
 
 GOODBYE_S = 10.0
 
+T = TypeVar("T")
+
 
 def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     """Make the default process group of all MPI ranks.
@@ -51,18 +53,13 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     accurate: sums of fp16 and bf16 are taken in fp32, in all groups. Raises UserError where MPI and the launcher do
     not agree on who this process is, or MPI cannot serve several threads.
     """
+    _agree(place)
     world = MPI.COMM_WORLD
-    if (world.rank, world.size) != (place.rank, place.world_size):
-        raise UserError(
-            f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
-            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {library()}, or with "
-            "srun --mpi=pmix (or pmi2); where there are several, MPI4PY_LIBMPI=/path/libmpi.so names another library"
-        )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
     atexit.register(_goodbye)
     device_thread(look_for_ever, "mpi deadlines").start()
-    device_thread(MESSAGES.look_for_ever, "mpi messages").start()
+    device_thread(MESSAGES.look_for_ever, "mpi messages", own_stream=True).start()
     MpiGroup.accurate = accurate
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     store_at = functools.partial(dist.TCPStore, world_size=world.size, wait_for_workers=False, timeout=timeout)
@@ -70,6 +67,22 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     port = world.bcast(store and store.port)
     store = store or store_at(place.master_host, port, is_master=False)
     dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def everyone(place: Place, value: T) -> list[T]:
+    """All ranks' values, in rank order; all call it, before `start` or after. Raises UserError as that does."""
+    _agree(place)
+    return MPI.COMM_WORLD.allgather(value)
+
+
+def _agree(place: Place) -> None:
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (place.rank, place.world_size):
+        raise UserError(
+            f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
+            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {library()}, or with "
+            "srun --mpi=pmix (or pmi2); where there are several, MPI4PY_LIBMPI=/path/libmpi.so names another library"
+        )
 
 
 def library() -> str:

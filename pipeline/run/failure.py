@@ -24,6 +24,13 @@ PEERS_LEAVE_S = 5
 """How long ranks that were started by hand may take to leave after one of them failed."""
 
 _NO_MEMORY = re.compile(r"^\w*OutOfMemory|can't allocate memory")
+BROKEN_GPU = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|hardware stack error|or a hardware error"
+    r"|device\(s\) is/are busy or unavailable|system not yet initialized"
+    r"|Xid \([^)]*\): (48|6[1-4]|74|79|92|94|95|119|120|140)\b"
+)
+"""What CUDA (cudaGetErrorString, of 13.0), its driver and the kernel's log say of a GPU that fails by itself: it is its
+node's fault. Xids by NVIDIA's "XID Errors"; 13, 31, 43 and 45 are mostly the program's own mistakes."""
 _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed by peer|MpiTimeout")
 """What torch's backends say, which through C++ have no types of their own: Gloo names a file of its sources."""
 
@@ -37,6 +44,8 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     said, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return Exit.OUT_OF_MEMORY, text
+    if BROKEN_GPU.search(said):
+        return Exit.BAD_NODE, text
     lost = _PEER_LOST.search(said) and "address already in use" not in said
     return Exit.PEER_LOST if lost else Exit.CRASHED, text
 

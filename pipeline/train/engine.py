@@ -61,8 +61,13 @@ class Engine:
         world: World,
         task: Task,
         own: AbstractContextManager[None] | None = None,
+        *,
+        fresh: bool = True,
     ) -> None:
-        """`own` is entered around forward passes: this rank's own work, before it waits for others."""
+        """`own` is entered around forward passes: this rank's own work, before it waits for others.
+
+        fresh: whether the training begins; where a checkpoint is loaded at once, weights need not be drawn.
+        """
         self.own: AbstractContextManager[None] = own or nullcontext()
         self.config, self.layout, self.world, self.task = config, layout, world, task
         parallel = config.parallel
@@ -74,6 +79,8 @@ class Engine:
         self._entries = task.per_step  # what the loss of the global batch is a sum over
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
+        # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
+        self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in WITH_RESIDUALS
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
         if config.optimizer.name == "own":
@@ -127,7 +134,7 @@ class Engine:
             groups = task.shard_groups(part)
             data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3, offload=offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.fill(part, self.world.device)
+        task.fill(part, self.world.device, self._draw)
         return part
 
     # -- a step ------------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ not wait. What a rank sends needs no measuring: `traffic` of pipeline/parallel/p
 
 from __future__ import annotations
 
+import resource
 import time
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,3 +49,13 @@ class Meter:
         """The step's part of its line of metrics; empty where nothing is known."""
         exposed = self._exposed_s if self._ddp else blocked.seconds - self._blocked_s
         return {"exposed_comm_s": round(exposed, 6)} if self._known else {}
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory, in GB: on a GPU since the last call, what tensors took and what torch's allocator had reserved
+    for them (the rest of the card is free to others); elsewhere that of the process since it began."""
+    if device.type == "cpu":
+        return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+    taken, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory_gb": round(taken / 1e9, 3), "memory_reserved_gb": round(reserved / 1e9, 3)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,12 +18,12 @@ from typing import Any
 
 import torch
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import CheckpointError, Exit
 from pipeline.base.files import last_object
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.identity import identity, refuse_other
-from pipeline.checkpoint.save import Checkpointer
+from pipeline.checkpoint.identity import identity, other_versions, refuse_other
+from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
@@ -43,7 +42,7 @@ from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
-from pipeline.train.meter import Meter
+from pipeline.train.meter import Meter, peak_memory
 from pipeline.train.optimizer import learning_rate, set_learning_rate
 
 
@@ -91,13 +90,14 @@ class Trainer:
         self.dataset = self._dataset(manifest)
         self.steps = steps_of(config, run.data) or 0
         check_warmup(config, self.steps)
-        self.engine = Engine(config, self.layout, world, self.task, self.own)
+        fresh = not self.checkpointer.found()
+        self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh)
         self.evaluator: Evaluator | None = None
         if config.train.evaluate_every is not None:
             self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
         self.meter = Meter(self.engine.model, world)
         self.samples_consumed = 0
-        self.start_step = self._restore()
+        self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
         self.metrics = Metrics(run.metrics if world.first else None)
         self._checkpoint_s = self._evaluate_s = 0.0
@@ -120,6 +120,7 @@ class Trainer:
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         self.meter.begin()
+        peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         self.meter.reduced()
         grad_norm = engine.clip(config.optimizer.clip_norm)
@@ -138,6 +139,7 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line |= {self.task.unit: step * self.task.per_step, **self.meter.take()}
+        line |= peak_memory(self.world.device)
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
@@ -170,7 +172,7 @@ class Trainer:
         steps, every = self.steps, self.config.checkpoint.every_steps
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
-            told = {key: value for key, value in how.items() if value}
+            told = {key: value for key, value in how.items() if value} | peak_memory(self.world.device)
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
         if not self._make_up():
@@ -265,19 +267,12 @@ class Trainer:
             "data_wait_s": round(data_wait_s, 6),
             f"{self.task.unit}_per_s": round(per_s, 1),
             **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
-            "memory_gb": round(self._memory_gb(), 3),
         }
         for name, spent in {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s}.items():
             if spent:
                 values[name] = round(spent, 6)
         self._checkpoint_s = self._evaluate_s = 0.0
         return values
-
-    def _memory_gb(self) -> float:
-        """Peak memory: of the device where there is one, else of the process."""
-        if self.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -294,23 +289,29 @@ class Trainer:
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
 
-    def _restore(self) -> int:
-        """Take up the newest intact checkpoint; the step it holds, 0 for a fresh start."""
+    def _restore(self, fresh: bool) -> int:
+        """Take up the newest intact checkpoint; the step it holds, 0 for a `fresh` start."""
 
         def on_damaged(step: int, reason: str) -> None:
             self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
             self.run.event("damaged", "train", step=step, reason=reason)
 
         started = time.perf_counter()
-        note: str | None = None
+        notes: dict[str, str | None] = {}
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
         step = int(manifest["step"]) if manifest else 0
         if manifest is None:
+            if not fresh:  # weights were not drawn
+                raise CheckpointError(
+                    f"the checkpoints in {self.run.checkpoints} went away during the start; try again"
+                )
             self.engine.begin_anew()
         if manifest is not None:
             refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])
-            note = self.engine.loaded(manifest["extra"].get("replicas"), partial(self.checkpointer.read, step))
+            read = partial(self.checkpointer.read, step)
+            notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)
+            notes["versions"] = other_versions(manifest["versions"], versions())
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -324,13 +325,10 @@ class Trainer:
             rewind(self.run.metrics, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
-                more = {"replicas": note} if note else {}
+                more = {name: note for name, note in notes.items() if note}
                 self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
-                self._print(
-                    f"restored step {step}"
-                    + (f", {len(lost)} steps are done again" if lost else "")
-                    + (f"; {note}" if note else "")
-                )
+                again = f", {len(lost)} steps are done again" if lost else ""
+                self._print("; ".join([f"restored step {step}{again}", *more.values()]))
         return step
 
     # -- words -------------------------------------------------------------------------------------------

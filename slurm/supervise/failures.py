@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeline.base.errors import Exit
 from pipeline.run.directory import Run
+from pipeline.run.failure import BROKEN_GPU
 from slurm.supervise.launch import Left
 
 
@@ -43,12 +44,43 @@ def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict
     return found
 
 
-def find_failure(run: Run, stage: str, first: list[Left], task: int | None = None) -> Ended:
-    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several)."""
+def log_of(run: Run, stage: str, rank: int) -> Path:
+    """What a rank printed, in all attempts; `rank`: its number, or that of its task of an array."""
+    return run.stage_folder(stage) / f"rank-{rank}.log"
+
+
+def log_sizes(run: Run, stage: str) -> dict[Path, int]:
+    """Where an attempt begins in the ranks' logs."""
+    return {path: path.stat().st_size for path in run.stage_folder(stage).glob("rank-*.log")}
+
+
+def _broken_gpu(log: Path, begins: int) -> str | None:
+    """The first line from `begins` on that speaks of a GPU that fails: NCCL's own thread aborts without a report."""
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(begins)
+        for line in file:
+            if BROKEN_GPU.search(words := line.decode(errors="replace")):
+                return words.strip()
+    return None
+
+
+def find_failure(
+    run: Run, stage: str, first: list[Left], task: int | None = None, begins: Mapping[Path, int] | None = None
+) -> Ended:
+    """What failed first, among the ranks that were `first` seen to leave badly (in one look, so maybe several).
+
+    `begins`: what `log_sizes` said before they started.
+    """
     errors = _read(run, stage, "error", task)
     told = {report["rank"] for report in errors}
     killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
     culprits = [left for left in killed if left.code != -signal.SIGABRT]
+    for left in (left for left in first if left.code == -signal.SIGABRT and left.rank not in told):
+        log = log_of(run, stage, left.rank if task is None else task)
+        if words := _broken_gpu(log, (begins or {}).get(log, 0)):
+            host = left.host or os.uname().nodename
+            facts = {"rank": left.rank, "host": host, "message": f"rank {left.rank} on {host}:\n{words}"}
+            return Ended(Exit.BAD_NODE, facts=facts)
     blamed = [report for report in errors if report["code"] != Exit.PEER_LOST]
     if blamed and not culprits:
         report = min(blamed, key=lambda report: float(report["time"]))
@@ -58,7 +90,7 @@ def find_failure(run: Run, stage: str, first: list[Left], task: int | None = Non
         left = (culprits or killed or first)[0]
         code = Exit(left.code) if left.code in set(Exit) else Exit.CRASHED  # it could not even write its report
         rank, host = left.rank, left.host or os.uname().nodename
-        log = run.stage_folder(stage) / f"rank-{rank if task is None else task}.log"
+        log = log_of(run, stage, rank if task is None else task)
         hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
         message = left.told or f"rank {rank} on {host} {left}{hints.get(left.code, '')}; its log: {log}"
     if code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:

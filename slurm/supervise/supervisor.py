@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Exit, UserError
@@ -27,7 +28,7 @@ from slurm.query.causes import Way
 from slurm.query.states import identity
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
-from slurm.supervise.failures import Ended, find_failure, reports, who_hangs
+from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
 from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
 
 POLL_S = 0.05
@@ -54,6 +55,7 @@ class Supervisor:
         self.evaluations = Evaluations(run)
         self.batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since, self.identity = "", dict[str, Any]()
+        self._begins: dict[Path, int] = {}
         self.ends: float | None = None
         """The end of the job's time; not the hour, for clocks of nodes may differ."""
         facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
@@ -131,6 +133,7 @@ class Supervisor:
             ranks = self._ranks(size, lock)
         except UserError as error:  # no mpirun
             return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
+        self._begins = log_sizes(run, stage)
         try:
             ranks.start()
             ended = self._watch(ranks)
@@ -195,7 +198,7 @@ class Supervisor:
         if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
             return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
         if failed:
-            ended = find_failure(run, stage, failed, self.task)
+            ended = find_failure(run, stage, failed, self.task, self._begins)
             if ended.code == Exit.HANG:
                 ended.facts |= who_hangs(run, stage, self._hosts(ranks.size)) or {}
             ended.asked = asked

@@ -80,6 +80,34 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["bytes"] == load_manifest(trained.data).held_out_bytes
 
 
+def narrow_rank(place: Place, path: Path, windows: int) -> int:
+    """Evaluate where the logits of so many windows have room; how many the largest forward pass had."""
+    from pipeline.data.manifest import load_manifest
+    from pipeline.evaluate import evaluator
+
+    run, largest = Run.open(path), 0
+    whole = evaluator.TextHeldOut.sums
+
+    def sums(self: Any, model: Any, start: int, stop: int) -> dict[str, float]:
+        nonlocal largest
+        largest = max(largest, stop - start)
+        return whole(self, model, start, stop)
+
+    evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data).vocab_size + 3
+    evaluator.TextHeldOut.sums = sums  # type: ignore[method-assign]
+    assert stage_rank(place, path, "evaluate") == Exit.DONE
+    return largest
+
+
+@pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
+def test_a_pass_has_no_more_windows_than_their_logits_have_room(trained: Run, windows: int, largest: int) -> None:
+    whole = evaluate(trained, 1)
+    (trained.evaluation / f"{step_name(21)}.json").unlink()
+    assert run_ranks(1, narrow_rank, trained.path, windows) == [largest]
+    found = json.loads((trained.evaluation / f"{step_name(21)}.json").read_text())
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
 def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
     """Three ranks, so that some have no batch left while others still need their part of the weights."""
     whole = evaluate(trained, 1)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.save import Checkpointer
-from pipeline.comm import groups
+from pipeline.checkpoint.save import Checkpointer, versions
+from pipeline.comm import gpus, groups
 from pipeline.config.layout import layout_of
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
@@ -22,6 +22,7 @@ from pipeline.data.samples import TokenDataset
 from pipeline.model.task import Task
 from pipeline.parallel import compression
 from pipeline.train.engine import Engine
+from pipeline.train.meter import peak_memory
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import place
 
@@ -35,7 +36,20 @@ def note(text: str) -> None:
 
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
-    return groups.join(dataclasses.replace(place(0, 1, 1), local_rank=1), tiny_config(1, parallel=parallel))
+    gpus.deal = lambda everyone, alone: [1]
+    return groups.join(place(0, 1, 1), tiny_config(1, parallel=parallel))
+
+
+def closest(rank: str, port: str) -> None:
+    """Ranks 4 and 5 of 8 on a node, bound to the two GPUs of their socket."""
+    import torch.distributed as dist
+
+    here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
+    device = groups.join(here, tiny_config(2)).device
+    assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
+    assert versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
+    assert versions().keys() > {"cudnn", "nccl"}
+    note(f"joined {device.index}")
 
 
 def checkpoint(mode: str, folder: str) -> None:
@@ -84,6 +98,26 @@ def mpi() -> None:
     received = torch.empty_like(tensor)
     for message in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0), dist.P2POp(dist.isend, tensor, 0)]):
         message.wait()
+
+
+def draw() -> None:
+    """The initial weights of a tiny model."""
+    config, world = tiny_config(1), join()
+    note("build")
+    Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    note(f"built {4 * VOCAB * config.model.dim}")
+
+
+def memory() -> None:
+    """Peaks of two phases: one takes 1 GB and frees it, the next takes 0.1."""
+    device = join().device
+    peak_memory(device)
+    for size, most in ((1e9, 1.0), (1e8, 0.1)):
+        taken = torch.empty(int(size), dtype=torch.uint8, device=device)
+        del taken
+        found = peak_memory(device)
+        assert most <= found["memory_gb"] < most + 0.05, found
+        assert found["memory_reserved_gb"] >= 1.0, "the allocator keeps what was freed"
 
 
 def powersgd(rank: str, port: str) -> None:

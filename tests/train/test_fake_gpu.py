@@ -111,6 +111,26 @@ def test_weights_are_copied_after_they_are_made_and_before_they_change(start: St
             assert Call(during[copy].thread, 1, "sync-stream", (stream,)) in during[copy:], "nobody waits for the copy"
 
 
+def test_mpi_never_waits_for_what_training_has_queued(start: Start) -> None:
+    (calls,) = start(("mpi",))
+    assert not place_of(calls, "sync-device")
+    ours = [call for call in calls if call.thread != calls[0].thread]
+    copies = {call.rest[1:3]: call.rest[0] for call in ours if call.word == "copy"}
+    assert {("pinned", "device"), ("device", "pinned")} <= copies.keys(), "through host memory, and back"
+    assert DEFAULT not in copies.values()
+    assert not place_of(ours, "sync-stream", DEFAULT)
+    begins = next(place for place, call in enumerate(ours) if call.word == "copy")
+    assert place_of(ours[:begins], "sync-event"), "what the tensor waits for is waited for"
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_second_save_pins_no_host_memory(start: Start, mode: str) -> None:
+    (calls,) = start(("checkpoint", mode, str(start.folder)))
+    first, second = place_of(calls, "note", "save")
+    assert place_of(calls[first:second], "pin")
+    assert not place_of(calls[second:], "pin")
+
+
 @pytest.mark.parametrize("program", ["checkpoint async", "checkpoint sync", "loader", "mpi"])
 def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, program: str) -> None:
     name, *arguments = program.split()
@@ -118,6 +138,26 @@ def test_no_thread_of_the_second_rank_touches_the_first_gpu(start: Start, progra
     assert [call for call in calls if call.device != 1] == []
     threads = {call.thread for call in calls}
     assert len(threads) >= {"checkpoint async": 3, "checkpoint sync": 1, "loader": 2, "mpi": 4}[program]
+
+
+def test_ranks_bound_to_the_gpus_of_their_socket_take_one_each(start: Start) -> None:
+    port = str(next(PORTS))
+    for rank, calls in enumerate(start(*(("closest", rank, port) for rank in "01"))):
+        assert calls[place_of(calls, "note", "joined")[0]].rest == ("joined", str(rank))
+        assert {call.device for call in calls} == {rank}, "NCCL starts on it, and no context is made elsewhere"
+
+
+def test_weights_are_drawn_where_they_compute(start: Start) -> None:
+    (calls,) = start(("draw",))
+    building = calls[place_of(calls, "note", "build")[0] : place_of(calls, "note", "built")[0]]
+    embedding = int(calls[place_of(calls, "note", "built")[0]].rest[1])  # bytes
+    copied = [int(call.rest[3]) for call in building if call.word == "copy" and call.rest[2] != "device"]
+    assert copied and max(copied) < embedding / 4, "only tables of positions come from the host"
+    assert place_of(building, "launch")
+
+
+def test_each_phase_has_a_peak_of_its_own(start: Start) -> None:
+    start(("memory",))
 
 
 def test_memory_that_a_hook_reads_on_another_stream_is_not_given_away(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,8 @@ def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> Non
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
-def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool, bool]]:
-    """Whether torch, and whether its compiler, may only do what gives the same bits again, under each config."""
+def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool | str | None, ...]]:
+    """Whether torch, and whether its compiler, may only do what gives the same bits again, and NCCL's part of it."""
     import torch
     from torch._inductor import config as compiler
 
@@ -193,14 +194,64 @@ def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool, bool]
     found = []
     for config in configs:
         groups.make_deterministic(config)
-        found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic)))
+        nccl = [os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE")]
+        found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl))
     return found
 
 
 def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
     ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
     found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
-    assert found == [(False, False), (True, False), (True, True)]
+    assert found == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
+
+
+def other_gpu_rank(place: Place, path: Path) -> int:
+    """A training on another GPU than that of the checkpoint, by its words."""
+    from pipeline.train import trainer
+
+    own = trainer.versions()
+    trainer.versions = lambda: {**own, "gpu": "NVIDIA H200", "torch": "3.0"}
+    return stage_rank(place, path, "train")
+
+
+def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> None:
+    import torch
+
+    run = new_run(tmp_path, "moved", data, "train.steps=3")
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    for step, rank in ((4, stage_rank), (5, other_gpu_rank)):
+        run.change([f"train.steps={step}"])
+        more = ("train",) if rank is stage_rank else ()
+        assert set(run_ranks(1, rank, run.path, *more)) == {Exit.DONE}
+    same, other = run.read_events("train", "restored")
+    assert "versions" not in same
+    assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
+
+
+def undrawn_rank(place: Place, path: Path, stage: str) -> int:
+    """A stage that may draw no weights, for a checkpoint brings them."""
+    from pipeline.model import decoder, task
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("weights are drawn")
+
+    decoder.drawn = task.drawn = refuse  # type: ignore[assignment]
+    return stage_rank(place, path, stage)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, size: int) -> None:
+    more = ("optimizer.schedule=constant", "train.evaluate_every=2")
+    calm, run = (new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("calm", 5), ("moved", 3)))
+    for one in (calm, run):
+        assert set(run_ranks(size, stage_rank, one.path, "train")) == {Exit.DONE}
+    run.change(["train.steps=5"])
+    for stage in ("train", "evaluate"):
+        assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {Exit.DONE}
+    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert [line.get("held_out_loss") for line in read_jsonl(run.metrics)] == [
+        line.get("held_out_loss") for line in read_jsonl(calm.metrics)
+    ]
 
 
 EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")

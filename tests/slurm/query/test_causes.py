@@ -24,14 +24,14 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.failure import report_error
+from pipeline.run.failure import explain, report_error
 from slurm.query import attempts, job, words
 from slurm.query import causes as recovery
 from slurm.query.attempts import budget_of, refusal
 from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
 from slurm.query.job import JobFacts, dead_nodes, parse_facts
 from slurm.query.states import FORGOTTEN, JobState
-from slurm.supervise.failures import find_failure
+from slurm.supervise.failures import find_failure, log_of, log_sizes
 from slurm.supervise.launch import Left, SrunRanks
 from tests.support.ranks import place
 from tests.support.tiny import write_config
@@ -326,6 +326,42 @@ def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (Exit.OUT_OF_MEMORY, 1, "n1")
     report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
     assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["rank"] == 0, "the earliest report"
+
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (ECC, Exit.BAD_NODE),
+        ("NCCL error: unhandled cuda error\nCuda failure 220 'uncorrectable NVLink error detected'", Exit.BAD_NODE),
+        ("Unable to determine the device handle for GPU 0000:0B:00.0: GPU is lost.", Exit.BAD_NODE),
+        ("NVRM: Xid (PCI:0000:0b:00): 79, pid=9, GPU has fallen off the bus.", Exit.BAD_NODE),
+        ("NVRM: Xid (PCI:0000:0b:00): 31, pid=9, MMU Fault", Exit.CRASHED),
+        ("CUDA error: an illegal memory access was encountered", Exit.CRASHED),
+        ("CUDA error: device-side assert triggered", Exit.CRASHED),
+    ],
+)
+def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: Exit) -> None:
+    assert explain(RuntimeError(words))[0] == code
+
+
+def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    logs = [log_of(run, "train", rank) for rank in range(3)]
+    for log in logs:
+        log.write_text(f"what(): {ECC}, in an attempt before\n")
+    begins = log_sizes(run, "train")
+    aborted = [Left(0, -6), Left(1, -6, "n2")]
+    assert find_failure(run, "train", aborted, begins=begins).code == Exit.CRASHED
+    with open(logs[1], "a") as more:
+        more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
+    report_error(run, "train", place(2, 3, 1), Exit.PEER_LOST, "lost it")
+    failure = find_failure(run, "train", aborted, begins=begins)
+    assert failure.code == Exit.BAD_NODE
+    assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
+    assert find_failure(run, "train", [Left(1, -9, "n2")], begins=begins).code == Exit.CRASHED, "killed by somebody"
 
 
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
