@@ -46,33 +46,42 @@ class Head(nn.Linear):
             group = mesh.get_group()
             # each rank has its own ids' share of the gradient
             x_BTD, weight = x_BTD.to_local(grad_placements=[Partial()]), weight.to_local()
-        loss: Tensor = _Loss.apply(
-            x_BTD.flatten(0, 1).to(dtype), weight.to(dtype), targets_BT.flatten(), self.chunk, group
-        )
+        x_ND, weight_VD = x_BTD.flatten(0, 1).to(dtype), weight.to(dtype)
+        loss, grad_x, grad_weight = _loss(x_ND, weight_VD, targets_BT.flatten(), self.chunk, group)
+        # not one node with two inputs: torch 2.11's schedules that split the backward pass cannot part a Python one
+        loss = loss + _Given.apply(x_ND, grad_x) + _Given.apply(weight_VD, grad_weight)
         return loss if mesh is None else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
 
 
-class _Loss(torch.autograd.Function):
+class _Given(torch.autograd.Function):
+    """A zero whose gradient is known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, group: dist.ProcessGroup | None
-    ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
-        for rows_x, rows_targets, rows_grad in zip(
-            x_ND.split(chunk), targets_N.split(chunk), grad_x.split(chunk), strict=True
-        ):
-            value, gradient = _cross_entropy(rows_x @ weight_VD.T, rows_targets, group)
-            loss += value
-            torch.mm(gradient, weight_VD, out=rows_grad)
-            grad_weight += gradient.T @ rows_x
-        ctx.save_for_backward(grad_x, grad_weight.to(weight_VD.dtype))
-        return loss
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return torch.zeros((), dtype=torch.float32, device=tensor.device)
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        grad_x, grad_weight = ctx.saved_tensors  # a schedule may come twice: for inputs, then for weights
-        return grad_x * factor, grad_weight * factor, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * factor, None
+
+
+@torch.no_grad()
+def _loss(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss, and its gradients by hidden states and weights, in their types."""
+    loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+    grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
+    for rows_x, rows_targets, rows_grad in zip(
+        x_ND.split(chunk), targets_N.split(chunk), grad_x.split(chunk), strict=True
+    ):
+        value, gradient = _cross_entropy(rows_x @ weight_VD.T, rows_targets, group)
+        loss += value
+        torch.mm(gradient, weight_VD, out=rows_grad)
+        grad_weight += gradient.T @ rows_x
+    return loss, grad_x, grad_weight.to(weight_VD.dtype)
 
 
 def _cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
