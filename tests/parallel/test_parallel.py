@@ -243,6 +243,9 @@ def test_mixtures(ranks: int) -> None:
         {"pipeline": 2, "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "gpipe"},
         {**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"},
+        {"tensor": 2},
+        {"tensor": 2, "activation_checkpointing": "selective"},
+        {"tensor": 2, "sequence": False, "activation_checkpointing": "full"},
     ],
 )
 def test_compiled_blocks(parallel: dict[str, Any]) -> None:
