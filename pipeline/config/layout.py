@@ -302,8 +302,8 @@ def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) 
         for name, size in divided.items() if model.target is None else ():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
-        if train.compile:
-            yield f"parallel.tensor ({tensor}) does not go with train.compile: torch fails in its backward pass"
+        if train.compile and model.target is not None:
+            yield f"parallel.tensor ({tensor}) does not go with train.compile on a model of your own: torch fails in it"
         if world > per_node and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "

@@ -69,8 +69,17 @@ class Task:
         return part
 
     def blocks(self, part: Any) -> Sequence[nn.Module]:
-        """What is compiled and recomputed one by one."""
+        """What is recomputed one by one, and compiled where it is whole."""
         return list(part.model.blocks)
+
+    def compiled(self, part: Any, layout: Layout) -> Sequence[nn.Module]:
+        """What is compiled one by one: the blocks; of those that are cut attention and MLP, where no cut is inside.
+
+        A compiled piece may not hold the step from a cut norm to its inputs: backward of torch 2.13 fails there.
+        """
+        if layout.tensor == 1:
+            return self.blocks(part)
+        return [piece for block in part.model.blocks for piece in (block.self_attn, block.mlp)]
 
     def shard_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
         """What ZeRO gathers together, and whether level 3 frees it again after forward; the rest goes with the root."""

@@ -126,8 +126,8 @@ class Engine:
             task.cut(part, mesh["tp"], layout)
         for block in task.blocks(part):
             recompute(block, config.parallel.activation_checkpointing)
-            if config.train.compile:
-                block.compile()
+        for piece in task.compiled(part, layout) if config.train.compile else ():
+            piece.compile()
         if mesh is not None and (layout.data > 1 or config.parallel.offload):
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload

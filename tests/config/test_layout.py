@@ -93,7 +93,6 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
             {"parallel": {"hook": {"kind": "powersgd"}}, "train": {"precision": "fp16"}},
             "parallel.hook.kind powersgd does not go with train.precision fp16, whose gradients change their scale",
         ),
-        (2, {"parallel": {"tensor": 2}, "train": {"compile": True, "steps": 1}}, "does not go with train.compile"),
         (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
         (
             2,
@@ -152,6 +151,14 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
 def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         tiny_config(ranks, **sections)
+
+
+def test_a_cut_model_of_ones_own_is_not_compiled() -> None:
+    config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True})
+    assert layout_of(config, 2, 2, 64).tensor == 2, "the decoder is"
+    own = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
+    with pytest.raises(UserError, match=re.escape("does not go with train.compile on a model of your own")):
+        layout_of(own, 2, 2, None)
 
 
 def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:

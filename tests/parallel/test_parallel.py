@@ -267,6 +267,9 @@ def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any
         {"pipeline": 2, "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "gpipe"},
         {**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"},
+        {"tensor": 2},
+        {"tensor": 2, "activation_checkpointing": "selective"},
+        {"tensor": 2, "sequence": False, "activation_checkpointing": "full"},
     ],
 )
 def test_compiled_blocks(parallel: dict[str, Any]) -> None:
