@@ -35,14 +35,11 @@ from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
 from pipeline.train.lean_adamw import LeanAdamW
+from pipeline.train.norm import total_norm
 from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
     from pipeline.parallel.pipeline_parallel import Pipeline
-
-
-_PIECE = 2**15
-"""Entries whose squares are added up one after the other."""
 
 
 def step_seed(seed: int, step: int, place: int, micro: int) -> int:
@@ -247,7 +244,7 @@ class Engine:
         Where ranks hold parts, each adds the squares of its own, divided by the number of ranks with the same values.
         """
         if not self._split:
-            return _total_norm([p.grad for p in parameters if p.grad is not None])
+            return total_norm([p.grad for p in parameters if p.grad is not None])
         copy, squares = self._tied_copy(), torch.zeros((), dtype=torch.float64, device=self.world.device)
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
@@ -258,7 +255,7 @@ class Engine:
             if parameter is not copy and gradient is not None:
                 by_copies.setdefault(copies, []).append(local(gradient))
         for copies, gradients in by_copies.items():
-            squares += _total_norm(gradients).to(squares).square() / copies
+            squares += total_norm(gradients).to(squares).square() / copies
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -371,20 +368,6 @@ class Engine:
         if read is not None:
             self.replicas.restore(self.state(), kept or {}, read)
         return _not_kept(kept or {}, self.replicas.describe())
-
-
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Their common norm: 0-d. On CPUs torch adds up squares one after the other: a large tensor in pieces.
-
-    In fp32 a whole norm of 2²⁷ entries is 1.4 % too small; of pieces it is right to 1e-7.
-    """
-    if any(gradient.device.type == "cpu" for gradient in gradients):
-        gradients = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return nn.utils.get_total_norm(gradients)
-    # torch would round each tensor's norm to its type
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
