@@ -18,7 +18,7 @@ import torch
 from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.config.sections import Config
-from pipeline.train import norm
+from pipeline.train.norm import total_norm
 from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -142,8 +142,8 @@ def test_the_norm_of_a_large_gradient_is_that_of_its_parts() -> None:
     """As layouts that cut it have it. Whole, torch's own would be 7e-4 too small."""
     whole = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
     parts = torch.stack([row.double().square().sum() for row in whole.split(64)]).sum().sqrt().item()
-    assert norm.total_norm([whole]).item() == pytest.approx(parts, rel=1e-6)
-    assert norm.total_norm([whole.T, torch.zeros(3)]).item() == pytest.approx(parts, rel=1e-6)
+    assert total_norm([whole]).item() == pytest.approx(parts, rel=1e-6)
+    assert total_norm([whole.T, torch.zeros(3)]).item() == pytest.approx(parts, rel=1e-6)
 
 
 @pytest.mark.long
