@@ -124,7 +124,7 @@ def submit(
         raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
-    if executor == Executor.AUTO or not dry_run:  # a dry run for Slurm needs none
+    if executor != Executor.SLURM or not dry_run:  # a dry run for Slurm needs none
         chosen = _choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
     corrections = rehearse(loaded, chosen == Executor.SLURM).corrections
     if dry_run:

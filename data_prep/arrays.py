@@ -27,6 +27,8 @@ from pipeline.config.user_model import LENGTHS, UserModel, find
 from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
 from pipeline.run.code import ask_child
 
+MOST_LOOKED_AT = 100
+"""So many files are looked at before a run is made; `prepare` looks at all."""
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -60,23 +62,16 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
 
     def fix(self, log: Log) -> None:
         """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
-        files = tuple(_look(source, self.model) for source in find_inputs(self.data, self.endings))
-        for entry in files[1:]:
-            for name, array in entry.arrays.items():
-                first = files[0].arrays[name]
-                if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
-                    raise UserError(
-                        f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
-                        f"{first.shape}: all files need the same type and, but for the number of samples, shape"
-                    )
+        files = _look(find_inputs(self.data, self.endings), self.model)
         found = SampleManifest(key=self.key, train=files)
         write_manifest(self.path / "prepare.json", found)
         log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
 
     def look(self) -> list[str]:
-        """And whether the first file has the arrays, asked of h5py, elsewhere."""
+        """And whether the first files have the arrays, asked of h5py, elsewhere."""
         files = super().look()
-        ask_child("data_prep.arrays", "look_at", files[0], self.model.target, str(self.model.root.parent))
+        first, *more = files[:MOST_LOOKED_AT]
+        ask_child("data_prep.arrays", "look_at", first, self.model.target, str(self.model.root.parent), *more)
         return files
 
     def unit(self, number: int) -> SampleManifest | None:
@@ -109,12 +104,26 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
 
 
-def look_at(path: str, target: str, folder: str) -> None:
+def look_at(path: str, target: str, folder: str, *more: str) -> None:
     """Raise UserError where a file does not have what the module `target` in `folder` takes."""
-    _look(Input(path, 0, 0, "hdf5"), find(target, [Path(folder)]))
+    _look([Input(one, 0, 0, "hdf5") for one in (path, *more)], find(target, [Path(folder)]))
 
 
-def _look(source: Input, model: UserModel) -> SampleFile:
+def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
+    """What stands in the files. Raises UserError naming the file and dataset that will not do."""
+    files = tuple(_look_into(source, model) for source in sources)
+    for entry in files[1:]:
+        for name, array in entry.arrays.items():
+            first = files[0].arrays[name]
+            if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise UserError(
+                    f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
+                    f"{first.shape}: all files need the same type and, but for the number of samples, shape"
+                )
+    return files
+
+
+def _look_into(source: Input, model: UserModel) -> SampleFile:
     """What stands in one file. Raises UserError naming the dataset that will not do."""
     import h5py
 

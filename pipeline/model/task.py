@@ -345,10 +345,17 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
     return part
 
 
-def try_user_model(target: str, options: str) -> None:
-    """Import a user's module and build the whole model. `options`: its, as JSON. Raises UserError as building does."""
-    given = json.loads(options)
-    build_user_model(target, importlib.import_module(target), given, range(given["layers"]))
+def try_user_model(target: str, *options: str) -> None:
+    """Import a user's module and build the whole model with each of `options`, as JSON. Raises UserError as building
+    does."""
+    module = importlib.import_module(target)
+    for given in map(json.loads, options):
+        try:
+            build_user_model(target, module, given, range(given["layers"]))
+        except Exception as error:
+            if len(options) > 1:
+                error.add_note(f"with model.options {given}")
+            raise
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

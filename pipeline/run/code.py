@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,32 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 
 IMPORT_S = 300
 """How long a child may take: torch from a cold file system is slow."""
+MOST_BUILT = 100
+"""So many different models of a sweep are built before it is made: each takes milliseconds, of large ones seconds."""
 _SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
-_CALL = """\
+_CALL = r"""
 import importlib, sys
 from pipeline.base.errors import UserError
 try:
     getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(*sys.argv[3:])
 except UserError as error:
-    print(error)
+    print(error, *getattr(error, "__notes__", ()), sep="\n")
     sys.exit(error.code)
 """
 
 
-def try_code(code: Path, model: UserModel, options: Mapping[str, Any], not_this: str) -> None:
-    """Make such a copy elsewhere, import the user's own model from it and build it once, and leave nothing.
+def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], not_this: str) -> None:
+    """Make such a copy elsewhere, import the user's own model from it and build it, and leave nothing.
 
-    options: what its `build` gets. Raises UserError where `copy_code` would, for a module that does not import, and for
-    what no layout can train.
+    options: what its `build` gets, of the first points that differ in it; where there is none, nothing is imported.
+    Raises UserError where `copy_code` would, for a module that does not import, and for what no layout can train.
     """
+    different = [*dict.fromkeys(map(json.dumps, options))][:MOST_BUILT]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         new = Path(folder, "code")
-        _fill(new, model, not_this)
-        _compile(new, code)
-        _try_model(new, model.target, options)
+        _compile(new, code, _fill(new, model, not_this))
+        if different:
+            _try_model(new, model.target, different)
 
 
 def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
@@ -63,20 +67,32 @@ def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> 
     """
     code, new, old = run / "code", run / ".code.new", run / ".code.old"
     for left in run.glob(".code.*"):  # by one who was killed in the middle
-        shutil.rmtree(left)
+        _remove(left)
     try:
-        _fill(new, model, not_this)
-        _compile(new, code)
+        _compile(new, code, _fill(new, model, not_this))
         normalise(new, umask)  # a checkout may be open to others, and its copies with it
         if code.exists():
             os.rename(code, old)
         os.rename(new, code)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+        for point in run.glob("points/*"):
+            if not (link := point / code.name).is_symlink():  # a copy of its own, older than this one
+                _remove(link)
+                link.symlink_to(f"../../{code.name}")
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        _remove(new)
 
 
-def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
+def _remove(code: Path) -> None:
+    """A copy, or a point's link to that of its sweep."""
+    if code.is_symlink():
+        code.unlink()
+    else:
+        shutil.rmtree(code, ignore_errors=True)
+
+
+def _fill(new: Path, model: UserModel | None, not_this: str) -> dict[str, Path]:
+    """Copy; where each folder and file of `new` comes from, by its name."""
     if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
         raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
     new.mkdir()
@@ -93,6 +109,7 @@ def _fill(new: Path, model: UserModel | None, not_this: str) -> None:
     if (commit := _git("rev-parse", "HEAD")) is not None:
         (new / "COMMIT").write_bytes(commit)
         (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
+    return {source.name: source for source in sources}
 
 
 def _beside(module: Path) -> set[Path]:
@@ -106,10 +123,18 @@ def _beside(module: Path) -> set[Path]:
             for name in _imported(file) - sys.stdlib_module_names:
                 package = module.parent / name
                 other = package if (package / "__init__.py").is_file() else package.with_suffix(".py")
+                if not other.exists() and _namespace(package):
+                    other = package
                 if other.exists() and other.name not in _SNAPSHOT and other not in (module, *found):
                     found.add(other)
                     waiting.append(other)
     return found
+
+
+def _namespace(folder: Path) -> bool:
+    """Whether Python would import a folder without an __init__.py: it takes an installed package of that name first."""
+    spec = PathFinder.find_spec(folder.name)
+    return (spec is None or spec.loader is None) and any(folder.rglob("*.py"))
 
 
 def _imported(file: Path) -> set[str]:
@@ -124,25 +149,30 @@ def _imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def _compile(new: Path, code: Path) -> None:
-    """Compile everything, as if it were in `code` already: a mistake is told today, and no rank need do it again."""
+def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
+    """Compile everything, as if it were in `code` already: a mistake is told today, and no rank need do it again.
+
+    `sources`: what `_fill` returns. Raises UserError naming the file that was copied.
+    """
     for file in sorted(new.rglob("*.py")):
         inside = file.relative_to(new)
         try:
             py_compile.compile(str(file), dfile=str(code / inside), doraise=True)
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
-            words = str(error).strip().splitlines()
+            source = sources[inside.parts[0]].joinpath(*inside.parts[1:])
+            words = str(error).strip().replace(str(code / inside), str(source)).splitlines()
             raise UserError(f"{inside}, which the jobs would run, is no Python: {words[-1]} ({words[0]})") from error
 
 
-def _try_model(code: Path, module: str, options: Mapping[str, Any]) -> None:
-    """Import a model and build it without memory, in a process of its own (torch takes seconds)."""
-    arguments = ["pipeline.model.task", "try_user_model", module, json.dumps(options)]
+def _try_model(code: Path, module: str, options: Sequence[str]) -> None:
+    """Import a model and build it without memory, with each of the options, in a process of its own (torch takes
+    seconds)."""
+    arguments = ["pipeline.model.task", "try_user_model", module, *options]
     done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
     if done.returncode == Exit.USER_ERROR:
         raise UserError(done.stdout.rstrip())
     if done.returncode:
-        told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-4:])
+        told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(f"model.target: {module} cannot be imported or built here, and no job could:\n{told}")
 
 

@@ -186,9 +186,15 @@ class Run:
         return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
 
     @property
+    def whole(self) -> Run:
+        """What a person goes on with: of a point the sweep, else this run."""
+        sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
+        return sweep if sweep.config_file.exists() else self
+
+    @property
     def resume_command(self) -> str:
         """What a person types to go on."""
-        return command("resume", self.name)
+        return command("resume", self.whole.name)
 
     def refuse_foreign(self) -> None:
         """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""
@@ -361,11 +367,13 @@ class Run:
             yield
 
     def try_code(self) -> None:
-        """Raise UserError where the model of the user's own that `snapshot_code` would copy cannot be imported or
-        built."""
+        """Raise UserError where the model of the user's own that `snapshot_code` would copy does not compile, or cannot
+        be imported or built, in a sweep with the options of each point."""
         config, model = self.config, found_for(self.config, _sources())
-        if model is not None and config.site.python is None and config.site.container is None:  # theirs may not be here
-            try_code(self.code, model, config.model.all_options, config.run.root.name)
+        if model is not None:
+            own = config.site.python is not None or config.site.container is not None  # their packages may not be here
+            options = [] if own else [point.model.all_options for point in point_configs(config) or [config]]
+            try_code(self.code, model, options, config.run.root.name)
 
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.

@@ -85,11 +85,13 @@ def retry_command(run: Run, cause: str | None) -> str:
 
 def once_mended(run: Run, cause: str | None) -> str:
     """The same with what it means, and what else there is, in lines."""
-    retry, made = retry_command(run, cause), trained(run.path)
+    retry, made = retry_command(run, cause), trained(run.whole.path)
     said = [f"once that is mended: {retry}"]
     if made is None:
         said.append("where the config is wrong: correct it and give the same command again")
     elif retry != run.resume_command:
         target = run.config.model.target
         said.append(f"--update-code takes {target} as it is then, and goes on from {made}, which the old one made")
+    if made is not None and run.whole is not run:
+        said.append("where the config is wrong: correct it and submit it under another run.name")
     return "\n".join(said)

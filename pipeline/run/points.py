@@ -6,6 +6,8 @@ runs/NAME/points/000/   config.yaml (the sweep's, with the point's values), data
 
 from __future__ import annotations
 
+import os
+
 from pipeline.base.files import write_atomic
 from pipeline.config.read import dump_config, point_configs
 from pipeline.run.directory import Run
@@ -28,7 +30,7 @@ def make_points(run: Run) -> list[Run]:
         for folder in (point.jobs, point.checkpoints, point.evaluation):
             folder.mkdir(parents=True, exist_ok=True)
         for link in (point.data, point.code):
-            if not link.is_symlink():
+            if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
         write_atomic(point.config_file, dump_config(point.config))
         point.event("created", config=str(point.config_file), sweep=run.config.run.name)

@@ -178,7 +178,7 @@ def identity(job_name: str, **more: Any) -> dict[str, Any]:
 
 def claim(run: Run, event: Mapping[str, Any]) -> Claim:
     """What an event `submitted`, or `started`, says of its job. The comment is of the run where it lies: a copy's."""
-    paths = [run.path, *([run.path.parents[1]] if run.path.parent.name == "points" else [])]
+    paths = dict.fromkeys((run.path, run.whole.path))
     job_id = event["slurm_job" if event["event"] == "started" else "job_id"]
     submitted = event.get("job_submitted") or datetime.fromisoformat(event["time"]).timestamp()
     cluster, uid, name = (event.get(key) for key in ("cluster", "uid", "job_name"))

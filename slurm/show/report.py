@@ -13,7 +13,7 @@ from datetime import datetime
 from math import nan
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from pipeline.base.files import write_atomic
 from pipeline.config.stages import STAGES
@@ -34,13 +34,14 @@ _NAMES = {"startup": "start-up", "communication": "comm", "evaluation": "held-ou
 
 
 def outcome(run: Run) -> RenderableType:
-    """What the newest evaluation says; of a sweep, all points."""
+    """What the newest evaluation says; of a sweep, all points, and what is wrong with them."""
     if run.config.sweep is not None:
         lookout = Lookout(run)
         lookout.look()
-        return grid(point_table(run, lookout.points))
-    result = newest_result(run)
-    return result_words(result) if result else "not evaluated yet"
+        return Group(*failures(lookout.points), grid(point_table(run, lookout.points)))
+    if result := newest_result(run):
+        return result_words(result)
+    return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words
 
 
 def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:

@@ -25,23 +25,34 @@ from slurm.query import attempts
 from slurm.query.attempts import Attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
 from slurm.show.follow import clock, follow
+from slurm.show.report import outcome
 
 
 def run_chain(run: Run, console: Console) -> Exit:
-    """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done."""
+    """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done.
+
+    A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
+    A stop, by whomever, ends all.
+    """
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     if in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
-    own = [(run, stages.own_stages(run))]
+    own, failed = [(run, stages.own_stages(run))], Exit.DONE
     for one, names in own + [(point, stages.point_stages()) for point in make_points(run)]:
         if one is not run:
             console.print(f"point {one.path.name}")
         for stage in names:
-            if (code := run_stage(one, stage, flag, console)) != Exit.DONE:
+            if (code := run_stage(one, stage, flag, console)) == Exit.DONE:
+                continue
+            if one is run or code == Exit.STOPPED or flag:
                 return code
-    return Exit.DONE
+            failed = max(failed, code)
+            break
+    if failed != Exit.DONE:
+        console.print(outcome(run), soft_wrap=True)
+    return failed
 
 
 def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:

@@ -567,14 +567,16 @@ def test_what_a_single_file_imports_from_its_folder_comes_along(
     """And what that imports; not what nobody imports, nor what the jobs have anyway."""
     monkeypatch.chdir(tmp_path)
     sources = {
-        "nothing_here.py": WHOLE + "import random\nfrom layers.block import Block\ndef late(): import util\n",
+        "nothing_here.py": WHOLE + "import random, torch, yaml, numpy\nfrom layers.block import Block\n"
+        "def late(): import util\nfrom plain.deeper.block import Wide\n",
+        "plain/deeper/block.py": "class Wide: ...\n", "numpy/hook.py": "", "yaml/data.txt": "",
         "layers/__init__.py": "", "layers/block.py": "import deep\nclass Block: ...\n",
         "deep.py": "import os.path, nothing_here\n",
         "util.py": "from pipeline.tensor_parallel import Replicated\n", "pipeline/__init__.py": "", "random.py": "",
         "notes.py": "", "torch/data.txt": "",
     }  # fmt: skip
     for name, text in sources.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
     config = load_config(tmp_path / "bad.yaml")
@@ -588,7 +590,7 @@ def test_what_a_single_file_imports_from_its_folder_comes_along(
         "data_prep",
         "COMMIT",
     }
-    assert own - {"DIFF", "__pycache__"} == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline"}
+    assert own - {"DIFF", "__pycache__"} == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline", "plain"}
     assert (code / "pipeline/base").is_dir() and (code / "layers/block.py").is_file()
 
 

@@ -34,6 +34,7 @@ from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain
+from pipeline.run.points import make_points
 from slurm.query import attempts
 from slurm.submit import here
 from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
@@ -43,7 +44,7 @@ from tests.support.tiny import digest, stage_rank, write_corpus
 
 
 class Stages:
-    """In place of the jobs of a chain: each stage in one forked rank."""
+    """In place of the job of a stage: one forked rank."""
 
     run = False
     """Whether they run at all."""
@@ -51,21 +52,19 @@ class Stages:
     """Whether a chain was let through."""
 
     @classmethod
-    def chain(cls, run: Run, console: Console) -> Exit:
-        run.refuse_cancelled()
+    def stage(cls, run: Run, stage: str, flag: object, console: Console) -> Exit:
         cls.began = True
-        for number, stage in enumerate(stages.own_stages(run) if cls.run else ()):
-            if stages.load(stage).missing(run) is None:
-                continue
-            for event in ("submitted", "started"):
-                run.event(event, stage, job_id=str(number), executor="local")
-            code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
-            if code != Exit.DONE:
-                words = {"cause": Exit(code).name.lower(), "exit_code": code, "message": message}
-                run.event("failed", stage, job_id=str(number), **words)
-                say = partial(console.print, soft_wrap=True)
-                return here.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
-        return Exit.DONE
+        if not cls.run or stages.load(stage).missing(run) is None:
+            return Exit.DONE
+        for event in ("submitted", "started"):
+            run.event(event, stage, job_id=stage, executor="local")
+        code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
+        if code == Exit.DONE:
+            return Exit.DONE
+        words = {"cause": Exit(code).name.lower(), "exit_code": code, "message": message}
+        run.event("failed", stage, job_id=stage, **words)
+        say = partial(console.print, soft_wrap=True)
+        return here.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
 
 
 def in_a_rank(where: Place, path: Path, stage: str) -> tuple[int, str]:
@@ -90,7 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory of a person, with both configs and what they need; what the door changes is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(here, "run_chain", Stages.chain)
+    monkeypatch.setattr(here, "run_stage", Stages.stage)
     monkeypatch.setattr(Stages, "run", False)
     for name, text in (("tiny.yaml", TEXT), ("own.yaml", OWN), ("own.py", MODULE)):
         Path(name).write_text(text)
@@ -182,6 +181,84 @@ def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.Cap
     Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
     assert submit_py("own.yaml evaluate.batch=8") != Exit.DONE
     assert "corrected model.options.classes: None → 2" in answer(capsys), "also back to what it was made with"
+
+
+SWEPT = "own.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
+RATES = "tiny.yaml 'sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3]}}'"
+EIGHT = """\
+def init(name, values, options):
+    values.fill_(0.1)
+    if options["width"] == 8:
+        raise ValueError("not eight")
+"""
+
+
+@pytest.mark.story
+def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others train all the same; the command that is printed can be given twice, for the point alone, too."""
+    Stages.run = True
+    Path("own.py").write_text(MODULE + EIGHT)
+    assert submit_py(SWEPT) == Exit.CRASHED
+    said = answer(capsys)
+    points = Path("runs/own/points")
+    done = {point.name: newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
+    assert done == {"000": 2, "001": 0, "002": 2}
+    assert "goes on from points/00" in said and "correct it and submit it under another run.name" in said
+    assert said.rindex("point 001: train failed (crashed): ") > said.index("point 002\n"), "and told at the end"
+    assert submit_py(SWEPT.replace("8", "5")) == Exit.USER_ERROR
+    assert "what it has was made with its own: points/00" in answer(capsys)
+    (back,) = {*re.findall(r"submit\.py (.+)$", said, re.M)}
+    assert back == "resume runs/own --update-code"
+    for command in (f"{back.replace('own ', 'own/points/001 ')}", f"{back.replace('own ', 'own/points/001 ')}", back):
+        assert submit_py(command) == Exit.CRASHED, answer(capsys)
+    Path("own.py").write_text(MODULE + EIGHT.replace("== 8", "== 9"))
+    for _ in range(2):
+        assert submit_py(back) == Exit.DONE, answer(capsys)
+    assert newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
+
+
+def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    codes: dict[str, Exit] = {}
+
+    def stage(run: Run, stage: str, flag: object, console: Console) -> Exit:
+        asked.append(f"{run.path.name} {stage}")
+        return codes.get(asked[-1], Exit.DONE)
+
+    def points() -> list[str]:
+        found = [words for words in asked if words[0] == "0"]
+        asked.clear()
+        return found
+
+    monkeypatch.setattr(here, "run_stage", stage)
+    everything = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
+    assert submit_py(RATES) == Exit.DONE and points() == everything
+    codes |= {"000 train": Exit.NON_FINITE, "001 evaluate": Exit.CRASHED}
+    answer(capsys)
+    assert submit_py(RATES) == Exit.NON_FINITE and points() == [everything[0], *everything[2:]]
+    assert "bits per byte" in answer(capsys), "the table of the points"
+    codes["001 train"] = Exit.STOPPED
+    assert submit_py(RATES) == Exit.STOPPED and points() == ["000 train", "001 train"]
+    codes["tiny prepare"] = Exit.STORAGE
+    assert submit_py(RATES) == Exit.STORAGE and asked == ["tiny prepare"]
+
+
+def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folder: Path) -> None:
+    """Its link to that of its sweep is no folder; a killed replacement may have left one, too."""
+    config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
+    whole = Run.create(config)
+    point = make_points(whole)[1]
+    assert point.whole.path == whole.path and whole.whole is whole
+    for number in range(2):
+        Path("own.py").write_text(f"{MODULE}# {number}\n")
+        (point.path / ".code.old").symlink_to("../../code")
+        point.snapshot_code()
+        assert not point.code.is_symlink() and (point.code / "own.py").read_text().endswith(f"# {number}\n")
+        assert (whole.code / "own.py").read_text() == MODULE and not (point.path / ".code.old").is_symlink()
+    whole.snapshot_code()
+    assert point.code.is_symlink() and (point.code / "own.py").read_text().endswith("# 1\n")
 
 
 def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+import submit
 from examples import make_images
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
@@ -30,6 +31,9 @@ ARRAYS = INPUTS = ('images',)
 def build(options, layers): return torch.nn.Linear(2, 2)
 def loss(outputs, batch): ...
 """
+
+
+SWEPT = "sweep={grid: {model.options.width: [4, wide, 16]}}"
 
 
 @pytest.fixture
@@ -101,6 +105,46 @@ def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
     rehearse(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
 
 
+def test_each_of_several_files_is_looked_at(folder: Path) -> None:
+    """And whether they fit together."""
+    (folder / "own.py").write_text(MODULE)
+    make_images.main(folder / "images-a.h5", 20)
+    several = "data.source=images-*.h5"
+    (folder / "own.yaml").write_text(OWN)
+    (folder / "images-b.h5").write_text("no HDF5 at all")
+    assert f"cannot read {folder}/images-b.h5: " in refusal(several, config="own.yaml")
+    with h5py.File(folder / "images-b.h5", "w") as file:
+        file["images"] = [1, 2]
+    assert f"{folder}/images-b.h5: images is int64 (2,), in {folder}/images-a.h5 it is" in refusal(
+        several, config="own.yaml"
+    )
+
+
+def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
+    (folder / "own.yaml").write_text(OWN)
+    make_images.main(folder / "images.h5", 20)
+    (folder / "own.py").write_text(MODULE.replace("2, 2", "2, options['width']"))
+    said = refusal(SWEPT, config="own.yaml")
+    assert "own cannot be imported or built here" in said and "with model.options {'width': 'wide', " in said
+    (folder / "own.py").write_text(MODULE.replace("return ", "return None if options['width'] == 'wide' else "))
+    said = refusal(SWEPT, config="own.yaml")
+    assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in said
+
+
+def test_code_for_another_python_is_compiled_all_the_same(folder: Path) -> None:
+    """Not imported: what it imports may be there only. The person's file is named, not the copy to be."""
+    theirs = "site.python=/usr/bin/python3"
+    (folder / "own.yaml").write_text(OWN)
+    make_images.main(folder / "images.h5", 20)
+    (folder / "own.py").write_text(f"{MODULE}import sib, only_there\n")
+    (folder / "sib.py").write_text("x = 1\ndef broken(:\n")
+    said = refusal(theirs, config="own.yaml")
+    assert "sib.py, which the jobs would run, is no Python" in said
+    assert f'File "{folder}/sib.py", line 2' in said and "code/sib.py" not in said
+    (folder / "sib.py").write_text("x = 1\n")
+    rehearse(load_config(Path("own.yaml"), [theirs]), False)
+
+
 def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
     """Inputs may go once they are shards."""
     run = make_run(folder)
@@ -144,3 +188,15 @@ def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path, ove
     assert told[0] == told[1] == told[2] and told[0][0] == Exit.USER_ERROR, told
     assert words in told[0][2]
     assert not (folder / "runs").exists() and not (folder / "asked").exists()
+
+
+def test_a_dry_run_in_no_allocation_is_refused_as_submit_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for more in ([], ["--dry-run"]):
+        monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *more])
+        with pytest.raises(SystemExit, match=str(int(Exit.USER_ERROR))):
+            submit.main()
+        assert "--executor allocation: this is no allocation" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
