@@ -19,8 +19,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pipeline.base.errors import UserError, refuse_no_more_files
 
@@ -117,7 +118,7 @@ def write_line(fd: int, line: str, name: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file to read it. Raises UserError for a pipe or a device, which would never end, or never answer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
@@ -166,8 +167,8 @@ def last_object(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file's content, as 64 hex digits."""
-    with open(path, "rb", buffering=0) as file:
+    """SHA-256 of a file's content, as 64 hex digits. Raises UserError for a pipe or a device."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

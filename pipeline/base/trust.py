@@ -1,7 +1,8 @@
 """Whose a run directory is: what is executed from it must be our own.
 
-Jobs run a run's `code/` and read the pickles that submitit leaves in `jobs/`. Whoever could write there could do what
-we can. So everything that executes a run asks first: is it ours (root's is root's), and can nobody else write to it?
+Jobs run a run's `code/`, read the pickles that submitit leaves in `jobs/`, and their shells run the lines of
+`site.setup` in its config. Whoever could write there could do what we can. So everything that executes a run asks
+first: is it ours (root's is root's), and can nobody else write to it?
 What only reads (status, report, logs, verify) works on anybody's run, and with the code that was started.
 """
 
@@ -44,7 +45,9 @@ def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
     for top in dict.fromkeys((run, home)):
         yield top, True
         reachable = bool(top.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
-        yield from ((path, reachable) for path in (top / "jobs", *(top / "jobs").glob("*/")))
+        jobs = top / "jobs"
+        read = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
+        yield from ((path, reachable) for path in (jobs, *jobs.glob("*/"), *read))
     yield home / "code", reachable
     for folder, names, files in os.walk(home / "code") if reachable else ():
         yield from ((Path(folder, name), True) for name in (*names, *files))

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import CheckpointError
+from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import intact, read_json, sha256_file
+from pipeline.run import lines
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -52,7 +53,7 @@ def newest_step(folder: Path) -> int:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn or altered."""
+    """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn, altered or of another shape."""
     path = checkpoint / MANIFEST
     try:
         manifest = read_json(path)
@@ -60,6 +61,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     if not intact(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
+    if not lines.checkpoint(manifest):
+        raise CheckpointError(f"{path} does not say what a checkpoint's manifest says: no training wrote it")
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
         raise CheckpointError(f"{path} is of step {manifest.get('step')}: this folder had another name")
     return dict(manifest)
@@ -85,6 +88,8 @@ def check_files(
                 raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one recorded when it was saved")
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
+        except UserError as error:  # a pipe or a device
+            raise CheckpointError(str(error)) from None
 
 
 def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
@@ -93,8 +98,8 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is missing") from None
-    listed = manifest.get("files")
-    if not isinstance(listed, dict) or METADATA not in listed:
+    listed = manifest["files"]
+    if METADATA not in listed:
         raise CheckpointError(f"{checkpoint / MANIFEST} does not list {METADATA}: no training wrote it")
     if missing := sorted(listed.keys() - there):  # also a name with a separator: it is none of a file here
         raise CheckpointError(f"{checkpoint}/{missing[0]} is missing")

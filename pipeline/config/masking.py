@@ -3,8 +3,9 @@
 Secrets do not belong into a config: `site.secrets` names a file that is the user's alone, `site.pass` variables of the
 shell that submits. Where people write them all the same, `config.yaml` and `changes.jsonl` keep them, for jobs need
 them; nothing else does. `site.setup` is shell, in which no pattern finds every secret (`X=…; export TOKEN=$X`), so its
-lines are masked but for those that are known to hold none. Of the other options, those are masked whose name or value
-looks like a secret. Too much may be masked, so that too little is not.
+lines are masked but for those that are known to hold none; a single word is not, for it may be fed to the command
+before it (`<<EOF`). Of the other options, those are masked whose name or value looks like a secret. Too much may be
+masked, so that too little is not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from pipeline.config.sections import Config, Sharing
 
 _MASK = "*****"
 _HARMLESS = re.compile(
-    r"((module|ml|spack load|source|\.|(conda|micromamba) activate|ulimit|umask|unset|cd)(\s+[\w./+~@%-]+)+"
-    r"|[\w./-]+)?\s*"
+    r"((module|ml|spack load|(conda|micromamba) activate|ulimit|umask|unset|cd)(\s+[\w./+~@%-]+)+"
+    r"|(source|\.)\s+[\w./+~@%-]+|[.~]*/[\w./-]+)?\s*"
 )
+_RIGHT = {"site.pass.": re.compile(r"[A-Za-z_]\w*"), "site.secrets.": re.compile("None|~?/.*")}
+"""What names a secret and is none; anything else in its place may be one."""
 _BEFORE_VALUE = re.compile(r"\s*(export\s+)?[\w./-]+(\s*[=:]\s*|\s+)(?=\S)")
 _SECRET = re.compile(
     r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)[\w.-]*[\"']?\s*[=:\s]\s*\S|://",
@@ -38,6 +41,8 @@ def masked(values: Any, at: str = "") -> Any:
     """Values of a config without secrets. `at`: the key, or dotted keys, that they stand under, and a dot."""
     if isinstance(values, list):
         return [masked(value, at) for value in values]
+    if any(at.startswith(key) and not right.fullmatch(str(values)) for key, right in _RIGHT.items()):
+        return _MASK
     if at.startswith("site.setup."):
         return mask(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import NamedTuple
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, printable
 from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
@@ -261,13 +261,12 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
             with torch.device("meta"):
                 parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
             count = sum(parameter.numel() for part in parts for parameter in part.parameters())
-        except (Exception, SystemExit) as error:  # it is anybody's code
-            if isinstance(error, UserError):
-                raise
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # it is anybody's code
             at = extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"model.target: {facts.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
-            ) from error
+            told = f"{facts.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+            raise UserError(printable(f"model.target: {told}")) from error
         yield count
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from pipeline.base.command import command, did_you_mean
 from pipeline.base.errors import UserError, storage_error
-from pipeline.base.files import append_line, flock, open_lock, seal, write_atomic
+from pipeline.base.files import append_line, flock, open_lock, open_regular, seal, write_atomic
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, overridden, point_configs
@@ -389,8 +389,9 @@ class Run:
     def commit(self) -> str | None:
         """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
-            diff = self.code / "DIFF"
-            return (self.code / "COMMIT").read_text(errors="replace").strip() + ("+" if diff.stat().st_size else "")
+            with open_regular(self.code / "COMMIT") as file:
+                commit = file.read().decode(errors="replace").strip()
+            return commit + ("+" if (self.code / "DIFF").stat().st_size else "")
         return None
 
 

@@ -111,6 +111,13 @@ def change(line: Any) -> bool:
     return _fits(line, {"set": _mapping}, {"submitted": _mapping})
 
 
+def checkpoint(manifest: Any) -> bool:
+    """Whether it is the manifest of a checkpoint."""
+    needs = {"step": count, "samples_consumed": count, "layout": _mapping, "files": _mapping}
+    file = {"size": count, "sha256": text}
+    return _fits(manifest, needs, {}) and all(_fits(entry, file, {}) for entry in manifest["files"].values())
+
+
 def decision(line: Any) -> bool:
     """Whether it says which samples a training leaves out."""
     needs = {"decision": lambda value: value in ("skip", "leave_out"), "position": count, "reason": text}

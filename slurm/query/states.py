@@ -11,7 +11,8 @@ share a file system counts for itself. So callers ask with a :class:`Claim`, and
 One `squeue` per look; then `sacct` for what it does not tell, which prints the same columns. `squeue -t all` knows a
 job until MinJobAge after its end; `sacct` knows all, where there is accounting, and lags a second or so. One more
 `squeue` is asked for jobs of another user that are left. A job that nobody knows any more is UNKNOWN: the run directory
-has to tell, and so it has where the controller does not answer, which is waited for once.
+has to tell, and so it has where the controller does not answer, which is waited for once. A `squeue` that fails is
+such a silence, whatever was answered before: its jobs may be there. All calls of a look share one time limit.
 
 squeue is asked for this user's jobs only (`--me`): of all its filters that one (and a single job id) is
 applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
@@ -133,18 +134,23 @@ def must_answer(states: Iterable[JobState]) -> None:
     """Raise UserError where a look found no controller that answers."""
     if any(state.reason == SILENT for state in states):
         raise UserError(
-            f"{SILENT} (scontrol ping): the jobs of this run cannot be seen, so nothing is submitted or changed; "
-            "try again later"
+            f"{SILENT} (scontrol ping, squeue): the jobs of this run cannot be seen, so nothing is submitted or "
+            "changed; try again later"
         )
 
 
-def call(*command: str, timeout_s: float | None = None) -> str | None:
-    """Output of a Slurm command; None where it fails or does not answer in time (`TIMEOUT_S`)."""
+def call(*command: str, timeout_s: float | None = None, none: words.Words | None = None) -> str | None:
+    """Output of a Slurm command; None where it fails or does not answer in time (`TIMEOUT_S`).
+
+    `none`: what it fails with where there is merely nothing to show.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s or TIMEOUT_S)
+        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    empty = none is not None and none.pattern.search(done.stderr) is not None
+    return done.stdout if done.returncode == 0 or empty else None
 
 
 _clusters: dict[str | None, str] = {}
@@ -207,20 +213,22 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
     `forgotten` is for those who ask again and again: what squeue answered and had forgotten once is kept there and not
     asked for again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
     """
+    until = time.monotonic() + (TIMEOUT_S if os.environ.get("SLURM_JOB_ID") else VIEW_TIMEOUT_S)
     kept = {} if forgotten is None else forgotten
     wanted = sorted(set(asked) - kept.keys(), key=lambda one: one.job_id)
     here = cluster_name() if wanted else None
     if here is None:
         return {**kept, **{one: JobState(one.job_id, FORGOTTEN, SILENT) for one in wanted}}
-    look = _Look(here, wanted)
-    answered = bool(look.found) and look.ask_controller("--me", "-j", _ids(look.found))
+    look = _Look(here, wanted, until)
+    if look.found:
+        look.ask_controller(look.found, "--me")
     if missing := look.missing():
-        look.ask_accounting(_ids(missing))
+        look.ask_accounting(missing)
     if others := [one for one in look.missing() if one.uid != os.getuid()]:
-        look.ask_controller("-j", _ids(others))
+        look.ask_controller(others)
     states = {one: look.state(one) for one in wanted}
     for one in set(wanted) - look.found.keys() | set(missing):
-        if not states[one].active and (states[one].state != FORGOTTEN or answered):
+        if not states[one].active and states[one].reason != SILENT:
             kept[one] = states[one]
     return {**kept, **states}
 
@@ -228,8 +236,9 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
 class _Look:
     """One look at Slurm, and whose is what it shows."""
 
-    def __init__(self, here: str, wanted: Sequence[Claim]) -> None:
+    def __init__(self, here: str, wanted: Sequence[Claim], until: float) -> None:
         self.here = here
+        self._until = until
         self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if c.cluster in (None, here)}
         self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id)}
 
@@ -240,28 +249,35 @@ class _Look:
     def _of(self, job: str) -> list[Claim]:
         return self._claims.get(job, self._claims.get(_array(job), []))
 
-    def ask_controller(self, *filters: str) -> bool:
-        """Take what squeue shows; whether it answered. Where one run had an id twice, it is the job submitted last."""
-        listed = call("squeue", "-h", "-r", "-t", "all", "-o", f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k", *filters)
+    def _left_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def ask_controller(self, asked: Iterable[Claim], *filters: str) -> None:
+        """Take what squeue shows, or its silence. Where one run had an id twice, it is the job submitted last."""
+        columns = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k"
+        command = ("squeue", "-h", "-r", "-t", "all", "-o", columns, *filters, "-j", _ids(asked))
+        listed = call(*command, timeout_s=self._left_s(), none=words.NO_SUCH_JOB)
+        if listed is None:
+            self.found |= {one: [JobState(one.job_id, FORGOTTEN, SILENT)] for one in asked}
         for job in _rows(listed):
             if ours := [one for one in self._of(job.job_id) if one.proven(job)]:
                 self.found[max(ours, key=lambda one: one.submitted)].append(job)
                 continue
             for one in [one for one in self._of(job.job_id) if one.resembles(job)]:
-                words = (
+                left_alone = (
                     f"job {job.job_id} has id, name, user and time of this run's, but not the comment that would prove "
                     f"it ({one.comments[0]}): nothing is done to it; to end it: scancel {job.job_id}"
                 )
                 ended = job.state in ENDED
-                self.found[one].append(job if ended else replace(job, state=FORGOTTEN, reason=words))
-        return listed is not None
+                self.found[one].append(job if ended else replace(job, state=FORGOTTEN, reason=left_alone))
 
-    def ask_accounting(self, ids: str) -> None:
+    def ask_accounting(self, asked: Iterable[Claim]) -> None:
         """Take jobs in accounting, each run of one that was put back in a row of its own. What has not ended tells
-        nothing: of jobs that a controller lost it never hears."""
+        nothing: of jobs that a controller lost it never hears. Half of the time is left for one more squeue."""
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
         runs: dict[Claim, dict[str, JobState]] = {}
-        listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns)
+        command = ("sacct", "-n", "-P", "-X", "-D", "-j", _ids(asked), "-o", columns)
+        listed = call(*command, timeout_s=self._left_s() / 2)
         for job in sorted(_rows(listed), key=lambda job: job.submitted):
             for one in self._of(job.job_id):
                 before = runs.setdefault(one, {}).get(job.job_id)

@@ -38,6 +38,8 @@ CONTROLLER_UP = Words(re.compile(" is UP"), "Slurm 22.05, 24.11")
 """`scontrol ping`, of a controller that answers."""
 CONTROLLER_DOWN = Words(re.compile(" is DOWN"), "Slurm 22.05")
 """The same, of one that does not."""
+NO_SUCH_JOB = Words(re.compile("Invalid job id"), "Slurm 22.05 (its library), 14.11")
+"""What squeue fails with where it is asked for a single job that the controller does not know."""
 NEVER = Words(re.compile("DependencyNeverSatisfied"), "Slurm 22.05, 24.11")
 """The reason of a job that waits for ever (squeue, %r)."""
 HELD = Words(re.compile("^JobHeld(User|Admin)"), "Slurm 22.05")

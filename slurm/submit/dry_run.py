@@ -69,7 +69,7 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
         lines += [f"{stage:9} {nodes}{words}", f"          python -m slurm {stage} {shlex.quote(run.name)}"]
         signal_s = config.site.signal_s
-        if row.trains and (left := parse_time(wanted.time) - signal_s - EARLY_S) < START_S:
+        if (left := parse_time(wanted.time) - signal_s - EARLY_S) < START_S:
             asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
             lines.append(f"          short: {asked}; that leaves {max(0, left):.0f} s to start and to train")
         tasks = (points or 1) if row.per_point else wanted.array_tasks

@@ -16,7 +16,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
 from slurm.query.causes import leaving
-from slurm.query.states import JobState, cancel, claims, query
+from slurm.query.states import JobState, cancel, claims, must_answer, query
 
 
 def submit_sweep(
@@ -39,6 +39,7 @@ def submit_sweep(
     # the newest job of each, but for those that evaluate one checkpoint (slurm/supervise/evaluations.py)
     known = {(point, e["stage"]): job for point in everyone for e, job in claims(point) if "step" not in e}
     states = query(known.values())
+    must_answer(states.values())
     wanted: dict[str, list[Run]] = {stage: [] for stage in names}
     going: dict[tuple[Run, str], str] = {}
     vain: list[JobState] = []

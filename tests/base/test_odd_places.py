@@ -77,6 +77,11 @@ def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, monkeypa
     os.mkfifo(run.events)
     with pytest.raises(UserError, match=r"events\.jsonl is no ordinary file"):
         run.read_events()
+    run.code.mkdir()
+    (run.code / "DIFF").touch()
+    os.mkfifo(run.code / "COMMIT")
+    with pytest.raises(UserError, match="COMMIT is no ordinary file"):
+        print(run.title)
 
 
 @contextmanager

@@ -83,6 +83,19 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
     only_read(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["config.yaml", "changes.jsonl", "jobs/train/1_submitted.pkl"])
+def test_a_single_file_of_somebody_elses_in_our_run_is_refused(tmp_path: Path, place: str) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.stage_folder("train")
+    (run.path / place).touch()
+    run.refuse_foreign()
+    if os.geteuid() != 0:
+        lacking("giving a file to somebody else needs root")
+    os.chown(run.path / place, NOBODY, NOBODY)
+    with pytest.raises(UserError, match=rf"{place} belongs to \w+ \(uid {NOBODY}\)"):
+        run.refuse_foreign()
+
+
 def test_another_user_reads_and_does_not_execute(tmp_path: Path, trap: Run) -> None:
     belongs_to(trap, 0)
     only_read(tmp_path, AS_NOBODY)
@@ -100,12 +113,18 @@ PLACES: dict[str, Callable[[Run], Path]] = {
     "a file of it": lambda run: run.code / "pipeline/run/directory.py",
     "jobs": lambda run: run.jobs,
     "a stage's pickles": lambda run: run.stage_folder("train"),
+    "a pickle": lambda run: run.stage_folder("train") / "1_submitted.pkl",
+    "a job's script": lambda run: run.stage_folder("train") / "submission_file_1.sh",
+    "the config, whose lines each job's shell runs": lambda run: run.config_file,
+    "its changes": lambda run: run.changes,
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_others_may_write_is_not_executed_until_that_is_mended(tmp_path: Path, place: str) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=group"]))
+    if not PLACES[place](run).exists():
+        PLACES[place](run).touch()
     run.refuse_foreign()
     others_may_write(PLACES[place](run))
     with pytest.raises(UserError, match=rf"{PLACES[place](run)} \(of .* may be written by others") as found:

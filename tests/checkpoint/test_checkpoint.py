@@ -307,6 +307,35 @@ def test_a_manifest_that_does_not_list_the_pickle_is_refused(saved: Path, tmp_pa
     assert not (tmp_path / "executed").exists()
 
 
+SHAPES: dict[str, Any] = {
+    "an entry that is none": {"files": {".metadata": 5}},
+    "an entry without size and hash": {"files": {".metadata": {}}},
+    "files that are none": {"files": 3},
+    "no layout": {"layout": None},
+    "a layout that is none": {"layout": 3},
+    "samples that are none": {"samples_consumed": "8"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_manifest_of_another_shape_is_refused_though_its_hash_fits(saved: Path, tmp_path: Path, shape: str) -> None:
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
+    manifest = json.loads((checkpoint / "manifest.json").read_text()) | SHAPES[shape]
+    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
+    assert files.newest_step(tmp_path) == 0
+    with pytest.raises(CheckpointError, match=rf"{checkpoint}/manifest\.json does not say what a checkpoint's"):
+        files.check_files(checkpoint, files.read_manifest(checkpoint))
+
+
+def test_a_pipe_among_the_files_keeps_nobody_waiting(saved: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
+    os.mkfifo(checkpoint / "x")
+    manifest = files.read_manifest(checkpoint)
+    manifest["files"]["x"] = {"size": 0, "sha256": ""}
+    with pytest.raises(CheckpointError, match="x is no ordinary file"):
+        files.check_files(checkpoint, manifest)
+
+
 def test_files_beside_the_listed_ones_and_names_that_lead_elsewhere_are_refused(saved: Path, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
     manifest = files.read_manifest(checkpoint)

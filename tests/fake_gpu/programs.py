@@ -56,7 +56,12 @@ def checkpoint(mode: str, folder: str) -> None:
     """Two saves, each after a kernel that changes the weights and before another one."""
     weights = torch.zeros(1 << 20, device=join().device)
     saver = Checkpointer(
-        Path(folder), groups.side_group(), keep=2, background=mode == "async", describe={}, on_saved=lambda *_: None
+        Path(folder),
+        groups.side_group(),
+        keep=2,
+        background=mode == "async",
+        describe={"layout": {}},
+        on_saved=lambda *_: None,
     )
     for step in (1, 2):
         weights.add_(1)

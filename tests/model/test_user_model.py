@@ -629,6 +629,7 @@ def test_the_run_keeps_its_own_copy(tmp_path: Path) -> None:
     [
         ("1 / 0\n", r"bad fails at .*bad\.py:5: ZeroDivisionError: division by zero"),
         ("raise SystemExit('away')\n", r"bad fails at .*bad\.py:5: SystemExit: away"),
+        ("class E(BaseException): pass\nraise E('x\\x1b[2J')\n", r"bad fails at .*bad\.py:6: E: x\?\[2J"),
         ("def build(options, layers): return options['width']\n", r"bad fails at .*bad\.py:5: KeyError: 'width'"),
         ("def build(options, layers): return None\n", "bad fails at .* has no attribute 'parameters'"),
     ],

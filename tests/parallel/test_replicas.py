@@ -314,7 +314,12 @@ def kept_rank(place: Place, config: Config, folder: Path, trained: int) -> dict[
 
     engine = engine_of(place, config)
     saver = Checkpointer(
-        folder, dist.new_group(backend="gloo"), keep=9, background=False, describe={}, on_saved=lambda *_: None
+        folder,
+        dist.new_group(backend="gloo"),
+        keep=9,
+        background=False,
+        describe={"layout": {}},
+        on_saved=lambda *_: None,
     )
     manifest, note = saver.restore(engine.state(), lambda *_: None), None
     first = int(manifest["step"]) if manifest else 0
@@ -391,7 +396,9 @@ def changed_rank(place: Place, folder: Path) -> dict[tuple[str, str], tuple[str 
     engines = {way: engine_of(place, config_of(2, **parallel)) for way, parallel in WAYS.items()}
     group, found = dist.new_group(backend="gloo"), {}
     for before, engine in engines.items():
-        saver = Checkpointer(folder / before, group, keep=9, background=False, describe={}, on_saved=lambda *_: None)
+        saver = Checkpointer(
+            folder / before, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+        )
         tensors, extra = engine.saved_state()
         saver.save(tensors, step=1, samples_consumed=0, extra={})
         saver.close()

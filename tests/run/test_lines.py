@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
     checkpoint = run.checkpoints / saved.step_name(1)
     checkpoint.mkdir()
-    write_json(checkpoint / saved.MANIFEST, seal({"step": 1, "files": {}}))
+    write_json(checkpoint / saved.MANIFEST, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
     sha256 = saved.read_manifest(checkpoint)["sha256"]
     write_json(result_file(run, 1), seal({**RESULT, "checkpoint": sha256}))
     return run

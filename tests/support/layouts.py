@@ -76,7 +76,12 @@ def move_rank(
     for number, config in enumerate([first, *others]):
         engine, _ = train(place, config, world, trained if number == 0 else 0)
         saver = Checkpointer(
-            folder, dist.new_group(backend="gloo"), keep=9, background=False, describe={}, on_saved=lambda *_: None
+            folder,
+            dist.new_group(backend="gloo"),
+            keep=9,
+            background=False,
+            describe={"layout": {}},
+            on_saved=lambda *_: None,
         )
         if number:
             for tensor in engine.state().values():
@@ -103,7 +108,9 @@ def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
     world = groups.join(place, run.config)
     trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
     assert trainer.start_step
-    saver = Checkpointer(folder, groups.side_group(), keep=1, background=False, describe={}, on_saved=lambda *_: None)
+    saver = Checkpointer(
+        folder, groups.side_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+    )
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
     return digest(folder / saved.step_name(1))
 

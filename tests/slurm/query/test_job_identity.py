@@ -160,7 +160,7 @@ LISTED = "1|{state}|None|n1|here|1000|{at}|r-train|{comment}\n"
 def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", of_all: str = "") -> None:
     """What squeue says of this user's jobs, accounting of any, and squeue of a single job of anybody's."""
 
-    def call(*command: str) -> str | None:
+    def call(*command: str, **_: Any) -> str | None:
         return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
 
     monkeypatch.setattr(states, "call", call)

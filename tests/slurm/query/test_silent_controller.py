@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipeline.base.errors import Exit, UserError
+from pipeline.config.read import load_config
+from pipeline.run import points as points_module
 from pipeline.run.directory import Run
 from slurm.query import jobs, states
-from slurm.query.states import SILENT, Claim, claims, slurm_answers
+from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, slurm_answers
 from slurm.show.status import print_status
+from slurm.submit import sweeps
+from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_job_identity import HELD, queue
 from tests.stories.test_slurm import submit
-from tests.support.tiny import make_run
+from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
 
@@ -64,7 +69,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answers(folder: Path, name: str, says: str, code: int = 0) -> None:
-    (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\necho "{says}"\nexit {code}\n')
+    words = f'echo "{says}"\necho "{says}" >&2\nexit {code}\n'
+    (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\n{words}')
 
 
 def submitted(folder: Path, count: int) -> Run:
@@ -93,6 +99,63 @@ def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path
     found = states.query(wanted)
     assert {state.state for state in found.values()} == {states.FORGOTTEN}
     assert (asked / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
+
+
+@pytest.mark.parametrize("says", ["slurm_load_jobs error: Socket timed out on send/recv operation", None])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
+    tmp_path: Path, asked: Path, says: str | None, count: int
+) -> None:
+    """Whatever the controller answered before, and though it would take new jobs."""
+    answers(asked, "scontrol", "ClusterName = here")
+    answers(asked, "sbatch", "105")
+    if says is not None:
+        answers(asked, "squeue", says, 1)
+    run, shown = submitted(tmp_path, count), io.StringIO()
+    print_status(run, Console(file=shown, width=200))
+    assert f"train unknown {SILENT}" in shown.getvalue() and "resume" not in shown.getvalue()
+    before = run.events.read_bytes()
+    with pytest.raises(UserError, match=SILENT):
+        submit_chain(run, Console(file=shown), again=True)
+    assert run.events.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
+
+
+def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "query", lambda claims: {one: JobState("1", FORGOTTEN, SILENT) for one in claims})
+    run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
+    for point in points_module.make_points(run):
+        point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
+    with pytest.raises(UserError, match=SILENT):
+        sweeps.submit_sweep(run, {}, set(), print, lambda *_: None)
+
+
+def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> None:
+    """squeue fails where it is asked for a single job that is gone: that is an answer."""
+    answers(asked, "scontrol", "ClusterName = here")
+    answers(asked, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
+    answers(asked, "sacct", "")
+    one = Claim("1", cluster="here", uid=states.os.getuid())
+    assert states.query([one])[one] == JobState("1", FORGOTTEN)
+
+
+def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accounting that hangs leaves time for one more squeue, of jobs of another user."""
+    answers(asked, "scontrol", "ClusterName = here")
+    answers(asked, "squeue", "")
+    limits: list[tuple[str, float]] = []
+    ask = states.call
+
+    def note(*command: str, timeout_s: float, **more: Any) -> str | None:
+        limits.append((command[0], timeout_s))
+        return ask(*command, timeout_s=timeout_s, **more)
+
+    states.cluster_name()
+    monkeypatch.setattr(states, "call", note)
+    one = Claim("1", cluster="here", uid=12345)
+    assert states.query([one])[one] == JobState("1", FORGOTTEN), "squeue has answered twice"
+    assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
+    (_, first), (_, half), (_, rest) = limits
+    assert 0.5 >= first >= 2 * half and half + rest <= first
 
 
 @pytest.mark.parametrize(

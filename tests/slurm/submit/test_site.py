@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
 from pipeline.config.job_request import OWN_OPTIONS
-from pipeline.config.masking import exposed, mask
+from pipeline.config.masking import exposed, mask, masked
 from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
 from pipeline.run.code import CODE_ROOT
@@ -258,6 +258,13 @@ def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str
     assert told == ([left] if left else [])
 
 
+@pytest.mark.parametrize("stage", ["prepare", "evaluate"])
+def test_and_so_for_each_stage_that_gets_the_signal(tmp_path: Path, stage: str) -> None:
+    out = io.StringIO()
+    print_plan(config(tmp_path, f"stages.{stage}.time='00:01:00'"), False, Plain(file=out, width=200))
+    assert re.search(rf"^{stage} .*\n.*\n +short: asked to save 90 s before .* leaves 0 s", out.getvalue(), re.M)
+
+
 def test_two_ways_to_ask_for_memory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train: mem_gb and sbatch\.mem-per-cpu exclude each other"):
         planned(config(tmp_path, "site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"))
@@ -291,6 +298,20 @@ def test_what_sbatch_complains_about_is_passed_on(complaint: str, told: str) -> 
 def test_no_value_of_a_secret_is_shown(text: str, name: str, between: str) -> None:
     shown = mask(f"export {name}{between}<{text}>")
     assert shown == f"export {name}{between}*****"
+
+
+@pytest.mark.parametrize("line", ["LEAK1abcdef", "EOF", "source login.sh LEAK3hunter2", ". login.sh LEAK", "LE/AK"])
+def test_what_may_be_fed_to_a_command_or_is_an_argument_is_masked(line: str) -> None:
+    assert "LEAK" not in mask(line).replace("/", "") and mask(line).endswith("*****")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["site.pass=[TOKEN=hunter2]", "site.pass={TOKEN: hunter2}", "site.secrets=TOKEN=hunter2", "site.secrets=hunter2"],
+)
+def test_a_value_where_a_name_should_stand_is_not_repeated(tmp_path: Path, override: str) -> None:
+    refused(lambda: config(tmp_path, override), override.partition("=")[0], "*****")
+    assert masked({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {"site": {"pass": ["TOKEN"], "secrets": "~/s"}}
 
 
 @pytest.mark.parametrize(
