@@ -8,7 +8,7 @@ say what is trained, only a line that a crash tore is left out: one that does no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipeline.base.errors import Exit, InputError
 from pipeline.base.files import altered, open_regular, parse, read_jsonl
 
 Check = Callable[[Any], bool]
+_EARLIEST = datetime(2020, 1, 1, tzinfo=UTC)
 LONGEST_S = 1e10
 """More seconds than this (three hundred years) are none that anything took."""
 
@@ -41,10 +42,12 @@ def duration(value: Any) -> bool:
 
 
 def _stamp(value: Any) -> bool:
+    """Whether it is a time at which this can have been written; a clock may be a day ahead."""
     try:
-        return datetime.fromisoformat(value).tzinfo is not None
+        stamp = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         return False
+    return stamp.tzinfo is not None and _EARLIEST <= stamp <= datetime.now(UTC) + timedelta(days=1)
 
 
 def _mapping(value: Any) -> bool:

@@ -56,6 +56,7 @@ def counted(run: Path) -> int:
     return sum(tokens.values())
 
 
+@pytest.mark.story
 def test_a_new_stage_runs_here(counting: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     done = submit(counting, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")

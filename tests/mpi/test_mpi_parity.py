@@ -30,6 +30,7 @@ def check(ranks: int, folder: Path, *layouts: dict[str, Any], **sections: dict[s
             assert tuple(ours) == pytest.approx(theirs, rel=1e-5), f"{layout}, step {step}: (loss, norm)"
 
 
+@pytest.mark.story
 def test_pipeline_and_zero(tmp_path: Path) -> None:
     check(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
 

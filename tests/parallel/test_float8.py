@@ -71,6 +71,7 @@ def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, f
     return [train(place, config, world, 3)[1] for config in configs]
 
 
+@pytest.mark.story
 def test_layouts_stay_near_one_process() -> None:
     """Sharded, cut by tensor, a pipeline that recomputes; matrices of 64 × 64 and more."""
 

@@ -415,6 +415,7 @@ def changed_rank(place: Place, folder: Path) -> dict[tuple[str, str], tuple[str 
     return found
 
 
+@pytest.mark.story
 def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
     """No more and no less than what the checkpoint holds beside the digest and nobody reads, for each pair of ways."""
     found = run_ranks(2, changed_rank, tmp_path)

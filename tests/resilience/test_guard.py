@@ -109,6 +109,7 @@ def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, da
     assert digest(calm) != digest(run), "the steps were really left out"
 
 
+@pytest.mark.story
 def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
     assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {Exit.NON_FINITE}

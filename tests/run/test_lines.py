@@ -26,6 +26,7 @@ STEP = {"step": 1, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
 RESULT = {"step": 1, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 1.4, "unigram_bits_per_byte": 2.0, "tokens": 9}
 CHANGED_EVENTS: list[dict[str, Any]] = [
     {"time": "2026-91-01T00:00:00Z"}, {"time": 5}, {"time": "2026-01-01T00:00:00"}, {"event": None},
+    {"time": "0001-01-01T00:00:00Z"}, {"time": "9999-12-31T00:00:00Z"}, {"time": "2926-01-01T00:00:00Z"},
     {"event": ["started"]}, {"stage": {}}, {"task": "x"}, {"ranks": -1}, {"ranks": 1e300}, {"attempt": -1},
     {"event": "saved"}, {"event": "saved", "step": "7"}, {"event": "lost_work", "steps": [1], "lines": [{}]},
     {"event": "straggler", "rank": 1}, {"event": "failed", "exit_code": 9999}, {"event": "done", "seconds": "x"},

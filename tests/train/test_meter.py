@@ -96,6 +96,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.story
 def test_bytes_are_those_of_the_plan() -> None:
     configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in LAYOUTS]
     found = run_ranks(4, sent_rank, configs)
