@@ -114,7 +114,8 @@ def look(asked: argparse.Namespace) -> None:
         from pipeline.parallel.plan import plan
 
         path = Path(asked.target)
-        print("\n".join(plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides))))
+        for line in plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)):
+            print(line)
 
 
 def find_run(target: str, overrides: list[str], place: Place) -> Run:

@@ -97,6 +97,9 @@ def dealt(place: Place, store: dist.Store, alone: bool) -> int | None:
         store.set("gpus", json.dumps(answer))
     answer = json.loads(store.get("gpus"))
     if "words" in answer:
+        store.set(f"gpus/{place.rank}/told", "")
+        if place.rank == 0:  # with it goes the store
+            store.wait([f"gpus/{rank}/told" for rank in range(place.world_size)])
         raise UserError(answer["words"]) if answer["host"] is None else NodeError(answer["words"], answer["host"])
     number: int | None = answer["dealt"][place.rank]
     return number

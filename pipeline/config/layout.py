@@ -68,6 +68,8 @@ class Layout:
     """Pipeline schedule; means nothing without a pipeline."""
     zero: int
     """0 to 3."""
+    fsdp: bool
+    """Whether FSDP2 holds the weights, and gathers them in the precision's type: on one rank once per step."""
     reduce_each_micro_batch: bool
     """Whether gradients are reduced after each micro-batch, and not once per step."""
     sequence: bool
@@ -126,13 +128,12 @@ def layout_of(
     """
     train, wanted, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
     world, per_node = world or train.ranks, ranks_per_node or train.tasks_per_node
-    pipeline, tensor = wanted.pipeline, wanted.tensor
+    pipeline, tensor, precision = wanted.pipeline, wanted.tensor, config.train.precision
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
     elif pipeline * tensor > 1:  # else it changes nothing here
         vocab_size = vocab_size or _size_of(tokenizer.path.expanduser())
-    misfits = list(_misfits(config, world, per_node, vocab_size))
-    if misfits:
+    if misfits := list(_misfits(config, world, per_node, vocab_size)):
         misfits.append(_nearest(config, world, per_node, vocab_size))
         if world != train.ranks:
             asked = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
@@ -155,6 +156,8 @@ def layout_of(
         virtual_stages=virtual,
         schedule=wanted.schedule,
         zero=wanted.zero,
+        fsdp=wanted.offload
+        or ((world > data or wanted.zero > 0) and (data > 1 or (world == 1 and precision != "fp32"))),
         reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
         sequence=wanted.sequence and tensor > 1 and config.model.target is None,
         stage_layers=split_layers(config, pipeline * virtual, vocab_size or 0),
@@ -358,9 +361,8 @@ def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
 
 
 def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> str:
-    """Up to three layouts of `world` ranks that fit, the most similar first, in words."""
+    """Up to three layouts of `world` ranks that fit, the most similar first, in words; a model of one's own uncut."""
     found = []
-    # whether a model of one's own can be cut otherwise, only its module knows
     sizes = [n for n in range(1, _MOST + 1 if config.model.target is None else 2) if world % n == 0]
     for pipeline, tensor in product(sizes, sizes):
         parallel = config.parallel.model_copy(update={"pipeline": pipeline, "tensor": tensor, "data": "auto"})

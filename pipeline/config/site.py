@@ -78,6 +78,8 @@ class SiteConfig(Section):
     """Features that the nodes must have, as sbatch takes them."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of each GPU in GiB, as `nvidia-smi` says (MiB / 1024): `plan` refuses a layout that needs more."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
     gpu_type: str | None = None

@@ -99,12 +99,13 @@ class Attention(nn.Module):
         q_BHTK = rotary(self._heads(self.q_proj(x_BTD)))
         k_BHTK = rotary(self._heads(self.k_proj(x_BTD)))
         v_BHTK = self._heads(self.v_proj(x_BTD))
-        if self.groups > 1:
-            # Repeated, not `enable_gqa`: with that, CUDA's memory-efficient kernel (the one for fp32) refuses, and
-            # torch silently takes the kernel that holds all T x T scores.
+        # CUDA's flash kernels share heads themselves. The one for fp32 cannot: asked to, torch silently takes the
+        # kernel that holds all T x T scores.
+        sharing = self.groups > 1 and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
+        if self.groups > 1 and not sharing:
             k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
             v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
-        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, enable_gqa=sharing)
         return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

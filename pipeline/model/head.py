@@ -81,6 +81,7 @@ def _loss(
         loss += value
         torch.mm(gradient, weight_VD, out=rows_grad)
         grad_weight += gradient.T @ rows_x
+        del gradient  # before the next chunk's logits
     return loss, grad_x, grad_weight.to(weight_VD.dtype)
 
 

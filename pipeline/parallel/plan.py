@@ -125,12 +125,6 @@ def _parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> in
     return count
 
 
-def _through_fsdp(config: Config, layout: Layout) -> bool:
-    """Whether FSDP2 holds the weights, and gathers them in the precision's type (pipeline/train/engine.py)."""
-    whole = layout.pipeline == layout.tensor == 1 and not layout.zero
-    return config.parallel.offload or (layout.data > 1 and not whole)
-
-
 def _kept_width(config: Config) -> int:
     """Bytes of a weight between steps, and of its gradient."""
     return 2 if config.optimizer.state.master == "none" else 4
@@ -138,24 +132,28 @@ def _kept_width(config: Config) -> int:
 
 def _stream_width(config: Config, layout: Layout) -> int:
     """Bytes of a value of the residual stream: it is in the type of the embedding's weights."""
-    return 2 if _through_fsdp(config, layout) and config.train.precision != "fp32" else _kept_width(config)
+    return 2 if layout.fsdp and config.train.precision != "fp32" else _kept_width(config)
 
 
 def _block_activations(config: Config, layout: Layout, kind: str) -> int:
-    """Bytes that one block keeps for the backward pass of one micro-batch, estimated from its tensors' shapes.
+    """Bytes that one block keeps for the backward pass of one micro-batch, by what torch was seen to save.
 
     `kind`: of activation checkpointing.
     """
-    model, width = config.model, 4 if config.train.precision == "fp32" else 2
-    wide = _stream_width(config, layout)
-    tokens = config.train.micro_batch * config.data.sequence_length
-    heads = (model.heads + 2 * model.num_kv_heads) * model.head_size
-    stream = layout.tensor if layout.sequence else 1
+    model, compiled = config.model, config.train.compile
+    low, wide = config.train.precision != "fp32", _stream_width(config, layout)
+    width = 2 if low else 4
+    query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
+    seen = query + 2 * (shared if low else query)  # fp32's kernel for attention wants keys and values for each query
+    casts = 3 if low and wide == 4 else 0  # of a wide input, for each matrix; compiled, they are made again
     streams, whole, cut = {
-        "none": (2, 3, 2 * heads + 2 * model.heads * model.head_size + 4 * model.ffn_size),
-        "selective": (1, 2, heads + model.heads * model.head_size + 2 * model.ffn_size),
+        "none": (1, 3, seen + query + 3 * model.ffn_size)
+        if compiled
+        else (2, 2 + casts, seen + query + 4 * model.ffn_size),
+        "selective": (1, 1 if compiled else 2, 2 * query + 2 * shared + 2 * model.ffn_size),
         "full": (1, 0, 0),
     }[kind]
+    tokens, stream = config.train.micro_batch * config.data.sequence_length, layout.tensor if layout.sequence else 1
     return tokens * ((wide * streams + width * whole) * model.dim // stream + width * cut // layout.tensor)
 
 
@@ -163,36 +161,41 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     """What a rank of this pipeline position holds."""
     stages = layout.stages_of(pipeline)
     parameters = _parameters(config, layout, pipeline, vocab)
-    width = 4 if config.train.precision == "fp32" else 2
+    low, kept = config.train.precision != "fp32", _kept_width(config)
+    width = 2 if low else 4
     share = layout.shard if layout.zero else 1
-    gathered, last = 0, layout.stages - 1 in stages
+    last, chunk = layout.stages - 1 in stages, config.train.loss_chunk
     table = vocab * config.model.dim // layout.tensor * width
-    if _through_fsdp(config, layout):
+    kind, size = config.parallel.activation_checkpointing, _block_activations
+    held, peak, block = 0, 0, size(config, layout, kind)
+    for action in order:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * len(layout.stage_layers[action.stage]) * block
+        peak = max(peak, held)
+    again = block_again = 0 if kind == "none" else size(config, layout, "none")  # of the block in backward
+    if last:  # three times in fp32: log-softmax, its gradient, that of the logits
+        cut = layout.tensor if config.parallel.loss_parallel else 1
+        tokens = config.train.micro_batch * config.data.sequence_length
+        logits = tokens * vocab // cut * 12
+        if chunk is not None:  # its logits, or the chunk's share of the weights' gradient; hidden states
+            rows, dim = min(chunk, tokens), config.model.dim
+            logits = (4 * dim + max((4 + width) * rows, width * (rows + dim))) * vocab // layout.tensor
+            logits += tokens * dim * (_stream_width(config, layout) + 2 * width)
+        again = max(again, logits)
+    gathered = 0
+    if layout.fsdp:
         gathered = whole = parameters * width
         if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
             blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
             gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
-    elif (
-        width == 2 and config.optimizer.state.master == "fp32"
-    ):  # autocast's copies, of which blocks that are compiled and recomputed keep none
-        recomputed = config.train.compile and config.parallel.activation_checkpointing != "none"
-        gathered = table * last if recomputed else parameters * width
-    kind = config.parallel.activation_checkpointing
-    held, peak, block = 0, 0, _block_activations(config, layout, kind)
-    for action in order:
-        size = len(layout.stage_layers[action.stage]) * block
-        held += {"F": size, "B": -size, "I": 0, "W": -size}[action.kind]
-        peak = max(peak, held)
-    again = 0 if kind == "none" else _block_activations(config, layout, "none")  # of the block in backward
-    if last:  # three times in fp32: log-softmax, its gradient, that of the logits
-        cut = layout.tensor if config.parallel.loss_parallel else 1
-        tokens, chunk = config.train.micro_batch * config.data.sequence_length, config.train.loss_chunk
-        whole = tokens * vocab // cut * 12
-        if chunk is not None:  # the gradient of its logits; that of the weights, added up and its share; hidden states
-            whole = (min(chunk, tokens) * width + config.model.dim * (4 + width)) * vocab // layout.tensor
-            whole += tokens * config.model.dim * (4 + 2 * width)
-        again = max(again, whole)
-    kept = _kept_width(config)
+    elif low and kept == 4:  # autocast's copies
+        copies = _parameters(config, layout, pipeline, 0) * width
+        if kind != "none":  # made again by what is compiled; of others gone when backward begins
+            copies = 0 if config.train.compile else max(0, copies - again)
+        gathered = copies + table * last
+    gradients = kept * parameters // (share if layout.reduce_each_micro_batch else 1)
+    activations = peak + again
+    if layout.world == layout.micro_batches == 1:  # gradients come while activations go
+        activations = max(activations - gradients, block_again)
     moments = 4 if config.optimizer.name == "sgd" or config.optimizer.state.moments == "bf16" else 8  # Muon: at most
     copy = 0
     if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
@@ -201,9 +204,9 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
         parameters=parameters,
         weights=kept * (parameters // share) + 4 * copy,
         gathered=gathered,
-        gradients=kept * parameters // (share if layout.reduce_each_micro_batch else 1),
+        gradients=gradients,
         optimizer=moments * parameters // share,
-        activations=peak + again,
+        activations=activations,
     )
 
 
@@ -270,8 +273,23 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
         yield count
 
 
+def _room(config: Config, ranks: Sequence[Memory]) -> str:
+    """What is left of a GPU, in words. Raises UserError where it is nothing."""
+    size = (config.site.gpu_memory_gib or 0) * 2**30
+    needs = [part.gathered + part.activations if config.parallel.offload else part.total for part in ranks]
+    most = max(needs)
+    if most > size:
+        raise UserError(
+            f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, and a GPU has {size / GB:.1f} "
+            f"(site.gpu_memory_gib {config.site.gpu_memory_gib:g}): lower train.micro_batch "
+            f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
+            "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
+        )
+    return f"a GPU has {size / GB:.3f} GB: {(size - most) / GB:.3f} are left for fragmentation and the libraries' own"
+
+
 def plan(config: Config) -> Iterator[str]:
-    """The lines of the plan."""
+    """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
     parallel = config.parallel
@@ -313,6 +331,8 @@ def plan(config: Config) -> Iterator[str]:
         yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
     if parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
+    if config.site.gpu_memory_gib is not None:
+        yield _room(config, found)
     yield ""
     yield "a rank sends in a step"
     sent = list(traffic(config, layout, vocab))

@@ -125,7 +125,7 @@ class Engine:
             recompute(block, config.parallel.activation_checkpointing)
         for piece in task.compiled(part, layout) if config.train.compile else ():
             piece.compile()
-        if mesh is not None and (layout.data > 1 or config.parallel.offload):
+        if mesh is not None and layout.fsdp:
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
             groups = task.shard_groups(part)

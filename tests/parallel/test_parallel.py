@@ -410,6 +410,7 @@ EXACT = {
     "no master in a pipeline": (*BF16, "parallel.pipeline=2", "parallel.zero=1", "model.tie_word_embeddings=true"),
     "muon": ("parallel.zero=3", "optimizer.name=muon"),
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
+    "alone": ("parallel.zero=2", "train.precision=bf16", "stages.train.tasks_per_node=1"),
 }
 
 
@@ -424,12 +425,13 @@ EXACT = {
 def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path, name: str) -> None:
     """With dropout on, and the same weights again from an undisturbed run."""
     more = ("model.layers=4", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=4", *EXACT[name])
-    more = (*more, "stages.train.tasks_per_node=4")
+    more = ("stages.train.tasks_per_node=4", *more)
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(4, stage_rank, calm.path, "train")) == {Exit.DONE}
-    assert set(interrupted(run, 4, signal.SIGTERM, 3, [1])) == {Exit.STOPPED}
+    ranks = calm.config.stages.train.ranks
+    assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(interrupted(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {Exit.STOPPED}
     assert len(lines(run)) < len(lines(calm))
-    assert set(run_ranks(4, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {Exit.DONE}
     assert lines(run) == lines(calm) and digest(run) == digest(calm)
 
 
@@ -457,6 +459,35 @@ def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data
 
 LOW = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
 """Largest relative difference of loss and norm from fp32; one process has 3.5e-5 and 6e-4, 6e-6 and 2e-4."""
+
+
+def casts_rank(place: Place, config: Config) -> tuple[int, list[tuple[float, float]]]:
+    """How often the MLP's first matrices, of 32 × 16, are cast to bf16 by themselves, and what the steps give."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Casts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and (found.dtype, found.shape) == (torch.bfloat16, (32, 16)):
+                self.seen += 1
+            return found
+
+    with Casts() as casts:
+        (trained,) = train_rank(place, [config])
+    return casts.seen, trained
+
+
+def test_a_rank_alone_with_zero_casts_weights_once_a_step() -> None:
+    """FSDP's copies for a whole step in place of autocast's, one in each pass of each micro-batch."""
+    train = {"precision": "bf16", "micro_batch": 4}
+    configs = [tiny_config(1, parallel={"zero": zero}, train=train) for zero in (0, 1)]
+    (autocast, _), (once, trained) = (run_ranks(1, casts_rank, config)[0] for config in configs)
+    assert autocast and not once
+    for ours, theirs in zip(trained, one_process({"train": FEW}), strict=True):
+        for mine, exact, limit in zip(ours, theirs, LOW["bf16"], strict=True):
+            assert mine == pytest.approx(exact, rel=limit)
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.story)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
 from examples import vit
+from pipeline.base.errors import UserError
 from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
@@ -21,6 +23,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.task import Task, recompute
 from pipeline.parallel.plan import Action, actions, memory, plan, timeline
 from submit import main
+from tests.fake_gpu.peaks import PEAKS
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
 from tests.support.layouts import VOCAB, tiny_config, train
 from tests.support.ranks import run_ranks
@@ -90,6 +93,13 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
     assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
 
 
+@pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
+def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]) -> None:
+    config = load_config(ROOT / f"configs/{name}.yaml", [*ALONE, *more, "train.global_batch=8"])
+    found = memory(config, layout_of(config, 1), 0, config.data.tokenizer.vocab_size, actions(layout_of(config, 1))[0])
+    assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(0, 16))
 def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> None:
@@ -137,6 +147,17 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
         main()
     assert stopped.value.code == 2
     assert "parallel.tensor (3) = 3 does not divide the number of training ranks, 2" in capfd.readouterr().err
+
+
+def test_a_layout_above_the_card_is_refused_after_its_table() -> None:
+    def lines(size: float) -> Iterator[str]:
+        return plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={size}"]))
+
+    assert any(line.startswith("a GPU has 150.324 GB: 22.") for line in lines(140))
+    refused, seen = lines(110), list[str]()
+    with pytest.raises(UserError, match=r"needs 128\.\d GB, and a GPU has 118\.1 \(site.gpu_memory_gib 110\)"):
+        seen.extend(refused)
+    assert seen[-1].split()[-1].startswith("128.")
 
 
 def test_the_plan_of_a_model_of_ones_own() -> None:

@@ -1,0 +1,31 @@
+"""Peaks of a step's tensors, as torch's allocator counted them on a fake H200: torch 2.11.0, CUDA 13, in GiB.
+
+`python -m benchmarks.gpu.speed 1 CONFIG …` of a config that comes along with these changes: one rank, 32,768 tokens a
+step. `plan` is held against them; `make test-gpu-fake` against what they are today.
+"""
+
+from __future__ import annotations
+
+NO_MASTER = "optimizer.state={master: none, moments: bf16}"
+RECOMPUTE = "parallel.activation_checkpointing"
+
+PEAKS: list[tuple[float, str, tuple[str, ...]]] = [
+    (119.63, "lm-8b-1gpu", ()),
+    (119.82, "lm-8b-1gpu", ("parallel.zero=1", "train.micro_batch=1")),
+    (65.52, "lm-8b-1gpu", (NO_MASTER, f"{RECOMPUTE}=full")),
+    (86.55, "lm-8b-1gpu", (NO_MASTER,)),
+    (109.28, "lm-8b-1gpu", ("train.loss_chunk=null", "train.micro_batch=1")),
+    (98.60, "lm-8b-1gpu", (f"{RECOMPUTE}=full",)),
+    (130.37, "lm-8b-1gpu", ("train.compile=false",)),
+    (80.44, "lm-8b-1gpu", (NO_MASTER, f"{RECOMPUTE}=none", "train.micro_batch=1")),
+    (43.14, "lm-1b", (f"{RECOMPUTE}=none",)),
+    (44.62, "lm-1b", (f"{RECOMPUTE}=selective", "train.micro_batch=8")),
+    (47.05, "lm-1b", (f"{RECOMPUTE}=none", "model.tie_word_embeddings=false")),
+    (38.54, "lm-1b", (f"{RECOMPUTE}=none", "optimizer.state={moments: bf16}")),
+    (63.99, "lm-1b", (f"{RECOMPUTE}=none", "train.loss_chunk=null")),
+    (23.79, "lm-1b", (f"{RECOMPUTE}=full", "train.compile=false")),
+    (51.14, "lm-1b", (f"{RECOMPUTE}=none", "train.compile=false")),
+    (41.62, "lm-1b", (f"{RECOMPUTE}=none", "train.precision=fp32", "train.micro_batch=2")),
+    (63.99, "lm-1b", (f"{RECOMPUTE}=none", "train.precision=fp16", "train.loss_chunk=null")),
+    (42.93, "lm-1b", ("parallel.zero=2", f"{RECOMPUTE}=none")),
+]
