@@ -34,6 +34,7 @@ from pydantic_core import ErrorDetails
 from pipeline.base.command import did_you_mean
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
+from pipeline.config.hugging_face import filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
@@ -46,7 +47,7 @@ _MOST_BYTES = 1 << 22
 _MOST_VALUES = 100_000
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
-_PATHS = (("run", "root"), ("data", "source"), ("data", "tokenizer", "path"))
+_PATHS = (("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"))
 _NO_PATH = "python-stdlib"
 
 
@@ -88,10 +89,10 @@ def load_site(path: Path | None) -> SiteConfig:
 
 def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
     """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
-
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
     """
     try:
+        values = filled(values)
         config = Config.model_validate_json(json.dumps(values, default=str), strict=True)
         check(config)
         return config
@@ -105,12 +106,11 @@ def point_configs(config: Config) -> list[Config]:
     """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
     if config.sweep is None:
         return []
-    base = {**config.model_dump(mode="json"), "sweep": None}
+    base, folder = {**config.model_dump(mode="json"), "sweep": None}, str(config.run.root / config.run.name / "points")
     configs = []
     for number, values in enumerate(config.sweep.points()):
-        root = str(config.run.root / config.run.name / "points")
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
-        point = merge(base, {"run": {"name": f"{number:03d}", "root": root}})
+        point = merge(base, {"run": {"name": f"{number:03d}", "root": folder}})
         for key, value in values.items():
             point = merge(point, _nested(key.split("."), value, where))
         configs.append(config_from_mapping(point, where))
