@@ -22,11 +22,8 @@ SOURCE = "source.json"
 def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Hashes of the config and the data, and the version of the order of samples."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    unlike = {
-        "model": ("init_from",),
-        "train": ("steps", "epochs", *LOOKING),
-        "data": ("verify", "max_rejected", "source"),
-    }
+    unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
+    unlike["model"] = ("init_from",)
     for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)

@@ -71,10 +71,14 @@ _ROPE = {
 """Which keys a kind of stretched positions has."""
 
 
+class FolderError(UserError, ValueError):
+    """A folder that a model cannot come from; the message names file and key."""
+
+
 def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config `values` with what the folder `model.init_from` says, where it was not asked before.
 
-    Raises ValueError, naming file and key, for a folder that cannot be used and for a key of `model` that disagrees.
+    Raises FolderError for a folder that cannot be used and for a key of `model` that disagrees.
     """
     model, data = values.get("model"), values.get("data") or {}
     folder = model.get("init_from") if isinstance(model, Mapping) else None
@@ -86,16 +90,13 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with open_regular(file) as stream:
             content = stream.read()
-        pieces(Path(folder))
-    except OSError as error:
-        raise ValueError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
-    except UserError as error:
-        raise ValueError(str(error)) from error
-    theirs = parse(content)
-    try:
+        theirs = parse(content)
         ours = section_of(theirs)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+    except OSError as error:
+        raise FolderError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
+    except (ValueError, TypeError) as error:  # the latter of lists where names should be
+        raise FolderError(f"{place}: {error}") from error
+    pieces(Path(folder))
     for key, value in ours.items():
         if model.get(key) is not None and model[key] != value:
             raise ValueError(
@@ -105,7 +106,7 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     if data.get("tokenizer") is None:
         given, end = Path(folder, TOKENIZER), _end_token(Path(folder), theirs)
         if (ids := tokenizer_ids(given)) is not None and ids > ours["vocab_size"]:
-            raise ValueError(f"{place}: vocab_size {ours['vocab_size']} is less than the {ids} ids of {given}")
+            raise FolderError(f"{place}: vocab_size {ours['vocab_size']} is less than the {ids} ids of {given}")
         found["data"] = {**data, "tokenizer": {"kind": "file", "path": str(given), "eos_token": end}}
     return found
 
@@ -147,8 +148,7 @@ def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
     key = "rope_parameters" if known.get("rope_parameters") else "rope_scaling"
     given = dict(known.get(key) or {})
     theta = given.pop("rope_theta", None) or known.get("rope_theta") or 10_000.0
-    names = [given.pop(name, None) for name in ("rope_type", "type")]
-    kind = next((name for name in names if name is not None), "default")
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     if given.pop("partial_rotary_factor", None) not in (None, 1) or any(isinstance(v, dict) for v in given.values()):
         raise ValueError(f"{key} {json.dumps(known[key])} asks for what is not supported")
     if kind == "default":
@@ -191,41 +191,44 @@ def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_i
 
 
 def pieces(folder: Path) -> list[str]:
-    """The names of the files with the weights. Raises UserError where there are none, or one is missing or outside."""
+    """The names of the files with the weights. Raises FolderError where none is there, or one is missing or outside."""
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise UserError(f"model.init_from: {folder / INDEX} has no weight_map from tensors to files")
+            raise FolderError(f"model.init_from: {folder / INDEX} has no weight_map from tensors to files")
         names = sorted(set(table.values()))
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-            raise UserError(f"model.init_from: {folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder")
+            raise FolderError(
+                f"model.init_from: {folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder"
+            )
     elif (folder / WHOLE).exists():
         names = [WHOLE]
     else:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
-        raise UserError(f"model.init_from: {folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
+        raise FolderError(f"model.init_from: {folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
+        raise FolderError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
     return names
 
 
 def _end_token(folder: Path, theirs: Mapping[str, Any]) -> str:
-    """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises ValueError."""
+    """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
     place = f"model.init_from: {folder / TOKENIZER}"
     if not (folder / TOKENIZER).is_file():
-        raise ValueError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
-    known = folder / "tokenizer_config.json"
-    end = (read_json(known) or {}).get("eos_token") if known.is_file() else None
+        raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
+    file = folder / "tokenizer_config.json"
+    known = read_json(file) if file.is_file() else None
+    end = known.get("eos_token") if isinstance(known, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     if end is None:
-        ids = theirs.get("eos_token_id")
+        ids, content = theirs.get("eos_token_id"), read_json(folder / TOKENIZER)
         wanted = ids[0] if isinstance(ids, list) and ids else ids
-        added = (read_json(folder / TOKENIZER) or {}).get("added_tokens", ())
-        end = next((token["content"] for token in added if token["id"] == wanted), None)
+        added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
+        end = next((token.get("content") for token in added if token.get("id") == wanted), None)
     if not isinstance(end, str):
-        raise ValueError(
+        raise FolderError(
             f"{place}: neither tokenizer_config.json nor config.json says which token ends a text: set data.tokenizer"
         )
     return end

@@ -93,13 +93,11 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
         if pieces[-1] and sum(sizes[one] for one in pieces[-1]) + sizes[name] > PIECE_BYTES:
             pieces.append([])
         pieces[-1].append(name)
-    files = [f"model-{number:05}-of-{len(pieces):05}.safetensors" for number in range(1, len(pieces) + 1)]
-    if len(pieces) == 1:
-        files = [WHOLE]
-    total = sum(sizes.values())
+    many, total = len(pieces), sum(sizes.values())
+    files = [f"model-{number:05}-of-{many:05}.safetensors" if many > 1 else WHOLE for number in range(1, many + 1)]
     for file, names in zip(files, pieces, strict=True):
         _write_piece(folder / file, {name: (code, shapes[name], sizes[name]) for name in names}, checkpoint, kind)
-    if len(pieces) > 1:
+    if many > 1:
         table = {name: file for file, names in zip(files, pieces, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
     return total

@@ -42,8 +42,6 @@ class OpenWeights:
     folder: Path
     files: Mapping[str, str]
     """The file of each tensor."""
-    hashes: Mapping[str, str]
-    """SHA-256 of each file that was used, config.json too."""
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -83,10 +81,11 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         tensors |= held
     whole = dict(task.weights(task.build(range(model.layers))))
     _refuse_others(folder, tensors, whole, tied=model.tie_word_embeddings)
-    source = OpenWeights(folder, files, {CONFIG: str(model.init_sha256), **{name: h for name, (h, _) in seen.items()}})
-    note = seal({"folder": str(folder), "files": dict(sorted(source.hashes.items()))})
-    agree(group, lambda: write_json(run.path / SOURCE, note) if rank == 0 else None)
-    return source
+    note = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
+    agree(
+        group, lambda: write_json(run.path / SOURCE, seal({"folder": str(folder), "files": note})) if not rank else None
+    )
+    return OpenWeights(folder, files)
 
 
 def _look(file: Path) -> tuple[str, dict[str, Any]]:

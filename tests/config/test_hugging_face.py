@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def test_what_is_not_supported_is_refused_by_its_key(change: dict[str, Any], tol
     with pytest.raises(ValueError) as error:
         section_of({**SMALL, **change})
     assert told in str(error.value)
+
+
+def test_odd_values_are_refused_too() -> None:
+    keys = ["model_type", "architectures", "layer_types", "rope_scaling", "rope_parameters", "rope_theta", "head_dim"]
+    for key in [*keys, "hidden_act", "sliding_window", "attention_bias", "tie_word_embeddings", *SMALL]:
+        for value in ([["a"]], {"type": ["a"]}, "text", -1, 1.5, float("nan")):
+            for family in ("llama", "qwen3"):
+                with contextlib.suppress(ValueError, TypeError):  # what a person is told; anything else is a bug
+                    ModelConfig(**section_of({**SMALL, "model_type": family, key: value}))
 
 
 def folder_with(path: Path, **config: Any) -> Path:
