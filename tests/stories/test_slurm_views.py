@@ -18,7 +18,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, query
 from slurm.show.report import attempts_of
 from slurm.show.status import Lookout
 from slurm.supervise.launch import SrunRanks
@@ -87,8 +87,12 @@ def test_the_end_of_a_job_is_known_from_sacct_squeue_or_the_run(
     assert set(kept) == {*jobs, nobody}, "not asked for again"
     assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
     assert states[held].state == "PENDING" and states[nobody].state == FORGOTTEN
-    assert query([nobody])[nobody].state == FORGOTTEN, "squeue fails where its only id is unknown"
-    one_by_one = f'case " $* " in *" --me "*) exit 1;; esac; exec {shutil.which("squeue")} "$@"'
+    alone = query([nobody])[nobody]
+    assert alone.state == FORGOTTEN and alone.reason != SILENT, "squeue fails where its only id is unknown"
+    one_by_one = (
+        'case " $* " in *" --me "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac; '
+        f'exec {shutil.which("squeue")} "$@"'
+    )
     shim(tmp_path, monkeypatch, squeue=one_by_one, sacct="exit 1")
     states = query([jobs[0], held])
     assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue, asked for one job"

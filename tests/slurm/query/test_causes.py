@@ -284,6 +284,7 @@ SAMPLES = {
     "SBATCH_ERROR": "sbatch: error: invalid partition specified: nosuch",
     "CONTROLLER_UP": "Slurmctld(primary) at control is UP",
     "CONTROLLER_DOWN": "Slurmctld(primary) at control is DOWN",
+    "NO_SUCH_JOB": "slurm_load_jobs error: Invalid job id specified",
     "NEVER": "DependencyNeverSatisfied",
     "HELD": "JobHeldUser",
     "MPIRUN_KILLED": "prterun noticed that process rank 1 with PID 271 on node n2 exited on\nsignal 9 (Killed).",
