@@ -7,7 +7,7 @@
 A training that starts from such a folder (`model.init_from`) has its section `model` filled from config.json when its
 config is first read; what fills it is frozen in the run's config.yaml, with the hash of config.json beside it, and the
 folder is not asked again. What config.json asks for and the decoder does not have is refused by the key that asks: a
-model that differs in silence is worse than none. Weights are read by pipeline/publish/source.py.
+model that differs in silence is worse than none. Weights are read by pipeline/publish/open_weights.py.
 
 Keys and their defaults are those of transformers' configuration classes (4.57 and 5.23: configuration_llama.py and so
 on), which leave out none of those that are needed; rotary positions stand in `rope_parameters` (5) or in `rope_theta`
@@ -61,7 +61,8 @@ _IGNORED = {
     "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "max_window_layers", "_name_or_path",
     "transformers.js_config", "_attn_implementation_autoset", "attn_implementation", "chunk_size_feed_forward",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
+    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "max_length",
+    "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "tokenizer_class", "max_sequence_length",
 }  # fmt: skip
 """Keys that are read here, or that say nothing of what the model computes."""
 _ROPE = {
@@ -122,7 +123,8 @@ def section_of(theirs: Any) -> dict[str, Any]:
         raise ValueError(f"architectures {json.dumps(theirs['architectures'])} should be {json.dumps([architecture])}")
     for key, value in theirs.items():
         if value is not None and (value != _ONLY[key] if key in _ONLY else key not in _IGNORED):
-            raise ValueError(f"{key} {json.dumps(value)[:80]} asks for what is not supported")
+            what = "asks for what is not supported" if key in _ONLY else "is not known here, and may mean another model"
+            raise ValueError(f"{key} {json.dumps(value)[:80]} {what}")
     if missing := [key for key in _NEEDED if theirs.get(key) is None]:
         raise ValueError(f"{missing[0]} is missing")
     if unknown := set(theirs.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
@@ -145,7 +147,7 @@ def section_of(theirs: Any) -> dict[str, Any]:
 
 def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta` and, where positions are stretched, `rope_scaling`."""
-    key = "rope_parameters" if known.get("rope_parameters") else "rope_scaling"
+    key = "rope_scaling" if known.get("rope_scaling") else "rope_parameters"  # where both are, transformers takes it
     given = dict(known.get(key) or {})
     theta = given.pop("rope_theta", None) or known.get("rope_theta") or 10_000.0
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"

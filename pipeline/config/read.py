@@ -89,6 +89,7 @@ def load_site(path: Path | None) -> SiteConfig:
 
 def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
     """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
+
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
     """
     try:

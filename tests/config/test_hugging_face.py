@@ -125,6 +125,11 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
         ({"model_type": "gemma3"}, 'model_type "gemma3" is not supported; there are llama'),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: dynamic positions are not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters: dynamic positions"),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"rope_type": "longrope"}},
+            "rope_scaling: longrope positions",  # transformers takes it, whatever the newer key says
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: yarn positions"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
@@ -132,9 +137,9 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4} is not known here'),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
-        ({"num_local_experts": 8}, "num_local_experts 8"),
+        ({"num_local_experts": 8}, "num_local_experts 8 is not known here"),
         ({"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
