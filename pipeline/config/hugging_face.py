@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, parse, read_json
+from pipeline.base.files import open_regular, parse, read_json, sha256_file
 from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
@@ -77,44 +77,89 @@ class FolderError(UserError, ValueError):
 
 
 def filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config `values` with what the folder `model.init_from` says, where it was not asked before.
+    """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
+    they were not asked before; without a folder of its own the sweep itself is as its first point.
 
     Raises FolderError for a folder that cannot be used and for a key of `model` that disagrees.
     """
-    model, data = values.get("model"), values.get("data") or {}
-    folder = model.get("init_from") if isinstance(model, Mapping) else None
-    if not isinstance(model, Mapping) or not isinstance(folder, str) or not isinstance(data, Mapping):
+    model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
+    if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
+        return dict(values)  # said of their types where they are checked
+    grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
+    lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
+    swept = [folder for given in lists for folder in given if isinstance(folder, str)]
+    folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
+    if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
-    if model.get("target") is not None or model.get("init_sha256") is not None:
-        return dict(values)
-    file, place = Path(folder, CONFIG), f"model.init_from: {Path(folder, CONFIG)}"
-    try:
-        with open_regular(file) as stream:
-            content = stream.read()
-        theirs = parse(content)
-        ours = section_of(theirs)
-    except OSError as error:
-        raise FolderError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
-    except (ValueError, TypeError) as error:  # the latter of lists where names should be
-        raise FolderError(f"{place}: {error}") from error
-    pieces(Path(folder))
-    for key, value in ours.items():
-        if model.get(key) is not None and model[key] != value:
-            raise ValueError(
-                f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
-            )
-    found = {**values, "model": {**model, **ours, "init_sha256": hashlib.sha256(content).hexdigest()}}
+    sections = {folder: _section(Path(folder)) for folder in folders}
+    for folder, section in sections.items():
+        place = f"model.init_from: {Path(folder, CONFIG)}"
+        for key, value in section.items():
+            if model.get(key) not in (None, value):
+                raise ValueError(
+                    f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
+                )
+            if any(f"model.{key}" in grid for grid in grids):
+                raise ValueError(f"sweep: model.{key} cannot be swept, for {place} says it: leave it out")
+    found = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
+    if swept:
+        found["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
     if data.get("tokenizer") is None:
-        given, end = Path(folder, TOKENIZER), _end_token(Path(folder), theirs)
-        if (ids := tokenizer_ids(given)) is not None and ids > ours["vocab_size"]:
-            raise FolderError(f"{place}: vocab_size {ours['vocab_size']} is less than the {ids} ids of {given}")
-        found["data"] = {**data, "tokenizer": {"kind": "file", "path": str(given), "eos_token": end}}
+        tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
+        found["data"] = {**data, "tokenizer": tokenizers[0]}
+        if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
+            raise FolderError(
+                "sweep: model.init_from: these folders have several tokenizers, and points share their tokens: make a "
+                "sweep for each"
+            )
     return found
 
 
+def _section(folder: Path) -> dict[str, Any]:
+    """What the section `model` gets from the folder: all keys but those that are the user's. Raises FolderError."""
+    place = f"model.init_from: {folder / CONFIG}"
+    try:
+        with open_regular(inside(folder, CONFIG)) as stream:
+            content = stream.read()
+        ours = section_of(parse(content))
+    except OSError as error:
+        raise FolderError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
+    except FolderError:
+        raise
+    except (ValueError, TypeError) as error:  # the latter of lists where names should be
+        raise FolderError(f"{place}: {error}") from error
+    pieces(folder)
+    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """The section `data.tokenizer` for the folder's tokenizer. Raises FolderError."""
+    given, end = folder / TOKENIZER, _end_token(folder)
+    if (ids := tokenizer_ids(given)) is not None and ids > vocab_size:
+        place = f"model.init_from: {folder / CONFIG}"
+        raise FolderError(f"{place}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
+    return {"kind": "file", "path": str(given), "eos_token": end}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder. Raises FolderError for a link that leads out of it.
+
+    In the Hub's cache links lead from `snapshots/COMMIT` to `blobs` beside it: there, out of the model's own folder.
+    """
+    root = folder.resolve()
+    root = root.parents[1] if root.parent.name == "snapshots" else root
+    if not (folder / name).resolve().is_relative_to(root):
+        raise FolderError(
+            f"model.init_from: {folder / name} is a link that leads out of {root}: put the file itself in its place"
+        )
+    return folder / name
+
+
 def section_of(theirs: Any) -> dict[str, Any]:
-    """The keys of the section `model` that the content of a config.json says. Raises ValueError, naming the key, for
-    what is missing or not supported."""
+    """The section `model` as the content of a config.json says it, null where it says nothing of a key.
+
+    Raises ValueError, naming the key, for what is missing or not supported.
+    """
     family = theirs.get("model_type") if isinstance(theirs, dict) else None
     if family not in FAMILIES:
         raise ValueError(f"model_type {json.dumps(family)} is not supported; there are {', '.join(FAMILIES)}")
@@ -130,11 +175,10 @@ def section_of(theirs: Any) -> dict[str, Any]:
     if unknown := set(theirs.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types {min(unknown)} is not supported")
     known = {**_DEFAULTS, **defaults, **theirs}
-    ours = {key: known[name] for key, name in _SAME.items() if known.get(name) is not None}
+    ours = {key: known.get(name) for key, name in _SAME.items()}
     ours["qk_norm"] = family == "qwen3"
     ours["attention_bias"] = "qkv" if family == "qwen2" else "all" if known.get("attention_bias") else "none"
-    if known.get("use_sliding_window", True) and known.get("sliding_window") is not None:
-        ours["sliding_window"] = known["sliding_window"]
+    ours["sliding_window"] = known.get("sliding_window") if known.get("use_sliding_window", True) else None
     ours |= _rope(known)
     try:
         ModelConfig.model_validate_json(json.dumps(ours), strict=True)
@@ -154,7 +198,7 @@ def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
     if given.pop("partial_rotary_factor", None) not in (None, 1) or any(isinstance(v, dict) for v in given.values()):
         raise ValueError(f"{key} {json.dumps(known[key])} asks for what is not supported")
     if kind == "default":
-        return {"rope_theta": theta}
+        return {"rope_theta": theta, "rope_scaling": None}
     if kind not in _ROPE:
         raise ValueError(f"{key}: {kind} positions are not supported; there are default, {', '.join(_ROPE)}")
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{n: given.get(n) for n in _ROPE[kind]}}}
@@ -195,7 +239,7 @@ def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_i
 def pieces(folder: Path) -> list[str]:
     """The names of the files with the weights. Raises FolderError where none is there, or one is missing or outside."""
     if (folder / INDEX).exists():
-        index = read_json(folder / INDEX)
+        index = read_json(inside(folder, INDEX))
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
             raise FolderError(f"model.init_from: {folder / INDEX} has no weight_map from tensors to files")
@@ -210,22 +254,21 @@ def pieces(folder: Path) -> list[str]:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
         raise FolderError(f"model.init_from: {folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names if not inside(folder, name).is_file()]:
         raise FolderError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
     return names
 
 
-def _end_token(folder: Path, theirs: Mapping[str, Any]) -> str:
+def _end_token(folder: Path) -> str:
     """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
-    place = f"model.init_from: {folder / TOKENIZER}"
-    if not (folder / TOKENIZER).is_file():
+    place, file = f"model.init_from: {folder / TOKENIZER}", inside(folder, "tokenizer_config.json")
+    if not inside(folder, TOKENIZER).is_file():
         raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
-    file = folder / "tokenizer_config.json"
     known = read_json(file) if file.is_file() else None
     end = known.get("eos_token") if isinstance(known, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     if end is None:
-        ids, content = theirs.get("eos_token_id"), read_json(folder / TOKENIZER)
+        ids, content = read_json(folder / CONFIG).get("eos_token_id"), read_json(folder / TOKENIZER)
         wanted = ids[0] if isinstance(ids, list) and ids else ids
         added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
         end = next((token.get("content") for token in added if token.get("id") == wanted), None)

@@ -47,7 +47,10 @@ _MOST_BYTES = 1 << 22
 _MOST_VALUES = 100_000
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
-_PATHS = (("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"))
+_PATHS = (
+    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"),
+    ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"),
+)  # fmt: skip
 _NO_PATH = "python-stdlib"
 
 
@@ -107,13 +110,16 @@ def point_configs(config: Config) -> list[Config]:
     """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
     if config.sweep is None:
         return []
-    base, folder = {**config.model_dump(mode="json"), "sweep": None}, str(config.run.root / config.run.name / "points")
+    base = {**config.model_dump(mode="json"), "sweep": None}
     configs = []
     for number, values in enumerate(config.sweep.points()):
+        root = str(config.run.root / config.run.name / "points")
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
-        point = merge(base, {"run": {"name": f"{number:03d}", "root": folder}})
+        point = merge(base, {"run": {"name": f"{number:03d}", "root": root}})
         for key, value in values.items():
             point = merge(point, _nested(key.split("."), value, where))
+            if key == "model.init_from":  # null: the same sizes, with drawn weights
+                point["model"] |= config.sweep.sources.get(value, {"init_sha256": None})
         configs.append(config_from_mapping(point, where))
     return configs
 

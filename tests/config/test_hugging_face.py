@@ -12,7 +12,7 @@ import transformers
 
 from pipeline.base.files import write_json
 from pipeline.config.hugging_face import config_json, section_of
-from pipeline.config.read import ConfigError, dump_config, load_config
+from pipeline.config.read import ConfigError, dump_config, load_config, point_configs
 from pipeline.config.sections import ModelConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -89,7 +89,8 @@ def test_published_models_are_read_and_written_back(name: str) -> None:
     assert section | means == section
     model = ModelConfig(**section)
     written = config_json(model, theirs["vocab_size"], 64, theirs["eos_token_id"], "bfloat16")
-    assert section_of(written) | section == section_of(written)  # the width of a head may be new in words
+    said = {key: value for key, value in section.items() if value is not None}
+    assert section_of(written) | said == section_of(written)  # the width of a head may be new in words
     # transformers 5 takes both spellings to mean the same
     before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (theirs, written))
     told = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -110,7 +111,7 @@ def test_what_transformers_5_saves_is_read(tmp_path: Path, family: str) -> None:
 
 def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
     bare = {**SIZES, "vocab_size": 300}
-    assert "kv_heads" not in section_of({**bare, "model_type": "llama"})  # as many as heads
+    assert section_of({**bare, "model_type": "llama"})["kv_heads"] is None  # as many as heads
     assert section_of({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
     eight = {**bare, "num_attention_heads": 8}
     assert section_of({**eight, "model_type": "mistral"})["kv_heads"] == 8
@@ -194,6 +195,11 @@ def test_a_config_is_filled_once(tmp_path: Path) -> None:
     ("override", "told"),
     [
         ("model.dim=64", "model.dim is 64, but model.init_from: .*config.json says 32: leave it out"),
+        ("model.rope_scaling={rope_type: linear, factor: 2.0}", "model.rope_scaling is .*config.json says null: leave"),
+        (
+            "sweep={grid: {model.dim: [32]}}",
+            "sweep: model.dim cannot be swept, for .*config.json says it: leave it out",
+        ),
         ("data.sequence_length=65", r"data.sequence_length \(65\) is more than model.sliding_window \(64\)"),
         ("data.tokenizer.vocab_size=400", r"model.vocab_size \(300\) is less than the 400 ids"),
         ("model.target=my.model", "init_from .* means nothing here"),
@@ -206,6 +212,51 @@ def test_what_contradicts_the_folder_is_refused(tmp_path: Path, override: str, t
     load_config(file)
     with pytest.raises(ConfigError, match=told):
         load_config(file, [override])
+
+
+def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", **LLAMA3}
+    first, second = folder_with(tmp_path / "first", rope_scaling=rope), folder_with(tmp_path / "second", hidden_size=64)
+    file = tmp_path / "run.yaml"
+    text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
+    file.write_text(text % "first, null, second")
+    config = load_config(file)
+    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in point_configs(config)]
+    assert found == [(first, 32, False), (None, 32, False), (second, 64, True)]
+    digests = [point.model.init_sha256 for point in point_configs(config)]
+    assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
+    assert [point.model.dropout for point in point_configs(config)] == [0.1] * 3
+    write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
+    with pytest.raises(ConfigError, match="these folders have several tokenizers, and points share their tokens"):
+        load_config(file)
+    frozen = tmp_path / "config.yaml"
+    frozen.write_text(dump_config(config))
+    for path in (*first.iterdir(), *second.iterdir()):
+        path.unlink()
+    assert load_config(frozen) == config and point_configs(load_config(frozen)) == point_configs(config)
+    file.write_text(text % "first, 3")
+    with pytest.raises(ConfigError, match=r"model\.init_from: .*first/config\.json: cannot read it"):
+        load_config(file)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"eos_token": "<end>"}')
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    folder = folder_with(cache / "snapshots/0a1b")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{name: a}}\ntrain: {{steps: 1}}\nmodel: {{init_from: {folder}}}\n")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).rename(cache / "blobs" / name)  # as the Hub's cache has it
+        (folder / name).symlink_to(f"../../blobs/{name}")
+        load_config(file)
+        (folder / name).unlink()
+        (folder / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ConfigError, match=f"{name} is a link that leads out of {cache}: put the file itself"):
+            load_config(file)
+        (folder / name).unlink()
+        (cache / "blobs" / name).rename(folder / name)
 
 
 @pytest.mark.parametrize(
