@@ -1,7 +1,7 @@
 """Sluice on the login node.
 
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|verify RUN
+    python submit.py status|logs|cancel|resume|report|verify|export RUN
 
 `sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
@@ -78,6 +78,13 @@ class Executor(StrEnum):
     SLURM = "slurm"
     ALLOCATION = "allocation"
     LOCAL = "local"
+
+
+class Precision(StrEnum):
+    """Types of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
@@ -299,6 +306,18 @@ def verify(
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     # our code, not the run's: it may be anybody's
     raise _child("verify", str(_open(run).path), *(["--step", step] if step else []))
+
+
+@app.command()
+def export(
+    run: RunPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
+    step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
+    dtype: Annotated[Precision, typer.Option(help="type of the weights")] = Precision.FP32,
+) -> None:
+    """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
+    options = ["--dtype", dtype, *(["--step", step] if step else [])]
+    raise _child("export", str(_open(run).path), str(folder.absolute()), *options)
 
 
 def _child(*arguments: str) -> typer.Exit:

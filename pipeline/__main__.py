@@ -4,6 +4,7 @@
     python -m pipeline train configs/quickstart.yaml train.steps=50     makes or finds the run first
     python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
     python -m pipeline verify RUN [--step N]            hash a checkpoint's files, print its digest
+    python -m pipeline export RUN DIR [--step N] [--dtype bf16]   a checkpoint's weights as safetensors
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     place, run, noting, watched = None, None, False, "SLUICE_SUPERVISED" in os.environ
     began = time.monotonic()
     try:
-        if asked.stage in ("verify", "plan"):
+        if asked.stage in ("verify", "export", "plan"):
             look(asked)
             return Exit.DONE
         place = identify(os.environ)
@@ -96,20 +97,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "python -m pipeline", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("stage", choices=[*STAGES, "verify", "plan"], help="what to do")
+    parser.add_argument("stage", choices=[*STAGES, "verify", "export", "plan"], help="what to do")
     parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as train.steps=50, for a CONFIG")
     parser.add_argument("--step", metavar="N", help="which checkpoint: its step, newest or every")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of exported weights")
     return parser.parse_intermixed_args(arguments)
 
 
 def look(asked: argparse.Namespace) -> None:
-    """Print what `verify` or `plan` has to say. A reader that closes the pipe early, as `head` does, ends it."""
+    """Print what `verify`, `export` or `plan` says. A reader that closes the pipe early, as `head` does, ends it."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if asked.stage == "verify":
         from pipeline.checkpoint.verify import verify
 
         verify(Run.open(asked.target), asked.step)
+    elif asked.stage == "export":
+        from pipeline.publish.export import export
+
+        if len(asked.overrides) != 1:
+            raise UserError("export RUN DIR: name one folder to write to")
+        print(export(Run.open(asked.target), Path(asked.overrides[0]), asked.step, asked.dtype))
     else:
         from pipeline.parallel.plan import plan
 

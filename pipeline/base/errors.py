@@ -66,6 +66,10 @@ class UserError(Exception):
     code = Exit.USER_ERROR
 
 
+class ConfigError(UserError):
+    """A config that cannot be used; the message lists every problem on a line of its own."""
+
+
 class InputError(UserError):
     """Outputs of an earlier stage are missing or damaged; the message names the file."""
 

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import sha256_json
+from pipeline.base.files import intact, read_json, sha256_json
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.order import ORDER_VERSION
+from pipeline.run.directory import Run
 
 LOOKING = ("log_every", "evaluate_every", "evaluate_sequences")
 """Keys of `train` that change nothing of what is trained."""
+SOURCE = "source.json"
+"""In the run directory: what the weights of an open model were that the training began with."""
 
 
 def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Hashes of the config and the data, and the version of the order of samples."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
+    unlike["model"] = ("init_from",)
     for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)
@@ -30,10 +34,24 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     }
 
 
+def source_identity(run: Run) -> dict[str, Any]:
+    """The hash of what a training began with, of files that nobody asks again; nothing where its weights were drawn.
+
+    Raises CheckpointError where `source.json` is missing or damaged.
+    """
+    if run.config.model.init_from is None:
+        return {}
+    file = run.path / SOURCE
+    found: Any = read_json(file) if file.exists() else None
+    if not intact(found):
+        raise CheckpointError(f"{file} is missing or damaged: put it back as it was, or start a new run")
+    return {"source_hash": sha256_json(found["files"])}
+
+
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the manifest of a checkpoint is not of the training with the identity `now`."""
-    for key in ("config_hash", "data_hash", "order_version"):
-        if saved[key] != now[key]:
+    for key in ("config_hash", "data_hash", "order_version", "source_hash"):
+        if saved.get(key) != now.get(key):
             raise CheckpointError(
                 f"checkpoint {saved['step']} has another {key} than this run now: its config, shards or code were "
                 "changed by hand; going on would be another training. Undo that, or start a new run"

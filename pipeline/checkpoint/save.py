@@ -30,7 +30,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -264,26 +265,31 @@ def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     whole, one after another, at most `batch_bytes` (or one tensor) at a time.
     """
     metadata = Reader(checkpoint).read_metadata().state_dict_metadata
-    total, batch, size = hashlib.sha256(), cast(State, {}), 0
-
-    def flush() -> None:
-        nonlocal size
-        load(batch, checkpoint, None)
-        for name, tensor in batch.items():
-            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        batch.clear()
-        size = 0
-
-    for name in sorted(metadata):
-        entry = metadata[name]
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer.")):
-            batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            size += batch[name].nbytes
-            if size >= batch_bytes:
-                flush()
-    flush()
+    names = sorted(
+        name
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer."))
+    )
+    total = hashlib.sha256()
+    for name, tensor in tensors(checkpoint, names, batch_bytes=batch_bytes):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def tensors(checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29) -> Iterator[tuple[str, Tensor]]:
+    """These tensors of a checkpoint, whole, with their names, in this order; at most `batch_bytes` are there at a time,
+    or one tensor."""
+    metadata: Any = Reader(checkpoint).read_metadata().state_dict_metadata
+    batch, size = cast(State, {}), 0
+    for name in names:
+        batch[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
+        size += batch[name].nbytes
+        if size >= batch_bytes or name == names[-1]:
+            load(batch, checkpoint, None)
+            for loaded in list(batch):
+                yield loaded, batch.pop(loaded)
+            size = 0
 
 
 def versions() -> dict[str, str]:

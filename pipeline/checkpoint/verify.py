@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from pipeline.base.errors import CheckpointError, Exit, UserError
 from pipeline.checkpoint import saved
 from pipeline.checkpoint.save import digest
@@ -9,8 +12,11 @@ from pipeline.run.directory import Run
 from pipeline.run.points import points
 
 
-def verify(run: Run, which: str | None) -> Exit:
-    """Check one checkpoint (the newest without `which`). Raises CheckpointError naming what is damaged."""
+def intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of the step `which` (None: the newest) with its manifest, each file compared with its hash.
+
+    Raises CheckpointError naming what is damaged, UserError for a sweep and for a step that is not there.
+    """
     if found := points(run):
         raise UserError(
             f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
@@ -27,6 +33,12 @@ def verify(run: Run, which: str | None) -> Exit:
     checkpoint = run.checkpoints / saved.step_name(step)
     manifest = saved.read_manifest(checkpoint)
     saved.check_files(checkpoint, manifest)
+    return checkpoint, manifest
+
+
+def verify(run: Run, which: str | None) -> Exit:
+    """Check one checkpoint and say so. Raises what `intact_checkpoint` does."""
+    checkpoint, manifest = intact_checkpoint(run, which)
     total = sum(entry["size"] for entry in manifest["files"].values())
     layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())
     print(

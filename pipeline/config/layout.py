@@ -19,13 +19,11 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, product
-from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_json
+from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config, StateConfig
 from pipeline.config.stages import STAGES
 from pipeline.config.types import refuse_changed
@@ -131,10 +129,14 @@ def layout_of(
     pipeline, tensor, precision = wanted.pipeline, wanted.tensor, config.train.precision
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
-    elif pipeline * tensor > 1:  # else it changes nothing here
-        vocab_size = vocab_size or _size_of(tokenizer.path.expanduser())
-    if misfits := list(_misfits(config, world, per_node, vocab_size)):
-        misfits.append(_nearest(config, world, per_node, vocab_size))
+    elif pipeline * tensor > 1 and config.model.vocab_size is None:  # else it changes nothing here
+        vocab_size = vocab_size or tokenizer_ids(tokenizer.path.expanduser())
+    rows = config.model.vocab_size or vocab_size
+    if (vocab_size or 0) > (rows or 0):
+        raise LayoutError(f"model.vocab_size ({rows}) is less than the {vocab_size} ids of the tokenizer: raise it")
+    misfits = list(_misfits(config, world, per_node, rows))
+    if misfits:
+        misfits.append(_nearest(config, world, per_node, rows))
         if world != train.ranks:
             asked = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
             misfits.append(f"stages.train asks for {train.ranks} ranks ({asked}), and these are {world}")
@@ -160,23 +162,8 @@ def layout_of(
         or ((world > data or wanted.zero > 0) and (data > 1 or (world == 1 and precision != "fp32"))),
         reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
         sequence=wanted.sequence and tensor > 1 and config.model.target is None,
-        stage_layers=split_layers(config, pipeline * virtual, vocab_size or 0),
+        stage_layers=split_layers(config, pipeline * virtual, rows or 0),
     )
-
-
-@cache
-def _size_of(tokenizer: Path) -> int | None:
-    """The largest id of a `tokenizer.json` plus one, read without the package that it is for.
-
-    None where that cannot be told: the stage prepare says what is wrong with it.
-    """
-    try:
-        content = read_json(tokenizer)
-        vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", ()))])
-    except (OSError, ValueError, KeyError, TypeError, UserError):
-        return None
 
 
 def usable_nodes(config: Config, granted: int) -> int:
@@ -261,6 +248,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield "train.loss_chunk is for the decoder, whose output layer it knows: leave it out with model.target"
     if config.train.loss_chunk is not None and config.train.precision == "fp16":
         yield "train.loss_chunk does not go with train.precision fp16, whose gradients need their scale: take bf16"
+    window, length = config.model.sliding_window, config.data.sequence_length
+    if window is not None and length > window:
+        yield f"data.sequence_length ({length}) is more than model.sliding_window ({window}): lower it"
     state = config.optimizer.state
     if state.master == "none" and config.train.precision not in ("bf16", "fp8"):
         yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {config.train.precision}"
@@ -305,8 +295,9 @@ def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) 
         for name, size in divided.items() if model.target is None else ():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
-        if train.compile and model.target is not None:
-            yield f"parallel.tensor ({tensor}) does not go with train.compile on a model of your own: torch fails in it"
+        if train.compile and (model.qk_norm or model.target is not None):
+            what = "a model of your own" if model.target else "model.qk_norm"
+            yield f"parallel.tensor ({tensor}) does not go with train.compile on {what}: torch fails in it"
         if world > per_node and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "
@@ -318,6 +309,8 @@ def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) 
 
 def _vocabulary(config: Config, size: int | None) -> str:
     tokenizer = config.data.tokenizer
+    if config.model.vocab_size is not None:
+        return "model.vocab_size"
     if tokenizer.path is not None:
         return f"the vocabulary (of data.tokenizer.path {tokenizer.path})"
     fewer = f" {tokenizer.vocab_size}: the text gave fewer" if size is not None and size < tokenizer.vocab_size else ""

@@ -101,8 +101,37 @@ class DataConfig(Section):
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
+class RopeScaling(Section):
+    """How rotary positions are stretched for longer sequences than a model began with; keys are Hugging Face's."""
+
+    rope_type: Literal["linear", "llama3"]
+    """`linear` divides all frequencies by `factor`; `llama3` only the low ones (pipeline/model/decoder.py)."""
+    factor: PositiveFloat
+    """By how much."""
+    low_freq_factor: PositiveFloat | None = None
+    """`llama3`: frequencies of fewer turns than this in the original length are divided."""
+    high_freq_factor: PositiveFloat | None = None
+    """`llama3`: frequencies of more turns than this stay as they are."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """`llama3`: the length that the model began with."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> RopeScaling:
+        if self.rope_type == "linear":
+            refuse_changed(self, {"rope_type", "factor"}, "rope_type is linear")
+        elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
+            raise ValueError("llama3 needs original_max_position_embeddings, and low_freq_factor < high_freq_factor")
+        return self
+
+
 class ModelConfig(Section):
     """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`. Or your own."""
+
+    init_from: FilePath | None = None
+    """A folder of an open model in Hugging Face's format (config.json, safetensors, tokenizer): training starts from
+    its weights, this section is filled from its config.json, `data.tokenizer` from its tokenizer. null: drawn ones."""
+    init_sha256: str | None = None
+    """SHA-256 of the config.json that filled this section. Sluice writes it; leave it out."""
 
     target: str | None = None
     """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/config/user_model.py
@@ -121,8 +150,21 @@ class ModelConfig(Section):
     """Width of one head; null: dim / heads."""
     intermediate_size: PositiveInt | None = None
     """Width of the SwiGLU layer; null: 8/3 of dim, rounded up to a multiple of 64."""
+    vocab_size: PositiveInt | None = None
+    """Rows of embedding and output layer, at least the tokenizer's ids; null: as many."""
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence that config.json claims; it changes nothing here."""
+    sliding_window: PositiveInt | None = None
+    """How far back attention looked in the model that this one starts from: `data.sequence_length` is at most that,
+    for here it sees all."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections of attention have biases: `qkv` all but the output's (Qwen2), `all` that one, too."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised before their positions are turned in (Qwen3)."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How they are stretched; null: not at all."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
     tie_word_embeddings: bool = False
@@ -174,6 +216,13 @@ class ModelConfig(Section):
     def ffn_size(self) -> int:
         """Width of the SwiGLU layer, resolved."""
         return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
+
+    @property
+    def block_vectors(self) -> int:
+        """Values of a block's norms and biases."""
+        qkv = (self.heads + 2 * self.num_kv_heads) * self.head_size
+        biases = {"none": 0, "qkv": qkv, "all": qkv + self.dim}[self.attention_bias]
+        return 2 * self.dim + biases + (2 * self.head_size if self.qk_norm else 0)
 
 
 class TrainConfig(Section):

@@ -64,6 +64,8 @@ class SweepConfig(Section):
     """Seed of the draws."""
     at_most: PositiveInt | None = None
     """How many points may run at the same time; null: no limit."""
+    sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What the folders of a swept `model.init_from` say of `model`, by folder. Sluice writes it; leave it out."""
 
     @model_validator(mode="after")
     def _keys_are_free(self) -> SweepConfig:

@@ -26,7 +26,7 @@ from pipeline.base.errors import CheckpointError
 from pipeline.base.files import seal, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import saved
-from pipeline.checkpoint.identity import identity, refuse_other
+from pipeline.checkpoint.identity import identity, refuse_other, source_identity
 from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
 from pipeline.data.check import verify_shards
@@ -65,6 +65,8 @@ class Evaluator:
         verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
         self.identity = identity(config, manifest)
+        if within is None:  # a training that begins notes later what it begins with
+            self.identity |= source_identity(run)
         self.task = task = task_of(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
@@ -78,7 +80,7 @@ class Evaluator:
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
         if isinstance(manifest, Manifest):
-            window_bytes = 4 * config.data.sequence_length * manifest.vocab_size
+            window_bytes = 4 * config.data.sequence_length * task.vocab_size
             self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
             self.held_out = TextHeldOut(run, manifest, limit, world.device)
         else:

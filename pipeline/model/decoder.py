@@ -2,8 +2,9 @@
 
 Each block is `x + attention(norm(x))`, then `x + mlp(norm(x))`: RMSNorm (Zhang and Sennrich, arXiv 1910.07467),
 rotary positions (Su et al., arXiv 2104.09864), grouped-query attention (Ainslie et al., arXiv 2305.13245) and SwiGLU
-(Shazeer, arXiv 2002.05202); no biases. Names and conventions follow transformers' Llama, so that weights move
-between the two unchanged and anyone's tools can read a checkpoint.
+(Shazeer, arXiv 2002.05202). Names and conventions follow transformers' Llama, so that weights move between the two
+unchanged and anyone's tools can read a checkpoint. What its relatives add is asked for by the config: biases of
+attention (Qwen2), norms of queries and keys (Qwen3), stretched rotary positions (Llama 3.1).
 
 Shapes are in the names: B sequences, T tokens, D = `dim`, H heads, K width of a head, V = `vocab_size`.
 
@@ -38,7 +39,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeline.config.sections import ModelConfig
+from pipeline.config.sections import ModelConfig, RopeScaling
 from pipeline.model.head import Head
 from pipeline.parallel.tensor_parallel import Replicated
 
@@ -54,7 +55,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
-        self.theta = config.rope_theta
+        self.theta, self.scaling = config.rope_theta, config.rope_scaling
         shape = (sequence_length, config.head_size)
         self.register_buffer("cos_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
@@ -65,12 +66,15 @@ class Rotary(nn.Module):
         """Fill the tables: fp32, computed on the CPU so that every device has the same bits.
 
         Angle of position t and pair i: t * theta^(-2i/K), i < K/2, written twice (arXiv 2104.09864, section 3.2.2;
-        the two halves as in transformers' `rotate_half`).
+        the two halves as in transformers' `rotate_half`). Stretched positions turn by `_stretched` frequencies.
         """
         length, width = self.cos_TK.shape
         pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
         positions = torch.arange(length, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, 1.0 / self.theta ** (pairs / width)).repeat(1, 2)
+        frequencies = 1.0 / self.theta ** (pairs / width)
+        if self.scaling is not None:
+            frequencies = _stretched(frequencies, self.scaling)
+        angles = torch.outer(positions, frequencies).repeat(1, 2)
         self.cos_TK.copy_(angles.cos())
         self.sin_TK.copy_(angles.sin())
 
@@ -82,6 +86,22 @@ class Rotary(nn.Module):
         return turned.to(x_BHTK.dtype)
 
 
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies (fp32, in radians a position) as `scaling` asks for.
+
+    `linear`: Chen et al., arXiv 2306.15595. `llama3`: `_compute_llama3_parameters` in transformers'
+    modeling_rope_utils.py: divided by the factor where they turn less than `low_freq_factor` times in the original
+    length, as they are beyond `high_freq_factor` times, in between a mixture of the two.
+    """
+    divided = frequencies / scaling.factor
+    if scaling.rope_type == "linear":
+        return divided
+    low, high = scaling.low_freq_factor or 0.0, scaling.high_freq_factor or 0.0
+    turns = (scaling.original_max_position_embeddings or 0) * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * divided + kept * frequencies
+
+
 class Attention(nn.Module):
     """Causal self-attention; H / G query heads share one key and value head."""
 
@@ -89,15 +109,20 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.head_size
         self.groups = config.heads // config.num_kv_heads
-        self.q_proj = nn.Linear(config.dim, config.heads * self.head_size, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.num_kv_heads * self.head_size, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.num_kv_heads * self.head_size, bias=False)
-        self.o_proj = nn.Linear(config.heads * self.head_size, config.dim, bias=False)
+        bias, keys = config.attention_bias != "none", config.num_kv_heads * self.head_size
+        self.q_proj = nn.Linear(config.dim, config.heads * self.head_size, bias=bias)
+        self.k_proj = nn.Linear(config.dim, keys, bias=bias)
+        self.v_proj = nn.Linear(config.dim, keys, bias=bias)
+        self.o_proj = nn.Linear(config.heads * self.head_size, config.dim, bias=config.attention_bias == "all")
+        self.q_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Mix each position with the ones before it."""
-        q_BHTK = rotary(self._heads(self.q_proj(x_BTD)))
-        k_BHTK = rotary(self._heads(self.k_proj(x_BTD)))
+        q_BHTK, k_BHTK = self._heads(self.q_proj(x_BTD)), self._heads(self.k_proj(x_BTD))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
+        q_BHTK, k_BHTK = rotary(q_BHTK), rotary(k_BHTK)
         v_BHTK = self._heads(self.v_proj(x_BTD))
         # CUDA's flash kernels share heads themselves. The one for fp32 cannot: asked to, torch silently takes the
         # kernel that holds all T x T scores.
@@ -221,8 +246,8 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
 
     They are drawn on `device`. Without a seed they are zeros: for weights that are loaded at once.
 
-    Norms are ones. All else is normal with mean 0 and deviation `std`; the projections that write to the residual
-    stream have std / sqrt(2 * layers), since 2 * layers of them add up (Radford et al., "Language Models are
+    Norms are ones, biases 0. All else is normal with mean 0 and deviation `std`; the projections that write to the
+    residual stream have std / sqrt(2 * layers), since 2 * layers of them add up (Radford et al., "Language Models are
     Unsupervised Multitask Learners", 2019, section 2.3). Bits are those of the device's generator in torch: last digits
     may differ between kinds of CPUs, all digits between kinds of GPUs. Memory: one whole parameter at a time.
     """
@@ -231,7 +256,7 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
     residual_std = std / math.sqrt(2 * model.config.layers)
     for name, parameter in model.named_weights():
         if seed is None or parameter.ndim == 1:
-            parameter.fill_(0.0 if seed is None else 1.0)
+            parameter.fill_(0.0 if seed is None or name.endswith(".bias") else 1.0)
             continue
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         put(drawn(seed, name, parameter.shape, residual_std if scaled else std, device), parameter)
@@ -268,18 +293,25 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def own_part(values: Tensor, like: DTensor) -> Tensor:
-    """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication.
+    """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication."""
+    return values[own_slices(like)]
+
+
+def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where in the whole tensor the part lies that this rank holds of a DTensor; of anything else, all of it.
 
     Tensor parallelism cuts first and sharded data parallelism cuts its pieces again, though its mesh dimension comes
-    first: so cuts are made from the innermost mesh dimension outwards.
+    first: so cuts are made from the innermost mesh dimension outwards. Pieces are those of `torch.chunk`.
     """
-    where: Sequence[int] = like.device_mesh.get_coordinate() or ()
-    for at, size, placement in list(zip(where, like.device_mesh.shape, like.placements, strict=True))[::-1]:
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            pieces = values.chunk(size, dim)
-            values = pieces[at] if at < len(pieces) else values.narrow(dim, 0, 0)
-    return values
+    places = [range(size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        where: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+        for at, size, placement in list(zip(where, tensor.device_mesh.shape, tensor.placements, strict=True))[::-1]:
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                piece = -(-len(places[dim]) // size)
+                places[dim] = places[dim][at * piece : (at + 1) * piece]
+    return tuple(slice(place.start, place.stop) for place in places)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -295,7 +327,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) 
     of its own, though that is only looked up (7 % of 8.03 billion parameters with a vocabulary of 128,256).
     """
     heads = 2 * (config.heads + config.num_kv_heads) * config.head_size
-    block = config.dim * (heads + 3 * config.ffn_size + 2)
+    block = config.dim * (heads + 3 * config.ffn_size) + config.block_vectors
     tables = 1 if config.tie_word_embeddings else 2
     parameters = config.layers * block + config.dim + tables * vocab_size * config.dim
     return 6 * parameters + 12 * config.layers * config.heads * config.head_size * sequence_length
@@ -329,6 +361,9 @@ def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: boo
         plan[f"model.layers.*.{name}"] = ColwiseParallel()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"model.layers.*.{name}"] = RowwiseParallel(output_layouts=stream)
+    if part.config.qk_norm:  # each rank normalises its own heads: dimension 1 of (B, H, T, K)
+        heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+        plan |= {f"model.layers.*.self_attn.{name}": heads for name in ("q_norm", "k_norm")}
     absent = {"model.embed_tokens": part.model.embed_tokens, "model.norm": part.model.norm, "lm_head": part.lm_head}
     parallelize_module(part, mesh, {name: style for name, style in plan.items() if absent.get(name, part) is not None})
     part.tie_weights()

@@ -51,6 +51,7 @@ class Task:
     """The user's own, where it is one."""
 
     def __init__(self, config: Config, vocab_size: int) -> None:
+        vocab_size = config.model.vocab_size or vocab_size
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
         self.per_step = config.train.global_batch * self.length
         """So many of the unit has a global batch."""

@@ -120,7 +120,7 @@ def _parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> in
     for stage in layout.stages_of(pipeline):
         blocks, first, last = len(layout.stage_layers[stage]), stage == 0, stage == layout.stages - 1
         tied = model.tie_word_embeddings and first and last
-        count += blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + 2 * model.dim)
+        count += blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + model.block_vectors)
         count += (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
     return count
 
@@ -291,13 +291,13 @@ def _room(config: Config, ranks: Sequence[Memory]) -> str:
 def plan(config: Config) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
-    layout, vocab = layout_of(config), config.data.tokenizer.vocab_size
+    layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
     yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
     if config.train.epochs is not None:
         yield steps_words(config, config.run.root / config.run.name / "data")
-    if config.data.tokenizer.kind == "file":
+    if config.data.tokenizer.kind == "file" and config.model.vocab_size is None:
         yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
     yield ""
     yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"

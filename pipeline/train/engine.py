@@ -34,6 +34,7 @@ from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
+from pipeline.publish.open_weights import OpenWeights
 from pipeline.train.lean_adamw import LeanAdamW
 from pipeline.train.norm import total_norm
 from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
@@ -60,10 +61,12 @@ class Engine:
         own: AbstractContextManager[None] | None = None,
         *,
         fresh: bool = True,
+        source: OpenWeights | None = None,
     ) -> None:
         """`own` is entered around forward passes: this rank's own work, before it waits for others.
 
         fresh: whether the training begins; where a checkpoint is loaded at once, weights need not be drawn.
+        source: what it begins with instead of drawn weights.
         """
         self.own: AbstractContextManager[None] = own or nullcontext()
         self.config, self.layout, self.world, self.task = config, layout, world, task
@@ -79,7 +82,7 @@ class Engine:
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
         self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in WITH_RESIDUALS
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
-        self.parts = [self._build(layout.stage_layers[number], mesh) for number in numbers]
+        self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
             self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
         else:
@@ -110,7 +113,7 @@ class Engine:
                 hook.register(ddp)
             self._fix_buckets()
 
-    def _build(self, layers: range, mesh: DeviceMesh | None) -> nn.Module:
+    def _build(self, layers: range, mesh: DeviceMesh | None, source: OpenWeights | None) -> nn.Module:
         """The part of the model with these blocks, with this rank's share of its weights."""
         config, layout, task = self.config, self.layout, self.task
         part = task.build(layers)
@@ -131,7 +134,9 @@ class Engine:
             groups = task.shard_groups(part)
             data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3, offload=offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.fill(part, self.world.device, self._draw)
+        task.fill(part, self.world.device, self._draw and source is None)
+        if source is not None:
+            source.fill(task.weights(part))
         return part
 
     # -- a step ------------------------------------------------------------------------------------------

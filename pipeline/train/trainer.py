@@ -22,7 +22,7 @@ from pipeline.base.errors import CheckpointError, Exit
 from pipeline.base.files import last_object
 from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.identity import identity, other_versions, refuse_other
+from pipeline.checkpoint.identity import identity, other_versions, refuse_other, source_identity
 from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
@@ -34,6 +34,7 @@ from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
 from pipeline.model.task import Batch, task_of
 from pipeline.parallel.plan import traffic
+from pipeline.publish.open_weights import open_weights
 from pipeline.resilience.guard import Guard, recent
 from pipeline.resilience.stop import Agreement, Clock, SaveRequest
 from pipeline.resilience.stragglers import OwnTime, Stragglers
@@ -63,10 +64,11 @@ class Trainer:
         self.run, self.config, self.world = run, config, world
         vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = layout_of(config, world.size, place.local_world_size, vocab)
-        counted = () if vocab is None else traffic(config, self.layout, vocab)  # of one's own model nothing is known
+        self.task = task_of(run, manifest)
+        # of one's own model nothing is known
+        counted = () if vocab is None else traffic(config, self.layout, self.task.vocab_size)
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
-        self.task = task_of(run, manifest)
         own = config.optimizer.schedule == "own"
         self.learning_rate = self.task.module.learning_rate if own else learning_rate
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
@@ -91,7 +93,9 @@ class Trainer:
         self.steps = steps_of(config, run.data) or 0
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
-        self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh)
+        source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
+        self.checkpointer.describe |= source_identity(run)
+        self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
         self.evaluator: Evaluator | None = None
         if config.train.evaluate_every is not None:
             self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)

@@ -420,7 +420,7 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         ("optimizer.kind", "optimizer.name"),
         ("train.batch_size", "train.global_batch"),
         ("model.hidden_size", "model.dim"),
-        ("model.vocab_size", "data.tokenizer.vocab_size"),
+        ("train.vocab_size", "model.vocab_size"),
         ("train.nodes", "stages.train.nodes"),
         ("stages.evaluate.nodez", "nodes"),
         ("train.checkpoint", "checkpoint"),

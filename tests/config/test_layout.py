@@ -307,7 +307,8 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
         cut, whole = data.draw(st.sampled_from([0, 1, None])), torch.arange(rows * columns).view(rows, columns)
         inner = Replicate() if cut is None else Shard(cut)
         both = mesh["dp_shard", "tp"]
-        like = DTensor.from_local(whole, both, [Shard(0), inner], run_check=False)
+        placed = [Shard(0), inner]
+        like = DTensor.from_local(whole, both, placed, run_check=False, shape=whole.shape, stride=whole.stride())
         once = distribute_tensor(whole, mesh["tp"], [inner], src_data_rank=None).to_local()
         twice = distribute_tensor(once, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
         part = own_part(whole, like)

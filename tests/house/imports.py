@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     ("pipeline/base",), ("pipeline/config",), ("pipeline/mpi",), ("pipeline/run",), ("pipeline/comm",),
     ("pipeline/data",), ("pipeline/checkpoint",), ("pipeline/resilience",), ("pipeline/parallel",),
-    ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/train",), ("pipeline",),
+    ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/publish",), ("pipeline/train",), ("pipeline",),
     ("data_prep/inputs",), ("data_prep/text",), ("data_prep",),
     ("slurm/query",), ("slurm/show",), ("slurm/submit",), ("slurm/supervise",), ("slurm",), ("submit.py",),
 )  # fmt: skip

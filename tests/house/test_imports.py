@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.imports import FLOORS, ROOT, arrows_back, circle, file_graph, reached, room, room_graph, sources
 
-HEAVY = {"torch", "numpy", "h5py", "tokenizers", "pyarrow", "mpi4py"}
+HEAVY = {"torch", "numpy", "h5py", "tokenizers", "safetensors", "pyarrow", "mpi4py"}
 
 
 def test_no_arrow_runs_back() -> None:

@@ -1,4 +1,4 @@
-"""The model against transformers' Llama, and its initial weights, loss and operation count against references."""
+"""The model against transformers' Llama and its relatives; initial weights, loss and operation count, too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.config.sections import ModelConfig
+from pipeline.config.hugging_face import config_json
+from pipeline.config.sections import ModelConfig, RopeScaling
 from pipeline.model.decoder import Decoder, flops_per_token, init_weights, loss_sum, num_parameters
 
 VOCAB, LENGTH = 97, 24
@@ -20,6 +21,28 @@ CONFIGS = {
     "one kv head, wide heads": ModelConfig(dim=32, layers=2, heads=4, kv_heads=1, head_dim=16, rope_theta=500.0),
     "plain": ModelConfig(dim=32, layers=2, heads=4, rms_norm_eps=1e-3, intermediate_size=40),
     "tied": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, tie_word_embeddings=True),
+    "llama 3.1": ModelConfig(
+        dim=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "stretched, biases": ModelConfig(
+        dim=32, layers=2, heads=4, attention_bias="all", rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
+    ),
+    "mistral": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, sliding_window=LENGTH),
+    "qwen2": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, attention_bias="qkv"),
+    "qwen3": ModelConfig(
+        dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, qk_norm=True, attention_bias="all", tie_word_embeddings=True
+    ),
 }
 
 
@@ -41,31 +64,15 @@ def tokens(seed: int, batch: int = 3, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def llama(config: ModelConfig) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=config.dim,
-            intermediate_size=config.ffn_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_size,
-            max_position_embeddings=LENGTH,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-            attention_bias=False,
-            mlp_bias=False,
-            attn_implementation="eager",
-        )
-    )
+def reference_of(config: ModelConfig) -> PreTrainedModel:
+    theirs = AutoConfig.for_model(**config_json(config, VOCAB, LENGTH, 0, "float32"))
+    return AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_transformers_llama(name: str) -> None:
+def test_it_is_that_of_transformers(name: str) -> None:
     config = CONFIGS[name]
-    model, reference = build(config, std=0.2), llama(config)
+    model, reference = build(config, std=0.2), reference_of(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(5):
         batch = tokens(step)
@@ -177,6 +184,6 @@ def test_operations_are_those_torch_counts(name: str) -> None:
 
 
 def test_parameters_are_counted_once() -> None:
-    reference = llama(CONFIGS["tied"])
+    reference = reference_of(CONFIGS["tied"])
     assert num_parameters(build(CONFIGS["tied"])) == reference.num_parameters()
     assert num_parameters(build(CONFIGS["grouped"])) == reference.num_parameters() + VOCAB * 32

@@ -1,0 +1,294 @@
+"""A folder in Hugging Face's format: its config.json as the section `model` and back, its tokenizer, its files.
+
+    config.json                                        the model's family and sizes
+    model.safetensors, or model.safetensors.index.json and the pieces that it names
+    tokenizer.json, tokenizer_config.json              the tokenizer, and which token ends a text
+
+A training that starts from such a folder (`model.init_from`) has its section `model` filled from config.json when its
+config is first read; what fills it is frozen in the run's config.yaml, with the hash of config.json beside it, and the
+folder is not asked again. What config.json asks for and the decoder does not have is refused by the key that asks: a
+model that differs in silence is worse than none. Weights are read by pipeline/publish/open_weights.py.
+
+Keys and their defaults are those of transformers' configuration classes (4.57 and 5.23: configuration_llama.py and so
+on), which leave out none of those that are needed; rotary positions stand in `rope_parameters` (5) or in `rope_theta`
+and `rope_scaling` (4). No torch here: the login node reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular, parse, read_json, sha256_file
+from pipeline.config.sections import ModelConfig
+
+CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
+"""The files' names."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False}),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "head_dim": 128},
+    ),
+}
+"""By `model_type`: the class, and its own defaults of keys that may be left out. Many models (SmolLM2) are llamas."""
+_SAME = {
+    "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings", "initializer_range": "initializer_range",
+}  # fmt: skip
+"""Our keys of `model` and theirs, with the same values."""
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_ONLY = {
+    "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "partial_rotary_factor": 1, "use_qk_norm": False,
+    "rope_interleaved": False, "is_llama_config": True, "is_encoder_decoder": False, "is_decoder": False,
+    "add_cross_attention": False, "tie_encoder_decoder": False,
+}  # fmt: skip
+"""Keys that may have this value only (or null)."""
+_IGNORED = {
+    *_SAME.values(), "model_type", "architectures", "attention_bias", "sliding_window", "use_sliding_window",
+    "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "transformers_version",
+    "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "max_window_layers", "_name_or_path",
+    "transformers.js_config", "_attn_implementation_autoset", "attn_implementation", "chunk_size_feed_forward",
+    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "max_length",
+    "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "tokenizer_class", "max_sequence_length",
+}  # fmt: skip
+"""Keys that are read here, or that say nothing of what the model computes."""
+_ROPE = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Which keys a kind of stretched positions has."""
+
+
+class FolderError(UserError, ValueError):
+    """A folder that a model cannot come from; the message names file and key."""
+
+
+def filled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
+    they were not asked before; without a folder of its own the sweep itself is as its first point.
+
+    Raises FolderError for a folder that cannot be used and for a key of `model` that disagrees.
+    """
+    model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
+    if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
+        return dict(values)  # said of their types where they are checked
+    grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
+    lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
+    swept = [folder for given in lists for folder in given if isinstance(folder, str)]
+    folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
+    if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
+        return dict(values)
+    sections = {folder: _section(Path(folder)) for folder in folders}
+    for folder, section in sections.items():
+        place = f"model.init_from: {Path(folder, CONFIG)}"
+        for key, value in section.items():
+            if model.get(key) not in (None, value):
+                raise ValueError(
+                    f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
+                )
+            if any(f"model.{key}" in grid for grid in grids):
+                raise ValueError(f"sweep: model.{key} cannot be swept, for {place} says it: leave it out")
+    found = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
+    if swept:
+        found["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
+    if data.get("tokenizer") is None:
+        tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
+        found["data"] = {**data, "tokenizer": tokenizers[0]}
+        if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
+            raise FolderError(
+                "sweep: model.init_from: these folders have several tokenizers, and points share their tokens: make a "
+                "sweep for each"
+            )
+    return found
+
+
+def _section(folder: Path) -> dict[str, Any]:
+    """What the section `model` gets from the folder: all keys but those that are the user's. Raises FolderError."""
+    place = f"model.init_from: {folder / CONFIG}"
+    try:
+        with open_regular(inside(folder, CONFIG)) as stream:
+            content = stream.read()
+        ours = section_of(parse(content))
+    except OSError as error:
+        raise FolderError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
+    except FolderError:
+        raise
+    except (ValueError, TypeError) as error:  # the latter of lists where names should be
+        raise FolderError(f"{place}: {error}") from error
+    pieces(folder)
+    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """The section `data.tokenizer` for the folder's tokenizer. Raises FolderError."""
+    given, end = folder / TOKENIZER, _end_token(folder)
+    if (ids := tokenizer_ids(given)) is not None and ids > vocab_size:
+        place = f"model.init_from: {folder / CONFIG}"
+        raise FolderError(f"{place}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
+    return {"kind": "file", "path": str(given), "eos_token": end}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder. Raises FolderError for a link that leads out of it.
+
+    In the Hub's cache links lead from `snapshots/COMMIT` to `blobs` beside it: there, out of the model's own folder.
+    """
+    root = folder.resolve()
+    root = root.parents[1] if root.parent.name == "snapshots" else root
+    if not (folder / name).resolve().is_relative_to(root):
+        raise FolderError(
+            f"model.init_from: {folder / name} is a link that leads out of {root}: put the file itself in its place"
+        )
+    return folder / name
+
+
+def section_of(theirs: Any) -> dict[str, Any]:
+    """The section `model` as the content of a config.json says it, null where it says nothing of a key.
+
+    Raises ValueError, naming the key, for what is missing or not supported.
+    """
+    family = theirs.get("model_type") if isinstance(theirs, dict) else None
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {json.dumps(family)} is not supported; there are {', '.join(FAMILIES)}")
+    architecture, defaults = FAMILIES[family]
+    if (theirs.get("architectures") or [architecture]) != [architecture]:
+        raise ValueError(f"architectures {json.dumps(theirs['architectures'])} should be {json.dumps([architecture])}")
+    for key, value in theirs.items():
+        if value is not None and (value != _ONLY[key] if key in _ONLY else key not in _IGNORED):
+            what = "asks for what is not supported" if key in _ONLY else "is not known here, and may mean another model"
+            raise ValueError(f"{key} {json.dumps(value)[:80]} {what}")
+    if missing := [key for key in _NEEDED if theirs.get(key) is None]:
+        raise ValueError(f"{missing[0]} is missing")
+    if unknown := set(theirs.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types {min(unknown)} is not supported")
+    known = {**_DEFAULTS, **defaults, **theirs}
+    ours = {key: known.get(name) for key, name in _SAME.items()}
+    ours["qk_norm"] = family == "qwen3"
+    ours["attention_bias"] = "qkv" if family == "qwen2" else "all" if known.get("attention_bias") else "none"
+    ours["sliding_window"] = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+    ours |= _rope(known)
+    try:
+        ModelConfig.model_validate_json(json.dumps(ours), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = [f"{_SAME.get(str(key), str(key))}: " for key in first["loc"][:1]]
+        raise ValueError("".join([*names, first["msg"].removeprefix("Value error, ")])) from None
+    return ours
+
+
+def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and, where positions are stretched, `rope_scaling`."""
+    key = "rope_scaling" if known.get("rope_scaling") else "rope_parameters"  # where both are, transformers takes it
+    given = dict(known.get(key) or {})
+    theta = given.pop("rope_theta", None) or known.get("rope_theta") or 10_000.0
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    if given.pop("partial_rotary_factor", None) not in (None, 1) or any(isinstance(v, dict) for v in given.values()):
+        raise ValueError(f"{key} {json.dumps(known[key])} asks for what is not supported")
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in _ROPE:
+        raise ValueError(f"{key}: {kind} positions are not supported; there are default, {', '.join(_ROPE)}")
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{n: given.get(n) for n in _ROPE[kind]}}}
+
+
+def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_id: int, dtype: str) -> dict[str, Any]:
+    """The content of a config.json for a trained decoder, which transformers 4 and 5 read alike.
+
+    dtype: of the weights, such as `float32`. Raises UserError for a mixture of features that no family has.
+    """
+    family = "qwen3" if model.qk_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
+    if family == "llama" and model.sliding_window is not None:
+        family = "mistral"
+    biased, windowed = model.attention_bias != "none", model.sliding_window is not None
+    if (family == "qwen3" and model.attention_bias == "qkv") or (family == "mistral" and biased):
+        raise UserError(f"no open model's format has model.attention_bias {model.attention_bias} as {family} would be")
+    if family.startswith("qwen") and windowed:
+        raise UserError(
+            f"model.sliding_window: {family}'s format also says which layers have it, and that is not known"
+        )
+    resolved = {**model.model_dump(mode="json"), "kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+    resolved |= {"intermediate_size": model.ffn_size, "vocab_size": vocab_size}
+    resolved["max_position_embeddings"] = model.max_position_embeddings or sequence_length
+    scaling = model.rope_scaling.model_dump(mode="json", exclude_none=True) if model.rope_scaling else None
+    theirs = {name: resolved[key] for key, name in _SAME.items()}
+    theirs |= {"architectures": [FAMILIES[family][0]], "model_type": family, "hidden_act": "silu", "use_cache": True}
+    theirs |= {"attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": eos_id, "torch_dtype": dtype}
+    theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    if family in ("llama", "qwen3"):
+        theirs["attention_bias"] = biased
+    if family == "mistral":
+        theirs["sliding_window"] = model.sliding_window
+    elif family != "llama":
+        theirs["use_sliding_window"] = False
+    return dict(sorted(theirs.items()))
+
+
+def pieces(folder: Path) -> list[str]:
+    """The names of the files with the weights. Raises FolderError where none is there, or one is missing or outside."""
+    if (folder / INDEX).exists():
+        index = read_json(inside(folder, INDEX))
+        table = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+            raise FolderError(f"model.init_from: {folder / INDEX} has no weight_map from tensors to files")
+        names = sorted(set(table.values()))
+        if wrong := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise FolderError(
+                f"model.init_from: {folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder"
+            )
+    elif (folder / WHOLE).exists():
+        names = [WHOLE]
+    else:
+        found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
+        pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
+        raise FolderError(f"model.init_from: {folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
+    if missing := [name for name in names if not inside(folder, name).is_file()]:
+        raise FolderError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
+    return names
+
+
+def _end_token(folder: Path) -> str:
+    """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
+    place, file = f"model.init_from: {folder / TOKENIZER}", inside(folder, "tokenizer_config.json")
+    if not inside(folder, TOKENIZER).is_file():
+        raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
+    known = read_json(file) if file.is_file() else None
+    end = known.get("eos_token") if isinstance(known, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    if end is None:
+        ids, content = read_json(folder / CONFIG).get("eos_token_id"), read_json(folder / TOKENIZER)
+        wanted = ids[0] if isinstance(ids, list) and ids else ids
+        added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
+        end = next((token.get("content") for token in added if token.get("id") == wanted), None)
+    if not isinstance(end, str):
+        raise FolderError(
+            f"{place}: neither tokenizer_config.json nor config.json says which token ends a text: set data.tokenizer"
+        )
+    return end
+
+
+@cache
+def tokenizer_ids(tokenizer: Path) -> int | None:
+    """The largest id of a `tokenizer.json` plus one, read without the package that it is for.
+
+    None where that cannot be told: the stage prepare says what is wrong with it.
+    """
+    try:
+        content = read_json(tokenizer)
+        vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", ()))])
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        return None

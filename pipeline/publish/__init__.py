@@ -1,0 +1,1 @@
+"""Open models in, trained ones out: weights in Hugging Face's format."""

@@ -1,0 +1,130 @@
+"""`export RUN DIR`: a checkpoint's weights as safetensors, with what transformers, vLLM and others ask for beside them.
+
+    model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not of a model of one's own)
+
+One process, no GPU, no process group: tensors are read from the checkpoint a few at a time and written at once, so that
+memory does not grow with the model. The folder takes its name by one rename, after everything was synced: it is whole,
+or not there. The same checkpoint gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import fsync, write_json
+from pipeline.checkpoint.reader import Reader
+from pipeline.checkpoint.save import tensors
+from pipeline.checkpoint.verify import intact_checkpoint
+from pipeline.config.hugging_face import CONFIG, INDEX, TOKENIZER, WHOLE, config_json
+from pipeline.data.check import manifest_of
+from pipeline.data.manifest import Manifest
+from pipeline.model.decoder import EMBEDDING
+from pipeline.run.directory import Run
+
+PIECE_BYTES = 5_000_000_000
+"""Most of a file, but for one with a single larger tensor."""
+TYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF16", "bfloat16")}
+"""By the option's value: torch's type, and its name in safetensors and in config.json."""
+_PREFIX = "model."
+"""Before the names of weights in a checkpoint."""
+
+
+def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+    """Write the weights of one checkpoint (the newest without `which`) in the type `dtype`; what was done, in words.
+
+    Raises UserError where `folder` exists, or no format has such a model; CheckpointError as `verify` does.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
+    checkpoint, _ = intact_checkpoint(run, which)
+    entries = Reader(checkpoint).read_metadata().state_dict_metadata
+    shapes = {
+        name.removeprefix(_PREFIX): list(entry.size)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(_PREFIX)
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        if run.config.model.target is None:
+            _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
+        total = _write_weights(temporary, shapes, checkpoint, dtype)
+        fsync(temporary)
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync(folder.parent)
+    return f"{folder}: {len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
+
+
+def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> None:
+    """The decoder's config and its tokenizer."""
+    manifest, config = manifest_of(run), run.config
+    assert isinstance(manifest, Manifest)
+    length, end = config.data.sequence_length, config.data.tokenizer.eos_token
+    write_json(folder / CONFIG, config_json(config.model, vocab_size, length, manifest.eos_id, TYPES[dtype][2]))
+    write_json(folder / "generation_config.json", {"eos_token_id": manifest.eos_id})
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
+    write_json(folder / "tokenizer_config.json", {**kind, "clean_up_tokenization_spaces": False})
+    shutil.copyfile(run.data / TOKENIZER, folder / TOKENIZER)
+    fsync(folder / TOKENIZER)
+
+
+def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:
+    """All pieces and, of several, the index; the bytes of all weights."""
+    kind, code, _ = TYPES[dtype]
+    sizes = {name: kind.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
+    pieces: list[list[str]] = [[]]
+    for name in sorted(shapes, key=_natural):
+        if pieces[-1] and sum(sizes[one] for one in pieces[-1]) + sizes[name] > PIECE_BYTES:
+            pieces.append([])
+        pieces[-1].append(name)
+    many, total = len(pieces), sum(sizes.values())
+    files = [f"model-{number:05}-of-{many:05}.safetensors" if many > 1 else WHOLE for number in range(1, many + 1)]
+    for file, names in zip(files, pieces, strict=True):
+        _write_piece(folder / file, {name: (code, shapes[name], sizes[name]) for name in names}, checkpoint, kind)
+    if many > 1:
+        table = {name: file for file, names in zip(files, pieces, strict=True) for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
+    return total
+
+
+def _write_piece(
+    file: Path, what: Mapping[str, tuple[str, list[int], int]], checkpoint: Path, kind: torch.dtype
+) -> None:
+    """One safetensors file: the header's length (8 bytes, little-endian), the header (JSON), the numbers.
+
+    The format is described in the README of github.com/huggingface/safetensors.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (code, shape, size) in what.items():
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that numbers are aligned
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in tensors(checkpoint, [_PREFIX + name for name in what]):
+            stream.write(tensor.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """So that block 10 comes after block 2."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,119 @@
+"""Weights of an open model's folder, from safetensors into a training's parameters, whatever the layout.
+
+All ranks look together, each at some of the files: what tensors they hold, and their SHA-256. Then every rank knows
+whether the folder has what the model needs, and raises the same error where it does not. What is read afterwards is
+only the rank's own part of each tensor, one tensor at a time: a file is mapped, the part is copied, the map goes away.
+
+A safetensors file is a JSON header with names, types, shapes and places, and then the numbers: nothing in it can be
+executed. The folder is read when a training begins and never again. `source.json` in the run directory then says what
+it began with: its hash goes into each checkpoint (pipeline/checkpoint/identity.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import reading, seal, sha256_file, write_json
+from pipeline.checkpoint.identity import SOURCE
+from pipeline.comm.groups import agree
+from pipeline.config.hugging_face import CONFIG, pieces
+from pipeline.model.decoder import HEAD, local, own_slices
+from pipeline.model.task import Task
+from pipeline.run.directory import Run
+
+_TYPES = ("F64", "F32", "F16", "BF16")
+_NO_WEIGHT = ".rotary_emb.inv_freq"
+"""How a table is called that older Llamas keep among their weights; it follows from the config."""
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """A folder whose tensors fit the model."""
+
+    folder: Path
+    files: Mapping[str, str]
+    """The file of each tensor."""
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Copy into each parameter, by its name in the whole model, what this rank holds of it; in its own type."""
+        for name, parameter in weights:
+            part = local(parameter)
+            if part.numel():
+                with safe_open(self.folder / self.files[name], framework="pt") as file:
+                    part.copy_(file.get_slice(name)[own_slices(parameter)])
+
+
+def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
+    """What the run's decoder starts from, noted in `source.json`; None where its weights are drawn.
+
+    All ranks of the Gloo `group` call it. Raises UserError, on all of them, naming file and tensor, for a folder that
+    was changed since the run was made, for files that are no safetensors, and for tensors that are missing, too many,
+    or of another shape or type.
+    """
+    model = run.config.model
+    if model.init_from is None:
+        return None
+    folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
+
+    def look() -> dict[str, tuple[str, dict[str, Any]]]:
+        with reading(str(folder / CONFIG)):
+            if sha256_file(folder / CONFIG) != model.init_sha256:
+                raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
+        return {name: _look(folder / name) for name in pieces(folder)[rank::ranks]}
+
+    seen = {name: found for part in agree(group, look) for name, found in part.items()}
+    files: dict[str, str] = {}
+    tensors: dict[str, Any] = {}
+    for name, (_, held) in sorted(seen.items()):
+        if twice := sorted(held.keys() & files.keys()):
+            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
+        files |= dict.fromkeys(held, name)
+        tensors |= held
+    whole = dict(task.weights(task.build(range(model.layers))))
+    _refuse_others(folder, tensors, whole, tied=model.tie_word_embeddings)
+    note = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
+    agree(
+        group, lambda: write_json(run.path / SOURCE, seal({"folder": str(folder), "files": note})) if not rank else None
+    )
+    return OpenWeights(folder, files)
+
+
+def _look(file: Path) -> tuple[str, dict[str, Any]]:
+    """SHA-256 of a safetensors file, and shape and type of each of its tensors, by name."""
+    try:
+        with reading(str(file)), safe_open(file, framework="pt") as content:
+            names = content.keys()
+            slices = {name: content.get_slice(name) for name in names}
+            held = {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
+    except SafetensorError as error:
+        raise UserError(
+            f"{file} is no safetensors file ({error}): nothing of it was executed; fetch it again, or let transformers "
+            "save the model as safetensors"
+        ) from error
+    with reading(str(file)):
+        return sha256_file(file), held
+
+
+def _refuse_others(folder: Path, tensors: Mapping[str, Any], whole: Mapping[str, nn.Parameter], *, tied: bool) -> None:
+    """Raise UserError where the folder's tensors are not those of the `whole` model."""
+    for name, parameter in whole.items():
+        shape, kind = tensors.get(name, (None, None))
+        if shape is None:
+            raise UserError(f"{folder}: there is no tensor {name} in its safetensors files: fetch the folder again")
+        if shape != list(parameter.shape):
+            raise UserError(f"{folder}: {name} has the shape {shape}, and {CONFIG} asks for {list(parameter.shape)}")
+        if kind not in _TYPES:
+            raise UserError(f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is")
+    unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
+    if unknown and not (tied and unknown == [HEAD]):
+        raise UserError(f"{folder}: {CONFIG} says nothing of {unknown[0]}, so the model would not be that one")

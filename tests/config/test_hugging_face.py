@@ -1,0 +1,286 @@
+"""config.json of open models, as published and as transformers writes them, to the section `model` and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pipeline.base.files import write_json
+from pipeline.config.hugging_face import config_json, section_of
+from pipeline.config.read import ConfigError, dump_config, load_config, point_configs
+from pipeline.config.sections import ModelConfig
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 300}
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "SmolLM2-135M": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+            "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+            "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+            "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+            "vocab_size": 49152,
+        },
+        {"dim": 576, "kv_heads": 3, "rope_theta": 100000, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
+    "Llama-3.2-1B": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
+            "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+        },
+        {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "head_dim": 64},
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "rope_theta": 10000.0,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "use_cache": True,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": 4096,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+            "vocab_size": 32000,
+        },
+        {"sliding_window": 4096, "attention_bias": "none", "kv_heads": 8},
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+            "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+            "transformers_version": "4.40.1", "use_mrope": None, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"attention_bias": "qkv", "qk_norm": False, "vocab_size": 151936, "rope_theta": 1000000.0},
+    ),
+    "Qwen3-0.6B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+            "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1024,
+            "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+            "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+            "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"qk_norm": True, "attention_bias": "none", "head_dim": 128},
+    ),
+}  # fmt: skip
+"""config.json of models as they were published, by transformers 4, and some of what they mean."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_and_written_back(name: str) -> None:
+    theirs, means = PUBLISHED[name]
+    section = section_of(theirs)
+    assert section | means == section
+    model = ModelConfig(**section)
+    written = config_json(model, theirs["vocab_size"], 64, theirs["eos_token_id"], "bfloat16")
+    said = {key: value for key, value in section.items() if value is not None}
+    assert section_of(written) | said == section_of(written)  # the width of a head may be new in words
+    # transformers 5 takes both spellings to mean the same
+    before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (theirs, written))
+    told = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert told <= {"bos_token_id", "head_dim", "transformers_version", "max_window_layers", "sliding_window"} | (
+        {"is_llama_config", "rope_interleaved", "_name_or_path", "use_mrope"}
+    ), {key: (before.get(key), after.get(key)) for key in told}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_transformers_5_saves_is_read(tmp_path: Path, family: str) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+    sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 300}
+    getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
+    section = section_of(json.loads((tmp_path / "config.json").read_bytes()))
+    assert section["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert (section["rope_theta"], section["dim"], section["vocab_size"]) == (77.0, 32, 300)
+
+
+def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
+    bare = {**SIZES, "vocab_size": 300}
+    assert section_of({**bare, "model_type": "llama"})["kv_heads"] is None  # as many as heads
+    assert section_of({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
+    eight = {**bare, "num_attention_heads": 8}
+    assert section_of({**eight, "model_type": "mistral"})["kv_heads"] == 8
+    assert section_of({**eight, "model_type": "mistral"})["sliding_window"] == 4096
+    wide = {**bare, "num_attention_heads": 32, "model_type": "qwen3"}
+    assert (section_of(wide)["kv_heads"], section_of(wide)["head_dim"]) == (32, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "gemma3"}, 'model_type "gemma3" is not supported; there are llama'),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: dynamic positions are not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters: dynamic positions"),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"rope_type": "longrope"}},
+            "rope_scaling: longrope positions",  # transformers takes it, whatever the newer key says
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: yarn positions"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
+        ({"mlp_bias": True}, "mlp_bias true asks for what is not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4} is not known here'),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+        ({"num_local_experts": 8}, "num_local_experts 8 is not known here"),
+        ({"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
+        ({"num_key_value_heads": 3}, "heads (4) is no multiple of kv_heads (3)"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_key(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        section_of({**SMALL, **change})
+    assert told in str(error.value)
+
+
+def test_odd_values_are_refused_too() -> None:
+    keys = ["model_type", "architectures", "layer_types", "rope_scaling", "rope_parameters", "rope_theta", "head_dim"]
+    for key in [*keys, "hidden_act", "sliding_window", "attention_bias", "tie_word_embeddings", *SMALL]:
+        for value in ([["a"]], {"type": ["a"]}, "text", -1, 1.5, float("nan")):
+            for family in ("llama", "qwen3"):
+                with contextlib.suppress(ValueError, TypeError):  # what a person is told; anything else is a bug
+                    ModelConfig(**section_of({**SMALL, "model_type": family, key: value}))
+
+
+def folder_with(path: Path, **config: Any) -> Path:
+    path.mkdir()
+    write_json(path / "config.json", {**SMALL, **config})
+    (path / "model.safetensors").touch()
+    write_json(path / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 2, "content": "</s>"}]})
+    write_json(path / "tokenizer_config.json", {"eos_token": {"content": "<end>"}})
+    return path
+
+
+def test_a_config_is_filled_once(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "open", eos_token_id=[2, 3])
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open, dropout: 0.1, layers: 2}\n")
+    config = load_config(file)
+    assert (config.model.dim, config.model.num_kv_heads, config.model.dropout) == (32, 2, 0.1)
+    assert config.model.init_from == folder
+    assert config.data.tokenizer.path == folder / "tokenizer.json"
+    assert config.data.tokenizer.eos_token == "<end>"
+    (folder / "tokenizer_config.json").unlink()
+    assert load_config(file).data.tokenizer.eos_token == "</s>"
+    frozen = tmp_path / "config.yaml"
+    frozen.write_text(dump_config(config))
+    for path in folder.iterdir():
+        path.unlink()
+    assert load_config(frozen) == config
+    with pytest.raises(ConfigError, match=r"run\.yaml.*model\.init_from: .*config\.json: cannot read it"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.dim=64", "model.dim is 64, but model.init_from: .*config.json says 32: leave it out"),
+        ("model.rope_scaling={rope_type: linear, factor: 2.0}", "model.rope_scaling is .*config.json says null: leave"),
+        (
+            "sweep={grid: {model.dim: [32]}}",
+            "sweep: model.dim cannot be swept, for .*config.json says it: leave it out",
+        ),
+        ("data.sequence_length=65", r"data.sequence_length \(65\) is more than model.sliding_window \(64\)"),
+        ("data.tokenizer.vocab_size=400", r"model.vocab_size \(300\) is less than the 400 ids"),
+        ("model.target=my.model", "init_from .* means nothing here"),
+    ],
+)
+def test_what_contradicts_the_folder_is_refused(tmp_path: Path, override: str, told: str) -> None:
+    folder_with(tmp_path / "open", model_type="mistral", sliding_window=64)
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\ndata: {sequence_length: 64}\n")
+    load_config(file)
+    with pytest.raises(ConfigError, match=told):
+        load_config(file, [override])
+
+
+def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", **LLAMA3}
+    first, second = folder_with(tmp_path / "first", rope_scaling=rope), folder_with(tmp_path / "second", hidden_size=64)
+    file = tmp_path / "run.yaml"
+    text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
+    file.write_text(text % "first, null, second")
+    config = load_config(file)
+    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in point_configs(config)]
+    assert found == [(first, 32, False), (None, 32, False), (second, 64, True)]
+    digests = [point.model.init_sha256 for point in point_configs(config)]
+    assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
+    assert [point.model.dropout for point in point_configs(config)] == [0.1] * 3
+    write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
+    with pytest.raises(ConfigError, match="these folders have several tokenizers, and points share their tokens"):
+        load_config(file)
+    frozen = tmp_path / "config.yaml"
+    frozen.write_text(dump_config(config))
+    for path in (*first.iterdir(), *second.iterdir()):
+        path.unlink()
+    assert load_config(frozen) == config and point_configs(load_config(frozen)) == point_configs(config)
+    file.write_text(text % "first, 3")
+    with pytest.raises(ConfigError, match=r"model\.init_from: .*first/config\.json: cannot read it"):
+        load_config(file)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"eos_token": "<end>"}')
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    folder = folder_with(cache / "snapshots/0a1b")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{name: a}}\ntrain: {{steps: 1}}\nmodel: {{init_from: {folder}}}\n")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).rename(cache / "blobs" / name)  # as the Hub's cache has it
+        (folder / name).symlink_to(f"../../blobs/{name}")
+        load_config(file)
+        (folder / name).unlink()
+        (folder / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ConfigError, match=f"{name} is a link that leads out of {cache}: put the file itself"):
+            load_config(file)
+        (folder / name).unlink()
+        (cache / "blobs" / name).rename(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("index", "there", "told"),
+    [
+        ({"weight_map": {"a": "../secret.safetensors"}}, [], "names '../secret.safetensors'"),
+        ({"weight_map": {"a": "/etc/secret.safetensors"}}, [], "names '/etc/secret.safetensors'"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, ["pytorch_model.bin"], "names 'pytorch_model.bin'"),
+        ({"weight_map": {"a": "b.safetensors"}}, [], "b.safetensors is missing"),
+        ({"weight_map": {"a": 1}}, [], "has no weight_map"),
+        ([], [], "has no weight_map"),
+        (None, ["pytorch_model.bin"], "pytorch_model.bin is a pickle, which may execute anything and is not opened"),
+        (None, [], "needs model.safetensors"),
+    ],
+)
+def test_hostile_and_torn_folders_are_refused(tmp_path: Path, index: Any, there: list[str], told: str) -> None:
+    folder = folder_with(tmp_path / "open")
+    (folder / "model.safetensors").unlink()
+    if index is not None:
+        write_json(folder / "model.safetensors.index.json", index)
+    for name in there:
+        (folder / name).touch()
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    assert told in str(error.value)

@@ -1,0 +1,140 @@
+"""Export: transformers makes our model of it, and what is imported and exported again has the same bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.base.errors import UserError
+from pipeline.base.place import Place
+from pipeline.checkpoint import saved
+from pipeline.config.read import load_config
+from pipeline.publish import export as module
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_run, write_config
+
+FEATURES = {
+    "llama": "rope_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, "
+    "original_max_position_embeddings: 8}",
+    "qwen2": "attention_bias=qkv",
+    "qwen3": "qk_norm=true",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("data")).data
+
+
+def save_rank(where: Place, path: Path) -> list[list[float]]:
+    """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
+    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.comm import groups
+    from pipeline.data.check import manifest_of
+    from pipeline.train.trainer import Trainer
+    from tests.support.tiny import HarmlessFlag
+
+    run = Run.open(path)
+    world = groups.join(where, run.config)
+    trainer = Trainer(run, manifest_of(run), where, world, HarmlessFlag())
+    saver = Checkpointer(
+        run.checkpoints, groups.side_group(), keep=1, background=False, describe=trainer.checkpointer.describe,
+        on_saved=lambda *_: None,
+    )  # fmt: skip
+    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={"scaler": {}})
+    with torch.no_grad():
+        return trainer.engine.parts[0].eval()(tokens())[0].tolist()
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(32)[None] * 7 % 256
+
+
+def exported(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path, torch.Tensor]:
+    """The export of a run that was saved as it began, and our logits."""
+    run = make_run(folder, name, overrides, data)
+    logits = run_ranks(1, save_rank, run.path)[0]
+    words = module.export(run, folder / f"{name}-out", None, "fp32")
+    assert words.startswith(str(folder / f"{name}-out")) and words.endswith("step-00000001")
+    return folder / f"{name}-out", torch.tensor(logits)
+
+
+@pytest.mark.parametrize("family", FEATURES)
+def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tied = f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}"
+    first, logits = exported(tmp_path, data, "first", f"model.{FEATURES[family]}", tied, "model.initializer_range=0.2")
+    model, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
+    assert model.config.model_type == family
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    with torch.no_grad():
+        theirs = model.eval()(tokens()).logits[0]
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    assert tokenizer.decode(tokenizer("the model").input_ids) == "the model"
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
+    # imported and exported again
+    config = write_config(tmp_path, "second")
+    text = config.read_text().replace(
+        "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", f"model: {{init_from: {first}}}"
+    )
+    config.write_text(text.replace("  tokenizer: {vocab_size: 300, train_bytes: 50000}\n", ""))
+    run = Run.create(load_config(config))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    assert run_ranks(1, save_rank, run.path)[0] == logits.tolist()
+    module.export(run, tmp_path / "second", None, "fp32")
+    names = {path.name for path in first.iterdir()}
+    assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
+    for name in names:
+        assert (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+
+
+def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    folder, _ = exported(tmp_path, data, "run")
+    run, whole = Run.open(tmp_path / "runs/run"), load_file(folder / "model.safetensors")
+    with pytest.raises(UserError, match="exists already"):
+        module.export(run, folder, None, "fp32")
+    monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
+    module.export(run, tmp_path / "pieces", "1", "bf16")
+    index = json.loads((tmp_path / "pieces/model.safetensors.index.json").read_bytes())
+    files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    found: dict[str, Any] = {}
+    for name in files:
+        piece = load_file(tmp_path / "pieces" / name)
+        assert len(piece) == 1 or sum(tensor.nbytes for tensor in piece.values()) <= 20_000
+        assert {index["weight_map"][tensor] for tensor in piece} == {name}
+        found |= piece
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name].bfloat16()) for name in whole)
+    assert json.loads((tmp_path / "pieces/config.json").read_bytes())["torch_dtype"] == "bfloat16"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    # a failure leaves nothing behind
+    monkeypatch.setattr(module, "_write_piece", lambda *_: 1 / 0)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ZeroDivisionError):
+        module.export(run, tmp_path / "broken", None, "fp32")
+    assert sorted(tmp_path.iterdir()) == before
+    # by the login node's door, from a checkpoint that is damaged
+    checkpoint = run.checkpoints / saved.step_name(1)
+    victim = next(checkpoint.glob("*.distcp"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "export", "runs/run", "damaged"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 23 and "is damaged" in done.stderr, done.stderr
+    assert not (tmp_path / "damaged").exists()

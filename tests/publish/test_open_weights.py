@@ -1,0 +1,263 @@
+"""Training from an open model's folder: on any layout what transformers itself computes; a damaged one is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.text.tokenizer import train_bpe
+from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.base.files import read_json, write_json
+from pipeline.base.place import Place
+from pipeline.checkpoint.identity import SOURCE
+from pipeline.config.read import load_config
+from pipeline.config.sections import Config
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.support.layouts import BATCHES, STEPS, VOCAB, batches, tiny_config, train_on
+from tests.support.ranks import place, run_ranks
+from tests.support.tiny import CONFIG, WORDS, HarmlessFlag, digest, stage_rank, write_corpus
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}, "attention_bias": True},
+    "mistral": {"head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "tensor, no sequence": {"tensor": 2, "sequence": False},
+    "pipeline": {"pipeline": 2, "zero": 1},
+    "zero 3": {"zero": 3},
+}
+
+
+def save(folder: Path, family: str, pieces: str = "50GB", **more: Any) -> Any:
+    """A model of transformers with random weights, none of them like another, saved in `folder`; the model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoConfig.for_model(family, **{**SIZES, **more})
+    model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder, max_shard_size=pieces)
+    vocabulary = {str(number): number for number in range(theirs.vocab_size)}
+    write_json(folder / "tokenizer.json", {"model": {"vocab": vocabulary}})
+    write_json(folder / "tokenizer_config.json", {"eos_token": "0"})
+    return model
+
+
+def config_from(folder: Path, ranks: int, **parallel: Any) -> Config:
+    return tiny_config(ranks, data={"tokenizer": None}, model={"init_from": str(folder)}, parallel=parallel)
+
+
+def start_rank(where: Place, path: Path, configs: list[Config]) -> list[tuple[list[tuple[float, float]], int]]:
+    """Losses and gradient norms of each config in turn, and how many numbers this rank read of its folder."""
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.publish import open_weights as module
+    from pipeline.train.engine import Engine
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(where, configs[0])
+    opened, results = module.safe_open, []
+    for config in configs:
+        layout, task, read = layout_of(config, world.size, where.local_world_size), Task(config, VOCAB), [0]
+        source = module.open_weights(Run(path, config), task, groups.side_group())
+
+        class Counting:
+            def __init__(self, *given: Any, **more: Any) -> None:
+                self.file = opened(*given, **more)
+
+            def __enter__(self) -> Counting:
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                self.file.__exit__(*error)
+
+            def get_slice(self, name: str) -> Any:
+                self.name = name
+                return self
+
+            def __getitem__(self, at: Any) -> torch.Tensor:
+                part = self.file.get_slice(self.name)[at]
+                read[0] += part.numel()  # noqa: B023
+                return part
+
+        module.safe_open = Counting  # type: ignore[misc, assignment]
+        engine = Engine(config, layout, world, task, source=source)
+        module.safe_open = opened  # type: ignore[misc]
+        results.append((train_on(engine, where, 0, STEPS), read[0]))
+    return results
+
+
+def theirs_alone(model: Any, config: Config) -> list[tuple[float, float]]:
+    """Losses and gradient norms of a plain loop over transformers' own model with torch's AdamW."""
+    options, results = config.optimizer, []
+    by_decay = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    for batch in batches(config)[:STEPS]:
+        optimizer.zero_grad()
+        logits = model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
+        optimizer.step()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.story) for name in FAMILIES if name != "qwen3")]
+)
+def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, family: str) -> None:
+    assert BATCHES >= STEPS == 10
+    folder = tmp_path / family
+    model = save(folder, family, "20KB", **FAMILIES[family])
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    alone = config_from(folder, 1)
+    expected = theirs_alone(model, alone)
+    [[(losses, read)]] = run_ranks(1, start_rank, tmp_path, [alone])
+    assert losses == [pytest.approx(step, rel=1e-5) for step in expected]
+    whole = sum(p.numel() for p in model.parameters())
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert read == whole
+    layouts = [layout for layout in LAYOUTS if family != "qwen3" or layout != "tensor, no sequence"]
+    ranks = run_ranks(2, start_rank, tmp_path, [config_from(folder, 2, **LAYOUTS[layout]) for layout in layouts])
+    for number, layout in enumerate(layouts):
+        for rank in ranks:
+            assert rank[number][0] == [pytest.approx(step, rel=1e-5) for step in losses], layout
+        reads = [rank[number][1] for rank in ranks]
+        twice = vectors if "tensor" in layout else 0  # norms are alike on tensor parallel ranks
+        if layout == "pipeline" and model.config.tie_word_embeddings:
+            twice = VOCAB * 16
+        assert whole <= sum(reads) <= whole + twice and max(reads) < 0.7 * whole, (layout, reads)
+
+
+def refused_rank(where: Place, path: Path, configs: list[Config]) -> list[str]:
+    """What opening the folder of each config says."""
+    from pipeline.comm import groups
+    from pipeline.model.task import Task
+    from pipeline.publish.open_weights import open_weights
+
+    groups.join(where, configs[0])
+    told = []
+    for config in configs:
+        try:
+            open_weights(Run(path, config), Task(config, VOCAB), groups.side_group())
+        except UserError as error:
+            told.append(str(error))
+        else:
+            told.append("nothing")
+    return told
+
+
+class Bomb:
+    """What unpickles as a call of `touch`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_damaged_and_hostile_folders_are_refused_by_all_ranks(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path / "right", "qwen2")
+    weights = load_file(tmp_path / "right/model.safetensors")
+    norm, up = "model.norm.weight", "model.layers.3.mlp.up_proj.weight"
+
+    def folder(name: str, tensors: dict[str, Any] | None = None) -> Path:
+        copy = shutil.copytree(tmp_path / "right", tmp_path / name)
+        if tensors is not None:
+            save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        return Path(copy)
+
+    lacking = {name: value for name, value in weights.items() if name != up}
+    cases = {
+        folder("lacks", lacking): f"there is no tensor {up}",
+        folder("shape", {**weights, norm: torch.ones(17)}): f"{norm} has the shape [17], and config.json asks for [16]",
+        folder("type", {**weights, norm: torch.ones(16, dtype=torch.int8)}): f"{norm} is of type I8",
+        folder("more", {**weights, "model.extra.bias": torch.ones(3)}): "config.json says nothing of model.extra.bias",
+        (
+            inverse := folder("old", {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+        ): "nothing",
+        (torn := folder("torn")): "is no safetensors file",
+        (bomb := folder("bomb")): "is no safetensors file",
+        (twice := folder("twice")): f"{norm} stands in a.safetensors and in model.safetensors",
+        (changed := folder("changed")): "config.json was changed since this run was made",
+    }
+    assert inverse.exists()
+    content = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(content[: len(content) // 2])
+    (bomb / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    save_file({norm: weights[norm]}, twice / "a.safetensors")
+    index = {norm: "a.safetensors", up: "model.safetensors"}
+    write_json(twice / "model.safetensors.index.json", {"weight_map": index})
+    configs = [config_from(path, 2) for path in cases]
+    theirs = json.loads((changed / "config.json").read_bytes())
+    write_json(changed / "config.json", {**theirs, "rms_norm_eps": 0.5})
+    for told in run_ranks(2, refused_rank, tmp_path, configs):
+        for path, words, expected in zip(cases, told, cases.values(), strict=True):
+            assert expected in words, (path.name, words)
+    assert not (tmp_path / "executed").exists()
+
+
+def make_run(folder: Path, name: str, source: Path, steps: int) -> Run:
+    """A run that starts from `source`, its shards ready."""
+    text = CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps)
+    model, tokenizer = "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", "  tokenizer: "
+    lines = [line for line in text.splitlines() if not line.startswith(tokenizer)]
+    text = (
+        "\n".join(lines)
+        .replace(model, f"model: {{init_from: {source}}}")
+        .replace("warmup_steps: 2", "schedule: constant")
+    )
+    assert text.count(str(source)) == 1 and "constant" in text
+    (folder / f"{name}.yaml").write_text(text)
+    run = Run.create(load_config(folder / f"{name}.yaml"))
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    return run
+
+
+def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    source = tmp_path / "open"
+    save(source, "qwen3", vocab_size=320, **FAMILIES["qwen3"])  # more rows than the tokenizer has ids
+    (source / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 300, "<|end|>"))
+    write_json(source / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    calm, run = make_run(tmp_path, "calm", source, 8), make_run(tmp_path, "run", source, 4)
+    assert run_ranks(2, stage_rank, calm.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    first = json.loads(run.metrics.read_text().splitlines()[0])
+    assert 0.5 < first["loss"] < 20
+    shutil.rmtree(source)
+    run = Run.open(run.path)
+    run.change(["train.steps=8"])
+    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert digest(run) == digest(calm)
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    # the weights that it began with are part of what it is
+    note = read_json(calm.path / SOURCE)
+    assert set(note["files"]) == {"config.json", "model.safetensors"}
+    (run.path / SOURCE).write_text("{}")
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE} is missing or damaged"):
+        run_ranks(1, stage_rank, run.path, "train")
