@@ -240,6 +240,8 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Arithmetic of forward and backward; `optimizer.state` has the types of weights and optimizer. `fp8`: bf16, with
     the blocks' matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
+    fp8_scales: Literal["rowwise", "tensorwise"] = "rowwise"
+    """What shares a scale in float8: a row, or a whole tensor, which is faster and less exact."""
     threads: PositiveInt = 1
     """CPU threads per rank; part of what makes a result bit-identical."""
     deterministic: bool = True

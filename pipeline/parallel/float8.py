@@ -1,9 +1,9 @@
 """Matrix products of the blocks in float8, by torchao, for GPUs of compute capability 8.9 and later (Hopper, Ada).
 
 Inputs, weights and gradients are rounded to e4m3 (Micikevicius et al., "FP8 formats for deep learning", arXiv
-2209.05433), each row with a scale that is taken from the tensor at hand: torchao's recipe `rowwise`. Nothing is kept
-between steps, so checkpoints and exactness are those of bf16. Weights, their gradients and the optimizer's state stay
-fp32, the rest of the model computes in bf16; evaluation does all in bf16.
+2209.05433), each row, or each tensor, with a scale taken from what is at hand: torchao's recipes `rowwise` and
+`tensorwise`. Nothing is kept between steps, so checkpoints and exactness are those of bf16. Weights, their gradients
+and the optimizer's state stay fp32, the rest of the model computes in bf16; evaluation does all in bf16.
 
 Without a GPU the products are emulated: right to the rounding, and slow. That is what the tests run.
 """
@@ -23,7 +23,7 @@ MULTIPLE = 16
 LEAST_CAPABILITY = (8, 9)
 
 
-def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int) -> None:
+def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scales: str = "rowwise") -> None:
     """Let the linears of `blocks` multiply in float8, in place; call before they are cut over `tensor` ranks.
 
     Raises UserError where torchao is missing or the GPU cannot do it.
@@ -39,7 +39,7 @@ def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int) -> N
         raise UserError(
             f"train.precision: fp8 needs compute capability 8.9 and {name} has {found[0]}.{found[1]}; take bf16"
         )
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    recipe = Float8LinearConfig.from_recipe_name(scales)
     if device.type != "cuda":
         recipe = replace(recipe, emulate=True)
 

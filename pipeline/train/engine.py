@@ -121,7 +121,7 @@ class Engine:
             for parameter in part.parameters():
                 parameter.data = parameter.data.bfloat16()
         if config.train.precision == "fp8":
-            float8.convert(task.blocks(part), self.world.device, layout.tensor)
+            float8.convert(task.blocks(part), self.world.device, layout.tensor, config.train.fp8_scales)
         if mesh is not None and layout.tensor > 1:
             task.cut(part, mesh["tp"], layout)
         for block in task.blocks(part):

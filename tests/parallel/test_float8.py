@@ -40,11 +40,12 @@ def test_only_matrices_that_the_kernels_take_become_float8() -> None:
     assert type(part.fits).__name__ == "Linear"
 
 
-def test_products_are_rounded_to_e4m3_and_no_more() -> None:
+@pytest.mark.parametrize("scales", ["rowwise", "tensorwise"])
+def test_products_are_rounded_to_e4m3_and_no_more(scales: str) -> None:
     part, x_ND = block(), torch.randn(32, 64, requires_grad=True)
     exact = part.fits(x_ND)
     (want,) = torch.autograd.grad(exact.square().sum(), x_ND)
-    float8.convert([part], CPU, tensor=1)
+    float8.convert([part], CPU, tensor=1, scales=scales)
     rounded = part.fits(x_ND)
     (got,) = torch.autograd.grad(rounded.square().sum(), x_ND)
     for ours, theirs in ((rounded, exact), (got, want)):
@@ -75,14 +76,17 @@ def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, f
 def test_layouts_stay_near_one_process() -> None:
     """Sharded, cut by tensor, a pipeline that recomputes; matrices of 64 × 64 and more."""
 
-    def config(ranks: int, precision: str, **parallel: Any) -> Config:
+    def config(ranks: int, precision: str, scales: str = "rowwise", **parallel: Any) -> Config:
         sizes = {"dim": 64, "layers": 2, "intermediate_size": 128}
-        batch = {"global_batch": 4, "micro_batch": 2, "precision": precision}
+        batch = {"global_batch": 4, "micro_batch": 2, "precision": precision, "fp8_scales": scales}
         return tiny_config(ranks, model=sizes, parallel=parallel, train=batch)
 
     cases: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2}, {"pipeline": 2, "activation_checkpointing": "full"}]
-    exact, alone = run_ranks(1, float8_rank, [config(1, "fp32"), config(1, "fp8")])[0]
-    assert exact != alone
-    for trained in [alone, *run_ranks(2, float8_rank, [config(2, "fp8", **case) for case in cases])[0]]:
+    alone = [config(1, "fp32"), config(1, "fp8"), config(1, "fp8", "tensorwise")]
+    exact, *found = run_ranks(1, float8_rank, alone)[0]
+    assert exact != found[0] != found[1]
+    found += run_ranks(2, float8_rank, [config(2, "fp8", **case) for case in cases])[0]
+    found += run_ranks(2, float8_rank, [config(2, "fp8", "tensorwise", **case) for case in cases])[0]
+    for trained in found:
         for (loss, norm), (want, want_norm) in zip(trained, exact, strict=True):
             assert loss == pytest.approx(want, rel=5e-3) and norm == pytest.approx(want_norm, rel=0.1)
