@@ -25,7 +25,6 @@ from typing import NamedTuple
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config, StateConfig
-from pipeline.config.stages import STAGES
 from pipeline.config.types import refuse_changed
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
@@ -192,7 +191,7 @@ def check(config: Config) -> None:
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes}:
         layout_of(config, nodes * train.tasks_per_node)
-    for name, row in STAGES.items():
+    for name, row in config.rows.items():
         stage, gpus = config.stages.of(name), config.site_of(name).gpus_per_node
         if row.joined and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.per_node:
             key = "site" if stage.gpus_per_node is None else f"stages.{name}"
@@ -202,6 +201,8 @@ def check(config: Config) -> None:
             )
     if config.train.steps is not None:
         check_warmup(config, config.train.steps)
+    if config.publish is not None and config.sweep is not None:
+        raise ValueError("publish is for one training, not for a sweep: leave it out, and `export` the best point")
     if config.train.evaluate_every is not None and config.data.held_out == 0:
         raise ValueError("train.evaluate_every has nothing to look at: data.held_out is 0; hold some out, or leave it")
 

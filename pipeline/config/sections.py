@@ -17,10 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
-from pipeline.config.stages import STAGES, StagesConfig
+from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.types import FilePath, Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
 
@@ -334,29 +335,6 @@ class OptimizerConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """When the training saves and what it keeps."""
-
-    every_steps: PositiveInt = 100
-    """Steps between two checkpoints; the last step is always saved."""
-    keep: PositiveInt = 3
-    """How many of the newest checkpoints are kept."""
-    mode: Literal["sync", "async"] = "async"
-    """`async` writes in the background while training goes on."""
-
-
-class EvaluateConfig(Section):
-    """What is evaluated on the held-out documents."""
-
-    every: Literal["end", "checkpoint"] = "end"
-    """`end`: the newest checkpoint once training is done; `checkpoint`: every checkpoint that is kept."""
-    batch: PositiveInt = 8
-    """Most sequences of one forward pass, fewer (one at least) where their fp32 logits would take more than 2 GiB; it
-    does not change the result's meaning, only its last digits."""
-    max_sequences: PositiveInt | None = None
-    """Evaluate at most so many sequences; null: all held-out text."""
-
-
 class Config(Section):
     """One run of the pipeline."""
 
@@ -384,6 +362,13 @@ class Config(Section):
     """Resources by stage."""
     sweep: SweepConfig | None = None
     """Many trainings that differ in a few values; null: one training."""
+    publish: PublishConfig | None = None
+    """Where the model goes when it is evaluated; null: nowhere."""
+
+    @property
+    def rows(self) -> dict[str, Stage]:
+        """The stages that this config has, by name, in order."""
+        return {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
 
     def site_of(self, stage: str) -> SiteConfig:
         """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the

@@ -36,6 +36,8 @@ class Stage:
     """Whether it goes through `train.steps` on the layout of `parallel`, and leaves checkpoints: its progress is
     counted by them, its steps are in metrics.jsonl, and where jobs cannot be requeued a successor waits from the
     start."""
+    section: str | None = None
+    """The section of the config without which there is no such stage; null: always."""
     patience_s: float = 60.0
     """How long its job waits for another one that runs the same stage of the same run."""
 
@@ -143,6 +145,10 @@ class StagesConfig(Section):
         Stage("pipeline.evaluate.evaluate_stage", needs=("train",), joined=True, per_point=True, patience_s=3600.0),
     ] = StageResources()
     """Evaluation."""
+    publish: Annotated[Resources, Stage("pipeline.publish.publish_stage", needs=("evaluate",), section="publish")] = (
+        Resources()
+    )
+    """Publishing, where there is a section `publish`."""
 
     def of(self, stage: str) -> Resources:
         """What `stage` asks for."""

@@ -72,8 +72,14 @@ def result_words(result: Mapping[str, Any]) -> str:
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     """What a model of one's own measured besides its loss; nothing for text."""
-    known = ("step", "loss", "samples", "entries", "checkpoint", "sha256")
-    return {} if "bits_per_byte" in result else {name: value for name, value in result.items() if name not in known}
+    return {} if "bits_per_byte" in result else {k: value for k, value in figures_of(result).items() if k != "loss"}
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation found, by name."""
+    counts = ("tokens", "bytes") if "bits_per_byte" in result else ("samples", "entries")
+    known = ("step", "checkpoint", "sha256", *counts)
+    return {name: value for name, value in result.items() if name not in known}
 
 
 def held_out_words(line: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def load(stage: str) -> Work:
 
 def own_stages(run: Run) -> list[str]:
     """The stages of this run itself: those of a sweep end where its points begin."""
-    return [stage for stage, row in STAGES.items() if run.config.sweep is None or not row.per_point]
+    return [stage for stage, row in run.config.rows.items() if run.config.sweep is None or not row.per_point]
 
 
 def point_stages() -> list[str]:

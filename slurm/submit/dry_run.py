@@ -16,7 +16,6 @@ from pipeline.config.layout import layout_of
 from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.data.manifest import steps_words
@@ -59,7 +58,7 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
         "",
     ]
     on_slurm = []
-    for stage, row in STAGES.items():
+    for stage, row in config.rows.items():
         wanted, nodes = config.stages.of(stage), ""
         if wanted.most_nodes > 1:
             fewest = f"{wanted.fewest_nodes} to " if wanted.fewest_nodes < wanted.most_nodes else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.site_variables import refuse_unready
@@ -27,7 +26,7 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
         from slurm.submit.sbatch import parameters
 
         refuse_unready(config.site, os.environ)
-        for stage in STAGES:
+        for stage in run.config.rows:
             parameters(run, run.config, stage, None)
     if run.takes_code:
         run.try_code()  # it may take seconds, so it comes last

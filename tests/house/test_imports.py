@@ -33,7 +33,7 @@ def test_rooms_stay_small() -> None:
     modules = sources()
     assert {room(path) for path in modules.values()} == {name for floor in FLOORS for name in floor}
     sizes = Counter(room(path) for path in modules.values())
-    assert max(sizes.values()) <= 15, sizes
+    assert max(sizes.values()) <= 16, "fifteen files, and the __init__ that says what the room is for"
     long = {name: lines for name, path in modules.items() if (lines := len(path.read_text().splitlines())) > 400}
     assert long == {}, "one file, one concern"
 

@@ -1,0 +1,125 @@
+"""The model card of a published version: README.md with the front matter that the Hub reads, and a picture of the loss.
+
+Front matter: huggingface.co/docs/hub/model-cards, with `model-index` for the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from pipeline.base.files import write_atomic
+from pipeline.base.yaml12 import dump
+from pipeline.config.masking import masked
+from pipeline.data.check import manifest_of
+from pipeline.data.manifest import Manifest
+from pipeline.evaluate.result import figures_of
+from pipeline.run import lines
+from pipeline.run.directory import Run
+
+PICTURE = "loss.svg"
+_TOLD = ("model", "data", "train", "optimizer", "parallel")
+"""The sections of the config that a card shows: how the model came about, not where."""
+_WIDTH, _HEIGHT, _EDGE, _POINTS = 640, 240, 48, 400
+
+
+def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
+    """Write README.md and, where steps are recorded, loss.svg into `folder`."""
+    found = {line["step"]: line for line in lines.read(run.metrics, lines.metric) if line["step"] <= step}
+    steps = [found[number] for number in sorted(found)]
+    config, wanted = run.config, run.config.publish
+    assert wanted is not None
+    name = wanted.name or run.config.run.name
+    figures = {} if result is None else figures_of(result)
+    front: dict[str, Any] = {"license": wanted.license} if wanted.license else {}
+    if config.model.target is None:
+        front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if config.model.init_from is not None:
+        front["base_model"] = config.model.init_from.name
+    task = {"type": "text-generation" if config.model.target is None else "other"}
+    metrics = [{"type": key, "name": key, "value": value} for key, value in figures.items()]
+    if metrics:
+        told = {"task": task, "dataset": {"name": "held-out data of the run", "type": "held-out"}, "metrics": metrics}
+        front["model-index"] = [{"name": name, "results": [told]}]
+    sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude={"data": {"source"}})
+    text = [
+        f"---\n{dump(front)}---" if front else "", f"# {name}", wanted.description or "",
+        f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
+        f"Licence of the model: {wanted.license or 'not given'}. Of the data: {wanted.data_license or 'not given'}.",
+        "## Evaluation", _table(figures) if figures else "Not evaluated.", _list("Rules that it kept:", rules),
+        "## Training", _list("", _training(run, steps)), _picture(folder, steps),
+        "## Data", _list("", _data(run)),
+        "## Config", f"What differs from the defaults:\n\n```yaml\n{dump(masked(sections))}```",
+    ]  # fmt: skip
+    write_atomic(folder / "README.md", "\n\n".join(part for part in text if part) + "\n")
+
+
+def _table(figures: Mapping[str, float]) -> str:
+    return "\n".join(
+        ["| figure | value |", "| --- | --- |", *(f"| {key} | {value:.6g} |" for key, value in figures.items())]
+    )
+
+
+def _list(heading: str, entries: Sequence[str]) -> str:
+    if not entries:
+        return ""
+    return (f"{heading}\n\n" if heading else "") + "\n".join(f"- {entry}" for entry in entries)
+
+
+def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is known of how it was trained."""
+    told = [f"code: {run.commit or 'not in git'}", f"seed {run.config.run.seed}, {run.config.train.precision}"]
+    if steps:
+        seconds, ranks = sum(line["step_time_s"] for line in steps), run.config.stages.train.ranks
+        told.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
+        told.append(f"{seconds / 3600:.2f} hours of steps, each counted once, on {ranks} ranks as the config asks")
+    told.append("energy: not measured")
+    return told
+
+
+def _data(run: Run) -> list[str]:
+    """What it was trained on, by hashes."""
+    manifest = manifest_of(run)
+    if isinstance(manifest, Manifest):
+        return [
+            f"{manifest.documents:,} documents",
+            f"{manifest.train_tokens:,} tokens, and {manifest.held_out_tokens:,} held out",
+            f"sources: {', '.join(Path(name).name for name in manifest.source)}",
+            f"tokenizer: sha256 {manifest.tokenizer_sha256}",
+            f"all that shards were made from: {manifest.key}",
+        ]
+    return [f"{Path(entry.file).name}: {entry.samples:,} samples, sha256 {entry.sha256}" for entry in manifest.train]
+
+
+def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the loss over the steps; the line that shows it, "" where there is nothing to draw."""
+    curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
+    if len(curve) < 2:
+        return ""
+    thin = [*curve[:-1][:: -(-len(curve) // _POINTS)], curve[-1]]
+    low, high = min(loss for _, loss in thin), max(loss for _, loss in thin)
+    first, last = thin[0][0], thin[-1][0]
+
+    def at(step: int, loss: float) -> str:
+        x = _EDGE + (step - first) / (last - first) * (_WIDTH - 2 * _EDGE)
+        return f"{x:.1f},{_EDGE + (high - loss) / ((high - low) or 1) * (_HEIGHT - 2 * _EDGE):.1f}"
+
+    label = '<text x="{}" y="{}" text-anchor="{}">{}</text>'
+    labels = [
+        label.format(_EDGE - 4, _EDGE + 4, "end", f"{high:.3f}"),
+        label.format(_EDGE - 4, _HEIGHT - _EDGE, "end", f"{low:.3f}"),
+        label.format(_EDGE, _HEIGHT - _EDGE + 18, "middle", first),
+        label.format(_WIDTH - _EDGE, _HEIGHT - _EDGE + 18, "middle", last),
+        label.format(_WIDTH / 2, _HEIGHT - _EDGE + 34, "middle", escape("optimizer steps")),
+        label.format(_WIDTH / 2, _EDGE - 18, "middle", "training loss (nats)"),
+    ]
+    line = " ".join(at(*point) for point in thin)
+    write_atomic(
+        folder / PICTURE,
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(labels)}'
+        f'<polyline points="{line}" fill="none" stroke="#1f6fb4" stroke-width="1.5"/></svg>\n',
+    )
+    return f"![training loss over optimizer steps]({PICTURE})"

@@ -1,0 +1,168 @@
+"""Publishing: one whole version or none, whatever rule fails and wherever it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place
+from pipeline.config.read import ConfigError, load_config
+from pipeline.publish import publish_stage
+from pipeline.run.directory import Run
+from tests.support.ranks import place, run_ranks
+from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
+
+KILLED = 9
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of a few steps, evaluated."""
+    run = make_run(tmp_path_factory.mktemp("trained"), "tiny", ("train.steps=3", "stages.train.tasks_per_node=1"))
+    assert run_ranks(1, stage_rank, run.path, "train") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    return run
+
+
+@pytest.fixture
+def wanted(trained: Run, tmp_path: Path) -> Any:
+    """The run with other values under `publish`, and nothing published."""
+
+    def change(**values: Any) -> Run:
+        (trained.path / "published.json").unlink(missing_ok=True)
+        trained.change(["publish=null"])
+        trained.change([f"publish={json.dumps({'to': str(tmp_path / 'models'), **values})}"])
+        return Run.open(trained.path)
+
+    return change
+
+
+def publish(run: Run) -> Exit:
+    return publish_stage.main(run, place(0, 1, 1), {}, HarmlessFlag())
+
+
+def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rules = {"bits_per_byte": {"max": 50}, "loss": {"min": 0.1}}
+    run = wanted(license="apache-2.0", data_license="CC0", description="A test.", rules=rules, name="small")
+    assert publish_stage.missing(run) == "step 3 is not published"
+    assert publish(run) == Exit.DONE
+    assert publish_stage.missing(run) is None
+    version = tmp_path / "models/small/step-00000003"
+    assert publish_stage.progress(run).words == str(version)
+    checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=version, capture_output=True, timeout=30)
+    assert checked.returncode == 0
+    named = {line.split("  ")[1] for line in (version / "SHA256SUMS").read_text().splitlines()}
+    assert named == {path.name for path in version.iterdir()} - {"SHA256SUMS"}
+    card = (version / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["license"] == "apache-2.0" and front["pipeline_tag"] == "text-generation"
+    found = {each["name"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]}
+    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    assert found["bits_per_byte"] == result["bits_per_byte"] and f"max {50}" in card and "CC0" in card
+    assert (
+        "3 steps, last loss" in card and "![training loss" in card and "<polyline" in (version / "loss.svg").read_text()
+    )
+    AutoModelForCausalLM.from_pretrained(version)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+    assert publish(run) == Exit.DONE
+    assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+
+
+def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_path: Path) -> None:
+    run = wanted(rules={"bits_per_byte": {"max": 0.01}, "loss": {"max": 100.0}})
+    with pytest.raises(UserError, match=r"nothing was published, step 3 .*: bits_per_byte \d+\.\d+, max 0.01$"):
+        publish(run)
+    with pytest.raises(UserError, match=r"publish.rules.accuracy: .*no such figure; it has loss, perplexity, bits_per"):
+        publish(wanted(rules={"accuracy": {"min": 0.5}}))
+    assert not (tmp_path / "models").exists()
+    assert publish(wanted(no_worse_than=str(run.path))) == Exit.DONE, "as good as itself"
+    better = tmp_path / "better"
+    (better / "evaluation").mkdir(parents=True)
+    (better / "checkpoints").symlink_to(run.checkpoints)
+    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    result = publish_stage.seal({**result, "bits_per_byte": result["bits_per_byte"] / 2})
+    (better / "evaluation/step-00000003.json").write_text(json.dumps(result))
+    with pytest.raises(UserError, match=r"bits per byte \d\.\d+, no worse than \d\.\d+ of better"):
+        publish(wanted(no_worse_than=str(better), name="second"))
+    with pytest.raises(UserError, match="has no evaluation"):
+        publish_stage.look(wanted(no_worse_than=str(tmp_path)))
+
+
+def killed_rank(where: Place, path: Path, after: int) -> int:
+    """Publish, and die in place of the call number `after` that makes something durable or gives it its name."""
+    left = after
+
+    def dying(call: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(KILLED)
+            return call(*arguments, **options)
+
+        return counted
+
+    os.fsync, os.rename, os.replace = dying(os.fsync), dying(os.rename), dying(os.replace)
+    return stage_rank(where, path, "publish")
+
+
+def test_killed_anywhere_there_is_one_version_or_none(wanted: Any, tmp_path: Path) -> None:
+    """In every call that makes a file durable or names it, one process after the other, until one gets through."""
+    run = wanted()
+    folder, died = tmp_path / "models/tiny", 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            os._exit(killed_rank(place(0, 1, 1), run.path, died))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        whole = [name for name in names if not name.startswith(".")]
+        if code == Exit.DONE:
+            break
+        assert code == KILLED and whole in ([], ["step-00000003"])
+        if whole:
+            assert publish_stage.missing(run) is None
+        died += 1
+    assert died > 12 and names == ["step-00000003"]
+    assert (
+        subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=folder / names[0], timeout=30).returncode == 0
+    )
+
+
+def test_a_command_of_ones_own_runs_once_it_is_published_until_it_ends_well(wanted: Any, tmp_path: Path) -> None:
+    command = f"cat README.md > /dev/null && echo x >> {tmp_path}/calls && test -e {tmp_path}/works"
+    run = wanted(run=command)
+    with pytest.raises(UserError, match=r"publish.run ended with code 1 in .*step-00000003, which is published"):
+        publish(run)
+    assert publish_stage.missing(run) == "publish.run has not ended well yet"
+    (tmp_path / "works").touch()
+    assert publish(run) == publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    assert (tmp_path / "calls").read_text() == "x\nx\n"
+
+
+def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:
+    taken = tmp_path / "models/tiny/step-00000003"
+    taken.mkdir(parents=True)
+    (taken / "precious").touch()
+    with pytest.raises(UserError, match="is there already and is not of this run's checkpoint"):
+        publish(wanted())
+    assert [path.name for path in taken.iterdir()] == ["precious"]
+
+
+def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    assert "publish" not in load_config(config).rows
+    assert list(load_config(config, ["publish.to=models"]).rows)[-1] == "publish"
+    with pytest.raises(ConfigError, match="publish is for one training, not for a sweep"):
+        load_config(config, ["publish.to=models", "sweep={grid: {optimizer.lr: [0.1, 0.2]}}"])
+    with pytest.raises(ConfigError, match=r"publish.rules.loss: give max, min or both"):
+        load_config(config, ["publish={to: models, rules: {loss: {}}}"])
