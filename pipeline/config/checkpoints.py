@@ -34,6 +34,15 @@ class EvaluateConfig(Section):
     does not change the result's meaning, only its last digits."""
     max_sequences: PositiveInt | None = None
     """Evaluate at most so many sequences; null: all held-out text."""
+    tasks: Path | list[Path] = Field(default_factory=list)
+    """Files of questions with choices or answers, jsonl (pipeline/evaluate/task_files.py); figures have their names."""
+    answer_tokens: PositiveInt = 32
+    """Most tokens of a free answer."""
+
+    @property
+    def task_files(self) -> list[Path]:
+        """As a list."""
+        return self.tasks if isinstance(self.tasks, list) else [self.tasks]
 
 
 class Bounds(Section):

@@ -201,6 +201,8 @@ def check(config: Config) -> None:
             )
     if config.train.steps is not None:
         check_warmup(config, config.train.steps)
+    if config.evaluate.task_files and (config.data.held_out == 0 or config.model.target is not None):
+        raise ValueError("evaluate.tasks goes with held-out text: not with data.held_out 0, and not with model.target")
     if config.publish is not None and config.sweep is not None:
         raise ValueError("publish is for one training, not for a sweep: leave it out, and `export` the best point")
     if config.train.evaluate_every is not None and config.data.held_out == 0:

@@ -44,8 +44,9 @@ _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
-    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"), ("publish", "to"),
-    ("publish", "no_worse_than"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"),
+    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"), ("evaluate", "tasks"),
+    ("publish", "to"), ("publish", "no_worse_than"), ("sweep", "grid", "model.init_from"),
+    ("sweep", "random", "model.init_from"),
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 

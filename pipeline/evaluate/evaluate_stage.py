@@ -12,6 +12,7 @@ from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, saved_steps
 from pipeline.evaluate.result import figure, newest_result, read_result
+from pipeline.evaluate.task_files import names, read_task
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
@@ -45,6 +46,13 @@ def missing(run: Run) -> str | None:
     if not steps:
         return "there is no checkpoint yet"
     return f"step {without[0]} is not evaluated" if without else None
+
+
+def look(run: Run) -> None:
+    """Raise UserError for tasks that are none."""
+    files = run.config.evaluate.task_files
+    for _, file in zip(names(files), files, strict=True):
+        read_task(file)
 
 
 def progress(run: Run) -> Progress:

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.base.errors import CheckpointError
@@ -29,10 +30,12 @@ from pipeline.checkpoint import saved
 from pipeline.checkpoint.identity import identity, refuse_other, source_identity
 from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
+from pipeline.config.hugging_face import TOKENIZER
 from pipeline.data.check import verify_shards
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
 from pipeline.evaluate.result import result_file, result_words
+from pipeline.evaluate.tasks import TaskFile
 from pipeline.model.task import DTYPES, task_of
 from pipeline.parallel.data_parallel import shard
 from pipeline.resilience.stop import Agreement
@@ -85,6 +88,12 @@ class Evaluator:
             self.held_out = TextHeldOut(run, manifest, limit, world.device)
         else:
             self.held_out = SampleHeldOut(task, manifest, limit, world.device)
+        self.tasks: list[TaskFile] = []
+        if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
+            tokenizer = Tokenizer.from_file(str(run.data / TOKENIZER))
+            length, most = config.data.sequence_length, config.evaluate.answer_tokens
+            options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
+            self.tasks = [TaskFile(file, *options) for file in config.evaluate.task_files]
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
@@ -115,7 +124,19 @@ class Evaluator:
 
         None where the ranks agreed to stop, unless it goes `to_the_end`.
         """
-        size, count = self.batch, self.held_out.count
+        found = self._measured(self.held_out, self.batch, step, to_the_end)
+        for task in self.tasks:
+            if found is not None:
+                more = self._measured(task, task.batch, step, to_the_end)
+                found = None if more is None else found | more
+        self.watchdog.enter(step, "start")  # what comes now, another checkpoint too, depends on storage
+        return None if found is None else {"step": step, **found}
+
+    def _measured(
+        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, size: int, step: int, to_the_end: bool
+    ) -> dict[str, Any] | None:
+        """What the sums of all batches of `size` come to; None where the ranks agreed to stop."""
+        count = held_out.count
         batches = -(-count // size)
         mine: dict[int, dict[str, float]] = {}
         for first in range(0, batches, self.world.size):
@@ -124,17 +145,16 @@ class Evaluator:
             self.agreement.start()
             number = first + self.world.rank
             if number < batches:
-                mine[number] = self.held_out.sums(self.model, number * size, min((number + 1) * size, count))
+                mine[number] = held_out.sums(self.model, number * size, min((number + 1) * size, count))
             elif self.split:  # the others gather weights from this rank too
-                self.held_out.sums(self.model, 0, 1)
+                held_out.sums(self.model, 0, 1)
             if self.agreement.stop() and not to_the_end:
                 return None
             if self.within is None:  # the limits of a training follow its steps
                 self.watchdog.stepped(time.monotonic() - began)
                 if self.world.first and first // self.world.size % 10 == 0:
                     print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
-        self.watchdog.enter(step, "start")  # what comes now, another checkpoint too, depends on storage
         merged: dict[int, dict[str, float]] = {}
         for part in groups.agree(self.group, lambda: mine):
             merged |= part
-        return {"step": step, **self.held_out.result([merged[number] for number in range(batches)])}
+        return held_out.result([merged[number] for number in range(batches)])

@@ -18,6 +18,8 @@ from pipeline.run.lines import number
 
 TEXT_FIGURES = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """What an evaluation on text has besides its loss."""
+TASK_FIGURES = (".accuracy", ".accuracy_norm")
+"""How the names of what tasks came to end; standard errors and counts stand beside them."""
 HELD_OUT = "held_out_"
 """What precedes the name of each figure that a training takes of held-out data (`train.evaluate_every`)."""
 
@@ -61,18 +63,22 @@ def newest_result(run: Run) -> dict[str, Any] | None:
 def result_words(result: Mapping[str, Any]) -> str:
     """An evaluation in one line, text against the unigram figure."""
     words = f"step {result['step']}: held-out loss {result['loss']:.4f}"
+    more = "".join(f", {name} {value:.4f}" for name, value in metrics_of(result).items())
     if "bits_per_byte" not in result:
-        return words + "".join(f", {name} {value:.4f}" for name, value in metrics_of(result).items())
+        return words + more
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (
         f"{words}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
-        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}"
+        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}{more}"
     )
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """What a model of one's own measured besides its loss; nothing for text."""
-    return {} if "bits_per_byte" in result else {k: value for k, value in figures_of(result).items() if k != "loss"}
+    """What a model of one's own measured besides its loss; of text what its tasks came to."""
+    figures = figures_of(result)
+    if "bits_per_byte" in result:
+        return {name: value for name, value in figures.items() if "." in name and name.endswith(TASK_FIGURES)}
+    return {name: value for name, value in figures.items() if name != "loss"}
 
 
 def figures_of(result: Mapping[str, Any]) -> dict[str, float]:

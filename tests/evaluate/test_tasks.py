@@ -1,0 +1,155 @@
+"""Tasks: scores against a plain reference with transformers, on any number of ranks; files that are none."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.config.read import ConfigError, load_config
+from pipeline.evaluate import evaluate_stage
+from pipeline.evaluate.result import result_words
+from pipeline.evaluate.task_files import names, read_task
+from pipeline.evaluate.tasks import TaskFile
+from pipeline.publish.export import export
+from pipeline.run.directory import Run
+from tests.support.ranks import run_ranks
+from tests.support.tiny import WORDS, make_run, stage_rank
+
+TRAIN = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
+
+
+def write_tasks(folder: Path) -> tuple[Path, Path]:
+    """Choices of other lengths, prompts that are empty, end with a blank or are longer than a window; words to say."""
+    draw = random.Random(4)
+    lines = []
+    for number in range(23):
+        prompt = ["", "the model ", " ".join(WORDS * 9)][number] if number < 3 else " ".join(draw.choices(WORDS, k=6))
+        choices = [" ".join(draw.choices(WORDS, k=draw.randint(1, 4))) for _ in range(draw.randint(2, 4))]
+        lines.append({"prompt": prompt, "choices": choices, "answer": draw.randrange(len(choices))})
+    chosen, free = folder / "chosen.jsonl", folder / "free.jsonl"
+    chosen.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    free.write_text("".join(json.dumps({"prompt": line["prompt"], "answer": "x"}) + "\n" for line in lines[3:9]))
+    return chosen, free
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("tasks")
+    chosen, free = write_tasks(folder)
+    run = make_run(folder, "tiny", (*TRAIN, f"evaluate.tasks=[{chosen}, {free}]"))
+    assert run_ranks(1, stage_rank, run.path, "train") == [Exit.DONE]
+    return run
+
+
+def reference(folder: Path, length: int, items: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """What transformers' model thinks likeliest of each item, plain and for its length: one row at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    plain, normed = [], []
+    for item in items:
+        scores = []
+        for choice in item["choices"]:
+            bare = item["prompt"].rstrip()
+            whole = tokenizer(f"{bare} {choice}", add_special_tokens=False).input_ids
+            count = len(whole) - len(tokenizer(bare, add_special_tokens=False).input_ids)
+            row = torch.tensor([tokenizer.eos_token_id, *whole] if not bare else whole)[-length - 1 :]
+            with torch.no_grad():
+                logits = model(row[None, :-1]).logits[0].double().log_softmax(-1)
+            scores.append(sum(logits[at - 1, row[at]].item() for at in range(len(row) - count, len(row))))
+        plain.append(max(range(len(scores)), key=scores.__getitem__))
+        normed.append(max(range(len(scores)), key=lambda at: scores[at] / len(item["choices"][at])))
+    return plain, normed
+
+
+def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:
+    export(trained, tmp_path / "out", None, "fp32")
+    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [Exit.DONE]
+    file = next(trained.evaluation.glob("*.json"))
+    result = json.loads(file.read_text())
+    items = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
+    for key, found in zip(("accuracy", "accuracy_norm"), reference(tmp_path / "out", 32, items), strict=True):
+        right = sum(one == item["answer"] for one, item in zip(found, items, strict=True))
+        share = right / len(items)
+        assert result[f"chosen.{key}"] == pytest.approx(share)
+        assert result[f"chosen.{key}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(items) - 1)))
+    assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
+    assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in result_words(result)
+    for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # split over ranks, and each a part of the model
+        run = trained
+        run.change([f"stages.evaluate.tasks_per_node={ranks}", *more])
+        kept = file.read_bytes()
+        file.unlink()
+        assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [Exit.DONE] * ranks
+        assert file.read_bytes() == kept
+
+
+def test_a_blank_before_a_choice_is_the_choices(trained: Run) -> None:
+    """A token may hold the blank before a word, so it is not the prompt's, whether the prompt ends with one or not."""
+    tokenizer = Tokenizer.from_file(str(trained.data / "tokenizer.json"))
+    task = TaskFile(trained.config.evaluate.task_files[0], tokenizer, 0, 32, 8, 3, together=False)
+    for number in (1, 5):
+        item = task.items[number]
+        for choice, (ids, count) in zip(item.choices, task._pairs[number], strict=True):
+            assert tokenizer.decode(ids[-count:]) == " " + choice
+
+
+def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path) -> None:
+    """A file whose answers are what transformers says, but for one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export(trained, tmp_path / "out", None, "fp32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    lines = [json.loads(line) for line in trained.config.evaluate.task_files[1].read_text().splitlines()]
+    for line in lines[1:]:
+        ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False).input_ids[:, -29:]
+        new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        line["answer"] = tokenizer.decode(new, skip_special_tokens=True).strip()
+        assert line["answer"]
+    file = tmp_path / "said.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = make_run(tmp_path, "other", (*TRAIN, f"evaluate.tasks={file}"), trained.data)
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(trained.checkpoints)
+    assert run_ranks(2, stage_rank, run.path, "evaluate") == [Exit.DONE] * 2
+    assert json.loads(next(run.evaluation.glob("*.json")).read_text())["said.accuracy"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[]", r"task.jsonl:2: a line is"),
+        ('{"prompt": 3, "answer": "x"}', r"task.jsonl:2: a line is"),
+        ('{"prompt": "a", "choices": ["x"], "answer": 0}', "choices should be a list of two texts or more"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": 2}', "the number of a choice, 0 to 1"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": true}', "the number of a choice, 0 to 1"),
+        ('{"prompt": "a", "answer": " "}', "answer should be a text"),
+        ('{"prompt": "a", "answer": "b", "label": 1}', "there is no key label"),
+        ('{"prompt": "a", "answer": "b"}', "with and without choices: make two files"),
+        ('{"prompt": "a", "choices": ["x', "a line is"),
+    ],
+)
+def test_lines_that_are_no_items_are_named(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "task.jsonl"
+    file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n' + line)
+    with pytest.raises(UserError, match=words):
+        read_task(file)
+
+
+def test_tasks_are_looked_at_before_anything_is_made(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tiny", ("evaluate.tasks=missing.jsonl",))
+    with pytest.raises(UserError, match=r"evaluate.tasks: cannot read .*missing.jsonl: No such file"):
+        evaluate_stage.look(run)
+    with pytest.raises(UserError, match="two files are called a"):
+        names([Path("x/a.jsonl"), Path("y/a.jsonl")])
+    with pytest.raises(ConfigError, match=r"not with data\.held_out 0"):
+        load_config(tmp_path / "tiny.yaml", ["evaluate.tasks=a.jsonl", "data.held_out=0"])
