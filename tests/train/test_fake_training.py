@@ -1,0 +1,160 @@
+"""Trainings on a fake GPU (tests/fake_gpu), for `make test-gpu-fake`: what they hold, send, compile and choose."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.place import local_environment
+from tests.fake_gpu.start import Start, place_of, read
+from tests.support.ranks import PORTS
+from tests.support.tiny import digest, make_run
+
+pytestmark = pytest.mark.gpu_fake
+
+ALL_BF16 = "optimizer.state={master: none, moments: bf16}"
+ALL_FP32 = "optimizer.state={master: fp32, moments: fp32}"
+RECOMPUTE = "parallel.activation_checkpointing"
+UNTIED = "model.tie_word_embeddings=false"
+WHOLE = "train.loss_chunk=null"
+
+# State is weights, gradients and two moments. 8B: 8,030,261,248 parameters, 89.7 GiB at 12 B each. 1B: 1,235,814,400,
+# or 1,498,482,688 with an output layer of its own. Beside it lie, at 8B with 8,192 tokens a micro-batch: what 32 blocks
+# keep that are compiled and recompute selectively, 27.0 GiB (of a token 43,008 values of products and 4,096 of
+# attention in bf16, an input of 4,096 in fp32, 128 B of attention's), or 25.0 with the input in bf16; of a loss in
+# chunks the output layer's gradient in fp32, 2.0 GiB, and its copy in bf16, 1.0; of whole logits three times
+# 4 B × 128,256 a token, 11.7. In bf16 attention is cuDNN's, whose own workspace is not known and counts nothing.
+PEAKS = {
+    ("lm-8b-1gpu",): (12, 120.12),
+    ("lm-8b-1gpu", ALL_BF16): (8, 87.13),
+    ("lm-8b-1gpu", ALL_BF16, f"{RECOMPUTE}=full"): (8, 66.10),
+    ("lm-8b-1gpu", ALL_BF16, WHOLE): (8, 94.84),
+    ("lm-8b-1gpu", WHOLE, "train.micro_batch=1"): (12, 109.28),
+    ("lm-8b-1gpu", ALL_FP32, f"{RECOMPUTE}=full", "train.micro_batch=1"): (16, 126.81),
+    ("lm-8b-1gpu", "train.compile=false"): (12, 130.37),
+    ("lm-1b",): (16, 45.13),
+    ("lm-1b", WHOLE): (16, 65.49),
+    ("lm-1b", UNTIED): (16, 49.04),
+    ("lm-1b", f"{RECOMPUTE}=selective", "train.micro_batch=8"): (16, 45.11),
+    ("lm-1b", "optimizer.state={moments: bf16}"): (12, 40.53),
+    ("lm-1b", ALL_BF16): (8, 32.53),
+}
+"""Config and what is changed of it: bytes of state a parameter, and the peak in GiB."""
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where what is compiled is kept for all tests: the same blocks again and again."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("graphs"))}
+
+
+@pytest.mark.parametrize("row", PEAKS, ids=" ".join)
+def test_the_most_memory_that_a_step_takes(start: Start, graphs: dict[str, str], row: tuple[str, ...]) -> None:
+    width, most = PEAKS[row]
+    command = ["-W", "ignore", "-m", "benchmarks.gpu.speed", "1", f"configs/{row[0]}.yaml", *row[1:]]
+    (said,) = start.together([command], [graphs], timeout=400.0)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert found["allocated_gib"] == pytest.approx(most, rel=0.01)
+    assert width * found["parameters"] / 2**30 < found["allocated_gib"] < found["reserved_gib"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_blocks_are_compiled_once_and_for_this_gpu(start: Start, recompute: str) -> None:
+    cache = start.folder / "graphs"
+    (calls,) = start(("compiled", recompute), TORCHINDUCTOR_CACHE_DIR=str(cache))
+    (counted,) = place_of(calls, "note")
+    assert calls[counted].rest == ("graphs", "1", "breaks", "0"), "four blocks are one kind"
+    binaries = list(cache.rglob("*.cubin"))
+    assert len(binaries) >= 4
+    for binary in binaries:
+        content = binary.read_bytes()
+        machine, flags = struct.unpack_from("<H", content, 18)[0], struct.unpack_from("<I", content, 48)[0]
+        assert content[:4] == b"\x7fELF" and machine == 190, "EM_CUDA, what ptxas makes"
+        assert flags >> 8 & 0xFF == 90 and ".target sm_90" in binary.with_suffix(".ptx").read_text()
+
+
+def test_attention_is_never_the_one_that_holds_all_scores(start: Start) -> None:
+    (calls,) = start(("attention",))
+    taken = [call.rest for call in calls if call.word == "note"]
+    ways = {"bf16": "cudnn", "fp16": "cudnn", "fp32": "efficient"}
+    assert taken == [
+        (precision, f"_scaled_dot_product_{way}_attention{direction}")
+        for precision, way in ways.items()
+        for direction in ("", "_backward")
+    ]
+
+
+STEPS, MICRO = 3, 8
+"""The eight micro-batches of a step are four of each rank where data parallel ones share them."""
+VALUES = 50_080
+"""Parameters: two tables of 300 × 32; two blocks of 3,072 (attention), 3 × 32 × 128 and 64 (norms); a norm of 32."""
+THIN = 2 * 2 * (300 + 32) + 2 * (2 * (2 * 64 + 2 * 48) + 3 * 2 * (32 + 128) + 64) + 32
+"""What PowerSGD of rank 2 sends of them: two columns and two rows of each matrix; vectors as they are."""
+SPARSE = 2 * (2 * 960 + 2 * (2 * 103 + 2 * 52 + 3 * 410) + 5 * 4)
+"""What a tenth of each parameter is, rounded up: places and values."""
+HIDDEN = 32 * 32 // 2
+"""A rank's half of the hidden states of a micro-batch: 32 tokens of width 32."""
+BF16, COMPILE = "train.precision=bf16", "train.compile=true"
+
+# DDP and its hooks reduce once more before the first step, to settle the buckets; one GPU of ZeRO has half of all
+# parameters, and level 1 adds gradients up before it reduces them. Tensor parallel: two blocks, each with attention and
+# MLP, whose sums go out in bf16; the embedding's come in fp32.
+TRAININGS: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
+    "ddp": ((BF16,), {("all-reduce", "fp32"): (STEPS + 1) * VALUES}),
+    "zero 1": (("parallel.zero=1", BF16), {("reduce-scatter", "fp32"): STEPS * VALUES // 2}),
+    "zero 2": (("parallel.zero=2", BF16), {("reduce-scatter", "fp32"): STEPS * MICRO // 2 * VALUES // 2}),
+    "zero 3": (("parallel.zero=3", BF16), {("reduce-scatter", "fp32"): STEPS * MICRO // 2 * VALUES // 2}),
+    "zero 3, compiled": (
+        ("parallel.zero=3", BF16, COMPILE, f"{RECOMPUTE}=selective"),
+        {("reduce-scatter", "fp32"): STEPS * MICRO // 2 * VALUES // 2},
+    ),
+    "tensor 2": (
+        ("parallel.tensor=2", BF16),
+        {("reduce-scatter", "bf16"): STEPS * MICRO * 4 * HIDDEN, ("all-gather", "bf16"): STEPS * MICRO * 4 * HIDDEN},
+    ),
+    "tensor 2, compiled": (
+        ("parallel.tensor=2", BF16, COMPILE),
+        {("reduce-scatter", "bf16"): STEPS * MICRO * 4 * HIDDEN, ("all-gather", "bf16"): STEPS * MICRO * 4 * HIDDEN},
+    ),
+    "hook fp16": (("parallel.hook={kind: fp16}",), {("all-reduce", "fp16"): (STEPS + 1) * VALUES}),
+    "hook bf16": (("parallel.hook={kind: bf16}",), {("all-reduce", "bf16"): (STEPS + 1) * VALUES}),
+    "hook powersgd": (
+        ("parallel.hook={kind: powersgd, rank: 2, warmup_steps: 1}",),
+        {("all-reduce", "fp32"): 2 * VALUES + (STEPS - 1) * THIN},
+    ),
+    "hook topk": (
+        ("parallel.hook={kind: topk, ratio: 0.1}",),
+        {("all-reduce", "fp32"): 0, ("all-gather", "int32"): (STEPS + 1) * SPARSE},
+    ),
+    "fp16": (("train.precision=fp16",), {("all-reduce", "fp32"): (STEPS + 1) * VALUES}),
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("prepared")).data
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_on_two_gpus(start: Start, prepared: Path, graphs: dict[str, str], name: str) -> None:
+    """Through its own door, `python -m pipeline train RUN`; without the check of devices, for nothing multiplies."""
+    overrides, wanted = TRAININGS[name]
+    more = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "recovery.preflight=false")
+    run = make_run(start.folder, overrides=(*overrides, *more), data=prepared)
+    logs, port = [start.folder / f"log-{rank}" for rank in range(2)], next(PORTS)
+    envs = [graphs | local_environment(rank, 2, port) | {"FAKE_GPU_LOG": str(log)} for rank, log in enumerate(logs)]
+    start.together([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
+    assert [line["step"] for line in map(json.loads, run.metrics.read_text().splitlines())] == [1, 2, 3]
+    manifest = json.loads((run.checkpoints / "step-00000003/manifest.json").read_text())
+    assert digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
+    for rank, calls in enumerate(map(read, logs)):
+        assert {call.device for call in calls} == {rank}
+        sent: Counter[tuple[str, str]] = Counter()
+        for call in calls:
+            if call.word in ("all-reduce", "all-gather", "reduce-scatter"):
+                sent[call.word, call.rest[1]] += int(call.rest[0])
+        assert {key: sent[key] for key in wanted} == wanted, sent
