@@ -192,8 +192,9 @@ def attention() -> None:
             return func(*args, **(kwargs or {}))
 
     world = join()
+    model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
     for precision in ("bf16", "fp16", "fp32"):
-        config = tiny_config(1, train={"precision": precision}, model={"dim": 256, "heads": 4, "layers": 1})
+        config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
         with Noting():
             engine.backward({"tokens": batches(config)[0][:2].to(world.device)}, 1)
