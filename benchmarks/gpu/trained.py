@@ -69,7 +69,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         folder = Path(made)
         more = [*ALONE, *overrides, *words(folder, vocab, (wanted + 4) * batch * (length + 1))]
-        more += [f"train.global_batch={batch}", "train.steps=1000", "optimizer.warmup_steps=10", "data.held_out=0.05"]
+        more += [f"train.global_batch={batch}", "train.steps=1000", "optimizer.warmup_steps=10", "data.held_out=0"]
         for name in ("prepare", "shard"):
             stage(name, config_file, *more)
         run = folder / "runs/trained"
