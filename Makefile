@@ -63,7 +63,7 @@ test-long: check
 
 test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 	CUDA_PYTHON=$(or $(CUDA_PYTHON),$(CURDIR)/.venv-cuda/bin/python) \
-		$(BIN)/python -m pytest -m gpu_fake tests/train/test_fake_gpu.py
+		$(BIN)/python -m pytest -m gpu_fake tests/train
 
 test-mpich: check .venv-mpich/.installed
 	.venv-mpich/bin/python -m pytest -m "not gpu_fake" tests/mpi tests/slurm/supervise/test_mpi_launch.py

@@ -13,6 +13,7 @@ Without a GPU everything runs on the CPU if `--model small` asks for a small mod
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,9 +25,11 @@ peak. N: all parameters, the embedding too; L layers, H heads of width Q, T toke
 causal mask, nothing for what is recomputed (pipeline/model/decoder.py, `flops_per_token`). The second MFU leaves an
 embedding of its own out of N, for it is only looked up. The bar: 57.8 % (54.5 % by the second) for 8.03 billion
 parameters on one H200, 10,471 tokens/s, with states in bf16; the aim: 65 % by the first, with fp32 weights kept."""
+FAKE = "FAKE_GPUS" in os.environ
+"""Whether the GPU is not there (tests/fake_gpu): nothing is computed, and the check of nodes would find it broken."""
 ALONE = (
     "parallel.data=auto", "parallel.zero=0", "parallel.tensor=1", "parallel.pipeline=1", "stages.train.nodes=1",
-    "stages.train.tasks_per_node=1",
+    "stages.train.tasks_per_node=1", f"recovery.preflight={str(not FAKE).lower()}",
 )  # fmt: skip
 SMALL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",

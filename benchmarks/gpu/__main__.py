@@ -39,9 +39,13 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
     kept = row("weights fp32, moments bf16, selective")
     yield kept
+    yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
+              "train.micro_batch=1")  # fmt: skip
     yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
     yield row("all bf16, selective", BF16)
-    yield row("fp8, weights fp32, moments bf16, selective", "train.precision=fp8")
+    for scales in ("rowwise", "tensorwise"):
+        yield row(f"fp8 {scales}, weights fp32, moments bf16, selective", "train.precision=fp8",
+                  f"train.fp8_scales={scales}")  # fmt: skip
     yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), ONE_GPU, *model))
     yield row("weights fp32, moments bf16, selective, whole logits, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
@@ -71,7 +75,7 @@ def rows_correct(model: tuple[str, ...]) -> Iterator[Row]:
 
 
 def measure(row: Row, limit_s: float) -> dict[str, Any]:
-    """What a row's process prints last; `failed`: a few words where it did not come to that."""
+    """What a row's process prints last; `failed`: a few words where it did not come to that (a wrong answer did)."""
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
     began = time.monotonic()
     try:
@@ -82,19 +86,20 @@ def measure(row: Row, limit_s: float) -> dict[str, Any]:
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1]) | took
     print(done.stderr[-3000:], file=sys.stderr, flush=True)
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit {done.returncode}"]
+    said = [line for line in done.stderr.splitlines() if line.strip() and "Warning: " not in line]
+    said = said or [f"exit {done.returncode}"]
     return {"failed": "out of memory" if "OutOfMemoryError" in done.stderr else said[-1][:200]} | took
 
 
 def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
-    """Measure the rows one after the other until the time is over; whether none failed."""
+    """Measure the rows one after the other until the time is over; whether none failed or was wrong."""
     end = time.monotonic() + limit_s
     well = True
     with file.open("a") as lines:
         for row in rows:
             left = end - time.monotonic()
             found = measure(row, left) if left > SHORTEST_S else {"failed": "no time was left"}
-            well &= "failed" not in found
+            well &= not found.keys() & {"failed", "wrong"}
             lines.write(json.dumps({"row": row.name, **found}) + "\n")
             lines.flush()
             os.fsync(lines.fileno())

@@ -9,8 +9,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ASKING = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "caffe2_nvrtc")
 """torch's libraries that call CUDA."""
-OURS = re.compile(r"cuda[A-Z]|__cuda|cu[A-Z]|cublas|nccl[A-Z]|cusolver|cusparse|cufft|curand")
-REAL = {"ncclGetErrorString", "ncclGetVersion", "ncclGetLastError", "cublasGetVersion_v2", "cublasLtGetVersion"}
+OURS = re.compile(r"cuda[A-Z]|__cuda|cu[A-Z]|cublas|cudnn[A-Z]|nccl[A-Z]|cusolver|cusparse|cufft|curand")
+REAL = {
+    "ncclGetErrorString", "ncclGetVersion", "ncclGetLastError", "cublasGetVersion_v2", "cublasLtGetVersion",
+    "cudnnGetVersion", "cudnnGetProperty", "cudnnGetCudartVersion", "cudnnGetErrorString", "cudnnGetLastErrorString",
+}  # fmt: skip
 """What the real libraries answer without a GPU."""
 
 
@@ -22,18 +25,20 @@ def build(python: Path, folder: Path) -> Path:
     for name in ASKING:
         lines = _run("nm", "-D", "--undefined-only", torch / "lib" / f"lib{name}.so").splitlines()
         asked |= {line.split()[-1].partition("@")[0] for line in lines}
+    triton = torch.parent / "triton/backends/nvidia"
+    asked |= set(re.findall(r"\bcu[A-Z]\w+(?=\()", (triton / "driver.c").read_text()))
     written = set(re.findall(r"^CALL .*?(\w+)\(", (HERE / "runtime.c").read_text(), re.MULTILINE))
     rest = sorted(name for name in asked - written - REAL if OURS.match(name))
     (folder / "rest.c").write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in rest))
     headers = next(torch.parent.glob("nvidia/*/include/cuda_runtime_api.h")).parent
     if not (headers / "crt").exists():  # CUDA 13's wheels leave them out; Triton brings them
         (folder / "include").mkdir()
-        (folder / "include" / "crt").symlink_to(torch.parent / "triton/backends/nvidia/include/crt")
+        (folder / "include" / "crt").symlink_to(triton / "include/crt")
     # one library for both: where torch asks for the driver by its name, the one that is loaded already will do
     library = folder / "libcuda.so.1"
-    include = [f"-I{headers}", f"-I{folder / 'include'}"]
+    include = [f"-I{headers}", f"-I{folder / 'include'}", f"-I{torch.parent / 'nvidia/cudnn/include'}"]
     how = ["-O1", "-w", "-shared", "-fPIC", *include, "-Wl,-soname,libcuda.so.1"]
-    _run("gcc", *how, HERE / "runtime.c", folder / "rest.c", "-o", library, "-lpthread")
+    _run("gcc", *how, HERE / "runtime.c", folder / "rest.c", "-o", library, "-lpthread", "-ldl")
     return library
 
 

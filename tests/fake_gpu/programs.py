@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import gpus, groups
@@ -163,6 +164,40 @@ def lean(chunk: str) -> None:
         engine.clip(1.0)
         engine.update(1.0)
         note(f"updated {torch.cuda.max_memory_allocated()}")
+
+
+def compiled(recompute: str) -> None:
+    """Steps of four compiled blocks: how many graphs were compiled."""
+    from torch._dynamo.utils import counters
+
+    train = {"precision": "bf16", "compile": True}
+    config = tiny_config(1, train=train, parallel={"activation_checkpointing": recompute})
+    device = (world := join()).device
+    engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    for step, batch in enumerate(batches(config)[:2].to(device), 1):
+        engine.backward({"tokens": batch}, step)
+        engine.clip(1.0)
+        engine.update(1.0)
+    assert len(engine.task.blocks(engine.parts[0])) == 4
+    note(f"graphs {counters['stats']['unique_graphs']} breaks {counters['graph_break'].total()}")
+
+
+def attention() -> None:
+    """Which of torch's attentions each precision takes, forward and backward."""
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "scaled_dot_product" in str(func):
+                note(f"{precision} {func._schema.name.removeprefix('aten::')}")
+            return func(*args, **(kwargs or {}))
+
+    world = join()
+    model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
+    for precision in ("bf16", "fp16", "fp32"):
+        config = tiny_config(1, train={"precision": precision}, model=model)
+        engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+        with Noting():
+            engine.backward({"tokens": batches(config)[0][:2].to(world.device)}, 1)
 
 
 def _bytes(tensor: torch.Tensor) -> range:

@@ -1,26 +1,31 @@
-/* The fake GPU: CUDA's runtime, the few driver calls and the few library calls that torch needs an answer from.
+/* The fake GPU: CUDA's runtime, the driver and the few library calls that torch and Triton need an answer from.
 
    Everything else that torch asks for does nothing and returns 0 (build.py writes those). What is kept track of:
    memory on each device and page-locked memory, the current device of each thread, which devices have a context, and
-   handles of streams and events, which are numbers. Copies copy; kernels do nothing.
+   handles of streams and events, which are numbers. Copies and fills of up to 64 KiB are made; larger ones are not, nor
+   do kernels do anything: a device's memory is address space that host memory hardly ever stands behind.
 
    The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, word, rest. Words:
      context               the first call that needs one: the driver makes a context here, with its memory
      use                   cudaSetDevice, which makes a context, too
      alloc ADDRESS BYTES   alloc and pin are real; what torch's caching allocator has at hand it does not ask for
      pin ADDRESS BYTES
-     launch STREAM         a kernel (cuBLAS and NCCL take a stream at another time, and are not noted)
+     launch STREAM         a kernel, Triton's too (cuBLAS and cuDNN take a stream at another time, and are not noted)
      copy STREAM TO FROM BYTES   TO and FROM: device, pinned or host
      fill STREAM BYTES
      stream STREAM         made
      record EVENT STREAM
      wait STREAM EVENT     the stream, not the host
      sync-stream STREAM, sync-event EVENT, sync-device     the host waits
+     all-reduce, all-gather, reduce-scatter COUNT TYPE STREAM   of NCCL; COUNT: entries that a rank gives, or gets
      note TEXT             the program's own words (fake_gpu_note)
    A stream of 0 is the default stream of the line's device. */
 
 #define _GNU_SOURCE
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <cudnn_backend.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -36,6 +41,7 @@
 #define TOTAL (143771 * MEGABYTE) /* what nvidia-smi shows of an H200 */
 #define CONTEXT (600 * MEGABYTE)
 #define REGIONS (1 << 16)
+#define MOVED (64u << 10) /* bytes: more are not copied */
 
 enum { UNKNOWN, DEVICE, PINNED };
 static const char *kinds[] = {"host", "device", "pinned"};
@@ -171,7 +177,7 @@ CALL cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *of, cons
 
 CALL cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     NOTED("copy %p %s %s %zu", stream, kinds[find(to, 0).kind], kinds[find(from, 0).kind], bytes);
-    memcpy(to, from, bytes);
+    if (bytes <= MOVED) memmove(to, from, bytes);
     return cudaSuccess;
 }
 
@@ -181,7 +187,7 @@ CALL cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaM
 
 CALL cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStream_t stream) {
     NOTED("fill %p %zu", stream, bytes);
-    memset(address, value, bytes);
+    if (bytes <= MOVED) memset(address, value, bytes);
     return cudaSuccess;
 }
 
@@ -339,27 +345,83 @@ CALL cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blo
     return cudaSuccess;
 }
 
-/* -- the driver: torch asks it which devices have a context, to touch no other */
+/* -- the driver: torch asks it which devices have a context, to touch no other; Triton starts its kernels by it */
 
-CALL int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+CALL CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     *flags = 0;
     *active = contexts[device];
-    return 0;
+    return CUDA_SUCCESS;
 }
 
-CALL int cuCtxGetCurrent(void **context) { *context = (void *)16; return 0; }
+CALL CUresult cuCtxGetCurrent(CUcontext *context) { *context = (void *)16; return CUDA_SUCCESS; }
+CALL CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
+CALL CUresult cuCtxGetDevice(CUdevice *device) { *device = current; return CUDA_SUCCESS; }
+CALL CUresult cuDeviceGet(CUdevice *device, int number) { *device = number; return CUDA_SUCCESS; }
+CALL CUresult cuDeviceGetCount(int *count) { *count = devices(); return CUDA_SUCCESS; }
+CALL CUresult cuDriverGetVersion(int *version) { *version = CUDART_VERSION; return CUDA_SUCCESS; }
+CALL CUresult cuGetErrorString(CUresult error, const char **text) { *text = "fake"; return CUDA_SUCCESS; }
+CALL CUresult cuModuleLoadData(CUmodule *module, const void *binary) { *module = handle(); return CUDA_SUCCESS; }
+CALL CUresult cuModuleLoad(CUmodule *module, const char *file) { *module = handle(); return CUDA_SUCCESS; }
+
+CALL CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    *function = handle();
+    return CUDA_SUCCESS;
+}
+
+CALL CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice device) { /* numbered alike */
+    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)what, device);
+}
+
+CALL CUresult cuFuncGetAttribute(int *value, CUfunction_attribute what, CUfunction function) {
+    *value = what == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : what == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
+    return CUDA_SUCCESS;
+}
+
+CALL CUresult cuPointerGetAttribute(void *into, CUpointer_attribute what, CUdeviceptr address) {
+    *(CUdeviceptr *)into = address;
+    return CUDA_SUCCESS;
+}
+
+CALL CUresult cuLaunchKernelEx(const CUlaunchConfig *how, CUfunction function, void **arguments, void **extra) {
+    NOTED("launch %p", how->hStream);
+    return CUDA_SUCCESS;
+}
+
+CALL CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
+        unsigned threads_y, unsigned threads_z, unsigned shared, CUstream stream, void **arguments, void **extra) {
+    NOTED("launch %p", stream);
+    return CUDA_SUCCESS;
+}
+
 static int nothing(void) { return 0; }
 
 CALL cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
         unsigned long long flags, enum cudaDriverEntryPointQueryResult *result) {
-    *function = (void *)nothing;
-    if (!strcmp(name, "cuDevicePrimaryCtxGetState")) *function = (void *)cuDevicePrimaryCtxGetState;
-    if (!strcmp(name, "cuCtxGetCurrent")) *function = (void *)cuCtxGetCurrent;
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (!*function) *function = (void *)nothing;
     if (result) *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
 
 /* -- libraries: handles, or torch takes what it finds for a failure */
+
+CALL cudnnStatus_t cudnnCreate(cudnnHandle_t *made) { *made = handle(); return CUDNN_STATUS_SUCCESS; }
+
+CALL cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *made) {
+    *made = handle();
+    return CUDNN_STATUS_SUCCESS;
+}
+
+/* One engine for every graph, without workspace: what cuDNN's own kernels would ask for is not known here. */
+CALL cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t name,
+        cudnnBackendAttributeType_t type, int64_t most, int64_t *count, void *into) {
+    int one = name == CUDNN_ATTR_ENGINEHEUR_RESULTS || name == CUDNN_ATTR_ENGINECFG_ENGINE
+        || name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE;
+    if (count) *count = one;
+    if (into && type == CUDNN_TYPE_INT64) *(int64_t *)into = 0;
+    if (into && type == CUDNN_TYPE_INT32) *(int32_t *)into = 0;
+    return CUDNN_STATUS_SUCCESS;
+}
 
 CALL int cublasCreate_v2(void **made) { *made = handle(); return 0; }
 CALL int cublasLtCreate(void **made) { *made = handle(); return 0; }
@@ -382,3 +444,23 @@ CALL int ncclCommInitRankConfig(void **made, int size, unique_id id, int rank, v
 
 CALL int ncclCommSplit(void *of, int color, int key, void **made, void *config) { *made = handle(); return 0; }
 CALL int ncclCommGetAsyncError(void *of, int *error) { *error = 0; return 0; }
+
+static void sent(const char *what, size_t count, int type, void *stream) {
+    static const char *types[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16"};
+    NOTED("%s %zu %s %p", what, count, type < 10 ? types[type] : "fp8", stream);
+}
+
+CALL int ncclAllReduce(void *from, void *to, size_t count, int type, int operation, void *group, void *stream) {
+    sent("all-reduce", count, type, stream);
+    return 0;
+}
+
+CALL int ncclAllGather(void *from, void *to, size_t count, int type, void *group, void *stream) {
+    sent("all-gather", count, type, stream);
+    return 0;
+}
+
+CALL int ncclReduceScatter(void *from, void *to, size_t count, int type, int operation, void *group, void *stream) {
+    sent("reduce-scatter", count, type, stream);
+    return 0;
+}

@@ -2,90 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from pipeline.run.code import CODE_ROOT
-from tests.fake_gpu.build import build
+from tests.fake_gpu.start import Call, Start, place_of
 from tests.support.ranks import PORTS
 
 pytestmark = pytest.mark.gpu_fake
-
-
-@dataclass(frozen=True)
-class Call:
-    """A line of the log."""
-
-    thread: int
-    device: int
-    word: str
-    rest: tuple[str, ...]
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    if not (named := os.environ.get("CUDA_PYTHON")):
-        pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
-    return Path(named)
-
-
-@pytest.fixture(scope="module")
-def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(python, tmp_path_factory.mktemp("fake_gpu"))
-
-
-@pytest.fixture
-def start(python: Path, library: Path, tmp_path: Path) -> Start:
-    return Start(python, library, tmp_path)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Programs of tests/fake_gpu/programs.py, on a machine with two fake GPUs."""
-
-    python: Path
-    preload: Path
-    folder: Path
-
-    def __call__(self, *rank_arguments: tuple[str, ...]) -> list[list[Call]]:
-        """Run one process for each tuple of name and arguments; their logs."""
-        logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
-        ranks = [self._start(log, *arguments) for log, arguments in zip(logs, rank_arguments, strict=True)]
-        try:
-            said = [rank.communicate(timeout=240)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(said)
-        return [_read(log) for log in logs]
-
-    def _start(self, log: Path, *arguments: str) -> subprocess.Popen[str]:
-        env = {"LD_PRELOAD": str(self.preload), "FAKE_GPUS": "2", "FAKE_GPU_LOG": str(log)}
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # a machine with real GPUs has a real NVML
-        return subprocess.Popen(
-            [self.python, "-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments],
-            env={**os.environ, **env},
-            cwd=CODE_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def _read(log: Path) -> list[Call]:
-    lines = [line.split() for line in log.read_text().splitlines()]
-    return [Call(int(thread), int(device), word, tuple(rest)) for thread, device, word, *rest in lines]
-
-
-def place_of(calls: list[Call], word: str, *rest: str) -> list[int]:
-    """Where the log has calls that begin like this."""
-    return [place for place, call in enumerate(calls) if call.word == word and call.rest[: len(rest)] == rest]
-
 
 DEFAULT = "(nil)"
 """The default stream: training computes on it."""

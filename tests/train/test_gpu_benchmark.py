@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from itertools import chain
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
 from benchmarks.gpu.__main__ import Row, rows_1b, rows_8b, rows_correct, run, write
+from benchmarks.gpu.correct import largest
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
 from pipeline.model.decoder import flops_per_token
@@ -62,6 +64,14 @@ def test_rows_are_written_as_they_are_known_and_the_time_is_kept(
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
     write(tmp_path)
     assert "never begun | no time was left" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.measure", lambda row, limit_s: {"wrong": "2, not 4"})
+    assert not run(rows_correct(SMALL), tmp_path / "correct.jsonl", 60.0)
+    rows = [json.loads(line) for line in (tmp_path / "correct.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 and rows[-1] == {"row": "saves", "wrong": "2, not 4"}
+    assert largest([1.0, math.nan, 2.0]) == math.inf
 
 
 def test_the_bar_is_one_in_tokens_and_in_share_of_the_peak() -> None:

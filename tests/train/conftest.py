@@ -1,0 +1,28 @@
+"""Fixtures of the tests on a fake GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu.build import build
+from tests.fake_gpu.start import Start
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    if not (named := os.environ.get("CUDA_PYTHON")):
+        pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
+    return Path(named)
+
+
+@pytest.fixture(scope="session")
+def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(python, tmp_path_factory.mktemp("fake_gpu"))
+
+
+@pytest.fixture
+def start(python: Path, library: Path, tmp_path: Path) -> Start:
+    return Start(python, library, tmp_path)
