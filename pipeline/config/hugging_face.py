@@ -31,6 +31,8 @@ from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
 """The files' names."""
+ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""What goes with a tokenizer, and is the same after a training: an export takes it along."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -257,6 +259,11 @@ def pieces(folder: Path) -> list[str]:
     if missing := [name for name in names if not inside(folder, name).is_file()]:
         raise FolderError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
     return names
+
+
+def along(folder: Path) -> dict[str, str]:
+    """The texts of the files in the folder that go with its tokenizer, by name. Raises FolderError."""
+    return {name: inside(folder, name).read_text("utf-8", "replace") for name in ALONG if (folder / name).is_file()}
 
 
 def _end_token(folder: Path) -> str:

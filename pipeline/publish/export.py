@@ -23,11 +23,12 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import fsync, write_json
+from pipeline.base.files import fsync, parse, write_atomic, write_json
+from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
 from pipeline.checkpoint.verify import intact_checkpoint
-from pipeline.config.hugging_face import CONFIG, INDEX, TOKENIZER, WHOLE, config_json
+from pipeline.config.hugging_face import ALONG, CONFIG, INDEX, TOKENIZER, WHOLE, config_json
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.model.decoder import EMBEDDING
@@ -80,8 +81,24 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> None:
     write_json(folder / "generation_config.json", {"eos_token_id": manifest.eos_id})
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
     write_json(folder / "tokenizer_config.json", {**kind, "clean_up_tokenization_spaces": False})
+    kept = source_of(run).get("along", {})
+    for name in ALONG:
+        if name in kept:
+            write_atomic(folder / name, _for_both(kept[name]))
     shutil.copyfile(run.data / TOKENIZER, folder / TOKENIZER)
     fsync(folder / TOKENIZER)
+
+
+def _for_both(text: str) -> str:
+    """A file that goes with a tokenizer; what transformers 5 wrote and 4 does not know, in the words that both do."""
+    found = parse(text.encode())
+    if not isinstance(found, dict) or ("extra_special_tokens" not in found and "TokenizersBackend" not in text):
+        return text
+    if found.get("tokenizer_class") == "TokenizersBackend":
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(found.get("extra_special_tokens"), list):
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    return json.dumps(found, indent=1) + "\n"
 
 
 def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:

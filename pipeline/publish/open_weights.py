@@ -6,7 +6,8 @@ only the rank's own part of each tensor, one tensor at a time: a file is mapped,
 
 A safetensors file is a JSON header with names, types, shapes and places, and then the numbers: nothing in it can be
 executed. The folder is read when a training begins and never again. `source.json` in the run directory then says what
-it began with: its hash goes into each checkpoint (pipeline/checkpoint/identity.py).
+it began with, whose hash goes into each checkpoint (pipeline/checkpoint/identity.py), and keeps the small files that
+belong to the tokenizer, for an export.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.comm.groups import agree
-from pipeline.config.hugging_face import CONFIG, pieces
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces
 from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
@@ -81,10 +82,15 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         tensors |= held
     whole = dict(task.weights(task.build(range(model.layers))))
     _refuse_others(folder, tensors, whole, tied=model.tie_word_embeddings)
-    note = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
-    agree(
-        group, lambda: write_json(run.path / SOURCE, seal({"folder": str(folder), "files": note})) if not rank else None
-    )
+    hashes = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
+
+    def note() -> None:
+        if rank == 0:
+            own = run.config.data.tokenizer.path == folder / TOKENIZER
+            said = {"folder": str(folder), "files": hashes, "along": along(folder) if own else {}}
+            write_json(run.path / SOURCE, seal(said))
+
+    agree(group, note)
     return OpenWeights(folder, files)
 
 
