@@ -1,7 +1,7 @@
 """Sluice on the login node.
 
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|verify|export RUN
+    python submit.py status|logs|cancel|resume|report|verify|export|generate RUN
 
 `sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
@@ -318,6 +318,23 @@ def export(
     """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
     options = ["--dtype", dtype, *(["--step", step] if step else [])]
     raise _child("export", str(_open(run).path), str(folder.absolute()), *options)
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN|DIR", help="a run, or a folder in Hugging Face's format")],
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="what to go on with")],
+    max_tokens: Annotated[int, typer.Option(help="how far at most")] = 100,
+    greedy: Annotated[bool, typer.Option("--greedy", help="take the likeliest token each time; draw none")] = False,
+    temperature: Annotated[float, typer.Option(help="less than 1: likely tokens become likelier")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens of this probability only")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 1,
+    step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
+) -> None:
+    """Go on with a text, on this machine: a look at what was learned."""
+    how = [f"--temperature={0.0 if greedy else temperature}", f"--top-p={top_p}", f"--seed={seed}"]
+    how += [f"--max-tokens={max_tokens}", *([f"--step={step}"] if step else [])]
+    raise _child("generate", target, f"--prompt={prompt}", *how)
 
 
 def _child(*arguments: str) -> typer.Exit:

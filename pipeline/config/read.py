@@ -34,7 +34,7 @@ from pydantic_core import ErrorDetails
 from pipeline.base.command import did_you_mean
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
-from pipeline.config.hugging_face import filled
+from pipeline.config.hugging_face import FolderError, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
@@ -102,6 +102,8 @@ def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
         return config
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, values, where))) from None
+    except FolderError as error:
+        raise ConfigError(f"{where}: model.init_from: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 

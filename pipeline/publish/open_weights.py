@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,8 @@ from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
+Held = dict[str, tuple[list[int], str]]
+"""Shape and type of tensors, by name."""
 _TYPES = ("F64", "F32", "F16", "BF16")
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """How a table is called that older Llamas keep among their weights; it follows from the config."""
@@ -66,22 +67,20 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         return None
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
-    def look() -> dict[str, tuple[str, dict[str, Any]]]:
+    def look() -> dict[str, tuple[str, Held]]:
         with reading(str(folder / CONFIG)):
             if sha256_file(folder / CONFIG) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
-        return {name: _look(folder / name) for name in pieces(folder)[rank::ranks]}
+        found = {}
+        for name in pieces(folder)[rank::ranks]:
+            held = held_by(folder / name)
+            with reading(str(folder / name)):
+                found[name] = sha256_file(folder / name), held
+        return found
 
     seen = {name: found for part in agree(group, look) for name, found in part.items()}
-    files: dict[str, str] = {}
-    tensors: dict[str, Any] = {}
-    for name, (_, held) in sorted(seen.items()):
-        if twice := sorted(held.keys() & files.keys()):
-            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
-        files |= dict.fromkeys(held, name)
-        tensors |= held
     whole = dict(task.weights(task.build(range(model.layers))))
-    _refuse_others(folder, tensors, whole, tied=model.tie_word_embeddings)
+    source = fitting(folder, {name: held for name, (_, held) in seen.items()}, whole, tied=model.tie_word_embeddings)
     hashes = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
 
     def note() -> None:
@@ -91,27 +90,32 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
             write_json(run.path / SOURCE, seal(said))
 
     agree(group, note)
-    return OpenWeights(folder, files)
+    return source
 
 
-def _look(file: Path) -> tuple[str, dict[str, Any]]:
-    """SHA-256 of a safetensors file, and shape and type of each of its tensors, by name."""
+def held_by(file: Path) -> Held:
+    """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
     try:
         with reading(str(file)), safe_open(file, framework="pt") as content:
             names = content.keys()
             slices = {name: content.get_slice(name) for name in names}
-            held = {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
+            return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
     except SafetensorError as error:
         raise UserError(
             f"{file} is no safetensors file ({error}): nothing of it was executed; fetch it again, or let transformers "
             "save the model as safetensors"
         ) from error
-    with reading(str(file)):
-        return sha256_file(file), held
 
 
-def _refuse_others(folder: Path, tensors: Mapping[str, Any], whole: Mapping[str, nn.Parameter], *, tied: bool) -> None:
-    """Raise UserError where the folder's tensors are not those of the `whole` model."""
+def fitting(folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Parameter], *, tied: bool) -> OpenWeights:
+    """The folder, of whose files this is `held`. Raises UserError where that is not the `whole` model's tensors."""
+    files: dict[str, str] = {}
+    tensors: dict[str, tuple[list[int], str]] = {}
+    for name, content in sorted(held.items()):
+        if twice := sorted(content.keys() & files.keys()):
+            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
+        files |= dict.fromkeys(content, name)
+        tensors |= content
     for name, parameter in whole.items():
         shape, kind = tensors.get(name, (None, None))
         if shape is None:
@@ -123,3 +127,4 @@ def _refuse_others(folder: Path, tensors: Mapping[str, Any], whole: Mapping[str,
     unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
     if unknown and not (tied and unknown == [HEAD]):
         raise UserError(f"{folder}: {CONFIG} says nothing of {unknown[0]}, so the model would not be that one")
+    return OpenWeights(folder, files)

@@ -140,7 +140,7 @@ def test_the_commands_of_the_readme(checkout: Path) -> None:
     assert made.returncode == 0, made.stdout + made.stderr
     assert agree("…\n" + run.text, made.stdout), made.stdout
     listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
-    assert len(listed) == 13
+    assert len(listed) == 14
     for line in listed:
         command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
         command = command.replace(" DIR", " runs/exported")
