@@ -80,13 +80,6 @@ class Executor(StrEnum):
     LOCAL = "local"
 
 
-class Precision(StrEnum):
-    """Types of exported weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
 HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
 app = typer.Typer(
     cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
@@ -305,7 +298,7 @@ def verify(
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     # our code, not the run's: it may be anybody's
-    raise _child("verify", str(_open(run).path), *(["--step", step] if step else []))
+    raise _child("verify", str(_open(run).path), step=step)
 
 
 @app.command()
@@ -313,11 +306,10 @@ def export(
     run: RunPath,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
     step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
-    dtype: Annotated[Precision, typer.Option(help="type of the weights")] = Precision.FP32,
+    dtype: Annotated[str, typer.Option(help="type of the weights: fp32 or bf16")] = "fp32",
 ) -> None:
     """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
-    options = ["--dtype", dtype, *(["--step", step] if step else [])]
-    raise _child("export", str(_open(run).path), str(folder.absolute()), *options)
+    raise _child("export", str(_open(run).path), str(folder.absolute()), f"--dtype={dtype}", step=step)
 
 
 @app.command()
@@ -333,15 +325,14 @@ def generate(
 ) -> None:
     """Go on with a text, on this machine: a look at what was learned."""
     how = [f"--temperature={0.0 if greedy else temperature}", f"--top-p={top_p}", f"--seed={seed}"]
-    how += [f"--max-tokens={max_tokens}", *([f"--step={step}"] if step else [])]
-    raise _child("generate", target, f"--prompt={prompt}", *how)
+    raise _child("generate", target, f"--prompt={prompt}", f"--max-tokens={max_tokens}", *how, step=step)
 
 
-def _child(*arguments: str) -> typer.Exit:
+def _child(*arguments: str, step: str | None = None) -> typer.Exit:
     """Run `python -m pipeline` with the code beside this file; it may import torch."""
     from pipeline.run.code import with_code
 
-    words = [sys.executable, "-m", "pipeline", *arguments]
+    words = [sys.executable, "-m", "pipeline", *arguments, *([f"--step={step}"] if step else [])]
     return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
 
 

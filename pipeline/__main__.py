@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     try:
         if asked.stage in LOOKS:
+            flag.leave_at_once()
             look(asked)
             return Exit.DONE
         place = identify(os.environ)
@@ -122,6 +123,7 @@ def look(asked: argparse.Namespace) -> None:
 
         verify(Run.open(asked.target), asked.step)
     elif asked.stage == "export":
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: a third less time
         from pipeline.publish.export import export
 
         if len(asked.overrides) != 1:

@@ -34,6 +34,8 @@ CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safete
 """The files' names."""
 ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
+FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
+"""Keys of a config that name such folders."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -83,8 +85,15 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
     they were not asked before; without a folder of its own the sweep itself is as its first point.
 
-    Raises FolderError for a folder that cannot be used and for a key of `model` that disagrees.
+    Raises ValueError for a folder that cannot be used and for a key of `model` that disagrees.
     """
+    try:
+        return _filled(values)
+    except FolderError as error:
+        raise ValueError(f"model.init_from: {error}") from error
+
+
+def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
         return dict(values)  # said of their types where they are checked

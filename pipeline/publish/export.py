@@ -4,8 +4,9 @@
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not of a model of one's own)
 
 One process, no GPU, no process group: tensors are read from the checkpoint a few at a time and written at once, so that
-memory does not grow with the model. The folder takes its name by one rename, after everything was synced: it is whole,
-or not there. The same checkpoint gives the same bytes.
+memory does not grow with the model, while another thread compares the checkpoint with its hashes. The folder takes its
+name by one rename, after all hashes were right and everything was synced: it is whole, or not there. What a kill leaves
+is called `.DIR.….tmp`. The same checkpoint gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from pipeline.base.files import fsync, parse, write_atomic, write_json
 from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
-from pipeline.checkpoint.verify import intact_checkpoint
+from pipeline.checkpoint.saved import check_files
+from pipeline.checkpoint.verify import named_checkpoint
 from pipeline.config.hugging_face import ALONG, CONFIG, INDEX, TOKENIZER, WHOLE, config_json
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
@@ -49,7 +52,7 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
-    checkpoint, _ = intact_checkpoint(run, which)
+    checkpoint, manifest = named_checkpoint(run, which)
     entries = Reader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix(_PREFIX): list(entry.size)
@@ -59,15 +62,19 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
-    try:
-        if run.config.model.target is None:
-            _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
-        total = _write_weights(temporary, shapes, checkpoint, dtype)
-        fsync(temporary)
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with ThreadPoolExecutor(1) as other:
+        intact = other.submit(check_files, checkpoint, manifest)  # takes as long as all else
+        try:
+            if run.config.model.target is None:
+                _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
+            total = _write_weights(temporary, shapes, checkpoint, dtype)
+            fsync(temporary)
+            intact.result()
+            os.rename(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            intact.result()  # what is damaged explains what failed
+            raise
     fsync(folder.parent)
     return f"{folder}: {len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
 

@@ -13,6 +13,7 @@ belong to the tokenizer, for an export.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,16 +68,18 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         return None
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
+    def digest_of(name: str) -> str:
+        with reading(str(folder / name)):
+            return sha256_file(folder / name)
+
     def look() -> dict[str, tuple[str, Held]]:
         with reading(str(folder / CONFIG)):
             if sha256_file(folder / CONFIG) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
-        found = {}
-        for name in pieces(folder)[rank::ranks]:
-            held = held_by(folder / name)
-            with reading(str(folder / name)):
-                found[name] = sha256_file(folder / name), held
-        return found
+        names = pieces(folder)[rank::ranks]
+        held = [held_by(folder / name) for name in names]
+        with ThreadPoolExecutor(4) as threads:
+            return dict(zip(names, zip(threads.map(digest_of, names), held, strict=True), strict=True))
 
     seen = {name: found for part in agree(group, look) for name, found in part.items()}
     whole = dict(task.weights(task.build(range(model.layers))))
