@@ -47,6 +47,7 @@ def generate(
             f"--max-tokens {most} --temperature {temperature} --top-p {top_p} --seed {seed}: the first is at least 1, "
             "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1"
         )
+    prompt = prompt.encode(errors="replace").decode()  # a command line may hold bytes that are no text
     of_run = (target / "config.yaml").exists() or not (target / CONFIG).exists()
     model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, prompt, step, most)
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +60,8 @@ def chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.
     """The next token, from its logits (fp32): the likeliest where `temperature` is 0, else a drawn one."""
     if temperature == 0:
         return int(logits_V.argmax())
-    likely, order = (logits_V.cpu() / temperature).softmax(-1).sort(descending=True)
+    less_V = (logits_V - logits_V.max()).double().cpu()  # so that no temperature is too small
+    likely, order = (less_V / temperature).softmax(-1).sort(descending=True)
     likely[likely.cumsum(-1) - likely >= top_p] = 0
     return int(order[torch.multinomial(likely, 1, generator=generator)])
 

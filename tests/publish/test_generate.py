@@ -75,7 +75,12 @@ def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
 def test_draws_are_as_likely_as_asked() -> None:
     logits = torch.tensor([0.3, 0.2, 0.5]).log()
     generator = torch.Generator().manual_seed(0)
-    for temperature, top_p, expected in (1.0, 1.0, [0.3, 0.2, 0.5]), (1.0, 0.7, [0.375, 0, 0.625]), (0.5, 1.0, None):
+    for temperature, top_p, expected in (
+        (1.0, 1.0, [0.3, 0.2, 0.5]),
+        (1.0, 0.7, [0.375, 0, 0.625]),
+        (0.5, 1.0, None),
+        (1e-320, 1.0, [0, 0, 1]),
+    ):
         found = Counter(chosen(logits, temperature, top_p, generator) for _ in range(3000))
         likely = expected or (torch.tensor([0.09, 0.04, 0.25]) / 0.38).tolist()
         for token, share in enumerate(likely):
@@ -97,6 +102,7 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=told):
             generate(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
+    assert generate(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json that can be read"):
         generate(folder, PROMPT, most=5, **GREEDY)

@@ -119,7 +119,7 @@ def test_what_is_compared() -> None:
 @pytest.mark.story
 def test_text_model_and_weights(checkout: Path) -> None:
     """One after the other, as the third uses the runs of the first two."""
-    for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 4):
+    for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 5):
         assert follow(checkout, f"docs/guides/{guide}.md") == commands, guide
 
 
