@@ -1,7 +1,7 @@
 """Sluice on the login node.
 
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|verify|export RUN
+    python submit.py status|logs|cancel|resume|report|verify|export|generate RUN
 
 `sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
@@ -78,13 +78,6 @@ class Executor(StrEnum):
     SLURM = "slurm"
     ALLOCATION = "allocation"
     LOCAL = "local"
-
-
-class Precision(StrEnum):
-    """Types of exported weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
 
 
 HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
@@ -305,7 +298,7 @@ def verify(
 ) -> None:
     """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
     # our code, not the run's: it may be anybody's
-    raise _child("verify", str(_open(run).path), *(["--step", step] if step else []))
+    raise _child("verify", str(_open(run).path), step=step)
 
 
 @app.command()
@@ -313,18 +306,33 @@ def export(
     run: RunPath,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
     step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
-    dtype: Annotated[Precision, typer.Option(help="type of the weights")] = Precision.FP32,
+    dtype: Annotated[str, typer.Option(help="type of the weights: fp32 or bf16")] = "fp32",
 ) -> None:
     """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
-    options = ["--dtype", dtype, *(["--step", step] if step else [])]
-    raise _child("export", str(_open(run).path), str(folder.absolute()), *options)
+    raise _child("export", str(_open(run).path), str(folder.absolute()), f"--dtype={dtype}", step=step)
 
 
-def _child(*arguments: str) -> typer.Exit:
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN|DIR", help="a run, or a folder in Hugging Face's format")],
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="what to go on with")],
+    max_tokens: Annotated[int, typer.Option(help="how far at most")] = 100,
+    greedy: Annotated[bool, typer.Option("--greedy", help="take the likeliest token each time; draw none")] = False,
+    temperature: Annotated[float, typer.Option(help="less than 1: likely tokens become likelier")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens of this probability only")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 1,
+    step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
+) -> None:
+    """Go on with a text, on this machine: a look at what was learned."""
+    how = [f"--temperature={0.0 if greedy else temperature}", f"--top-p={top_p}", f"--seed={seed}"]
+    raise _child("generate", target, f"--prompt={prompt}", f"--max-tokens={max_tokens}", *how, step=step)
+
+
+def _child(*arguments: str, step: str | None = None) -> typer.Exit:
     """Run `python -m pipeline` with the code beside this file; it may import torch."""
     from pipeline.run.code import with_code
 
-    words = [sys.executable, "-m", "pipeline", *arguments]
+    words = [sys.executable, "-m", "pipeline", *arguments, *([f"--step={step}"] if step else [])]
     return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
 
 

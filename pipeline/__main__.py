@@ -5,6 +5,7 @@
     python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
     python -m pipeline verify RUN [--step N]            hash a checkpoint's files, print its digest
     python -m pipeline export RUN DIR [--step N] [--dtype bf16]   a checkpoint's weights as safetensors
+    python -m pipeline generate RUN|FOLDER --prompt=TEXT [--max-tokens N] [--temperature T]   what it goes on with
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.command import command
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import Exit, UserError, printable
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
@@ -33,6 +34,9 @@ from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
+
+LOOKS = ("verify", "export", "generate", "plan")
+"""What is no stage, and leaves the run as it is."""
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +48,8 @@ def main(arguments: list[str]) -> int:
     place, run, noting, watched = None, None, False, "SLUICE_SUPERVISED" in os.environ
     began = time.monotonic()
     try:
-        if asked.stage in ("verify", "export", "plan"):
+        if asked.stage in LOOKS:
+            flag.leave_at_once()
             look(asked)
             return Exit.DONE
         place = identify(os.environ)
@@ -97,27 +102,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "python -m pipeline", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("stage", choices=[*STAGES, "verify", "export", "plan"], help="what to do")
+    parser.add_argument("stage", choices=[*STAGES, *LOOKS], help="what to do")
     parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as train.steps=50, for a CONFIG")
     parser.add_argument("--step", metavar="N", help="which checkpoint: its step, newest or every")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of exported weights")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="what generate goes on with")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=100, help="how far at most")
+    parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: the likeliest token each time")
+    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="only the likeliest of this probability")
+    parser.add_argument("--seed", metavar="S", type=int, default=1, help="of what is drawn")
     return parser.parse_intermixed_args(arguments)
 
 
 def look(asked: argparse.Namespace) -> None:
-    """Print what `verify`, `export` or `plan` says. A reader that closes the pipe early, as `head` does, ends it."""
+    """Print what one of `LOOKS` says. A reader that closes the pipe early, as `head` does, ends it."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if asked.stage == "verify":
         from pipeline.checkpoint.verify import verify
 
         verify(Run.open(asked.target), asked.step)
     elif asked.stage == "export":
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: a third less time
         from pipeline.publish.export import export
 
         if len(asked.overrides) != 1:
             raise UserError("export RUN DIR: name one folder to write to")
         print(export(Run.open(asked.target), Path(asked.overrides[0]), asked.step, asked.dtype))
+    elif asked.stage == "generate":
+        from pipeline.publish.generate import generate
+
+        how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
+        print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
     else:
         from pipeline.parallel.plan import plan
 

@@ -34,10 +34,10 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     }
 
 
-def source_identity(run: Run) -> dict[str, Any]:
-    """The hash of what a training began with, of files that nobody asks again; nothing where its weights were drawn.
+def source_of(run: Run) -> dict[str, Any]:
+    """What `source.json` says that the training began with; nothing where its weights were drawn.
 
-    Raises CheckpointError where `source.json` is missing or damaged.
+    Raises CheckpointError where it is missing or damaged.
     """
     if run.config.model.init_from is None:
         return {}
@@ -45,7 +45,16 @@ def source_identity(run: Run) -> dict[str, Any]:
     found: Any = read_json(file) if file.exists() else None
     if not intact(found):
         raise CheckpointError(f"{file} is missing or damaged: put it back as it was, or start a new run")
-    return {"source_hash": sha256_json(found["files"])}
+    return dict(found)
+
+
+def source_identity(run: Run) -> dict[str, Any]:
+    """The hash of what a training began with, of files that nobody asks again; nothing where its weights were drawn.
+
+    Raises CheckpointError as `source_of` does.
+    """
+    source = source_of(run)
+    return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

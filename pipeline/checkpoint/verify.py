@@ -15,7 +15,17 @@ from pipeline.run.points import points
 def intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint of the step `which` (None: the newest) with its manifest, each file compared with its hash.
 
-    Raises CheckpointError naming what is damaged, UserError for a sweep and for a step that is not there.
+    Raises CheckpointError naming what is damaged, and what `named_checkpoint` does.
+    """
+    checkpoint, manifest = named_checkpoint(run, which)
+    saved.check_files(checkpoint, manifest)
+    return checkpoint, manifest
+
+
+def named_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
+    """The same, its files not looked at.
+
+    Raises CheckpointError where there is none, UserError for a sweep and for a step that is not there.
     """
     if found := points(run):
         raise UserError(
@@ -31,9 +41,7 @@ def intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]
             raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
         step = int(which)
     checkpoint = run.checkpoints / saved.step_name(step)
-    manifest = saved.read_manifest(checkpoint)
-    saved.check_files(checkpoint, manifest)
-    return checkpoint, manifest
+    return checkpoint, saved.read_manifest(checkpoint)
 
 
 def verify(run: Run, which: str | None) -> Exit:

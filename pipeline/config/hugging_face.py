@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
 """The files' names."""
+ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""What goes with a tokenizer, and is the same after a training: an export takes it along."""
+FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
+"""Keys of a config that name such folders."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -72,7 +77,7 @@ _ROPE = {
 """Which keys a kind of stretched positions has."""
 
 
-class FolderError(UserError, ValueError):
+class FolderError(UserError):
     """A folder that a model cannot come from; the message names file and key."""
 
 
@@ -80,8 +85,15 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
     they were not asked before; without a folder of its own the sweep itself is as its first point.
 
-    Raises FolderError for a folder that cannot be used and for a key of `model` that disagrees.
+    Raises ValueError for a folder that cannot be used and for a key of `model` that disagrees.
     """
+    try:
+        return _filled(values)
+    except FolderError as error:
+        raise ValueError(f"model.init_from: {error}") from error
+
+
+def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
         return dict(values)  # said of their types where they are checked
@@ -91,16 +103,16 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
     if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
-    sections = {folder: _section(Path(folder)) for folder in folders}
+    sections = {folder: section_from(Path(folder)) for folder in folders}
     for folder, section in sections.items():
-        place = f"model.init_from: {Path(folder, CONFIG)}"
+        place = f"{Path(folder, CONFIG)} of model.init_from"
         for key, value in section.items():
             if model.get(key) not in (None, value):
                 raise ValueError(
                     f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
                 )
             if any(f"model.{key}" in grid for grid in grids):
-                raise ValueError(f"sweep: model.{key} cannot be swept, for {place} says it: leave it out")
+                raise ValueError(f"sweep: model.{key} cannot vary, for {place} says it: leave it out")
     found = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
     if swept:
         found["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
@@ -108,26 +120,21 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
         tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
         found["data"] = {**data, "tokenizer": tokenizers[0]}
         if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
-            raise FolderError(
-                "sweep: model.init_from: these folders have several tokenizers, and points share their tokens: make a "
-                "sweep for each"
-            )
+            raise FolderError("points of a sweep share their tokens, and these folders have several tokenizers")
     return found
 
 
-def _section(folder: Path) -> dict[str, Any]:
+def section_from(folder: Path) -> dict[str, Any]:
     """What the section `model` gets from the folder: all keys but those that are the user's. Raises FolderError."""
-    place = f"model.init_from: {folder / CONFIG}"
     try:
         with open_regular(inside(folder, CONFIG)) as stream:
             content = stream.read()
         ours = section_of(parse(content))
     except OSError as error:
-        raise FolderError(f"{place}: cannot read it: {error.strerror}; name a folder with a model's files") from error
-    except FolderError:
-        raise
+        words = f"{folder / CONFIG}: cannot read it: {error.strerror}; name a folder with a model's files"
+        raise FolderError(words) from error
     except (ValueError, TypeError) as error:  # the latter of lists where names should be
-        raise FolderError(f"{place}: {error}") from error
+        raise FolderError(f"{folder / CONFIG}: {error}") from error
     pieces(folder)
     return {**ours, "init_sha256": hashlib.sha256(content).hexdigest()}
 
@@ -136,8 +143,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The section `data.tokenizer` for the folder's tokenizer. Raises FolderError."""
     given, end = folder / TOKENIZER, _end_token(folder)
     if (ids := tokenizer_ids(given)) is not None and ids > vocab_size:
-        place = f"model.init_from: {folder / CONFIG}"
-        raise FolderError(f"{place}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
+        raise FolderError(f"{folder / CONFIG}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
     return {"kind": "file", "path": str(given), "eos_token": end}
 
 
@@ -146,12 +152,10 @@ def inside(folder: Path, name: str) -> Path:
 
     In the Hub's cache links lead from `snapshots/COMMIT` to `blobs` beside it: there, out of the model's own folder.
     """
-    root = folder.resolve()
+    root = Path(os.path.realpath(folder))
     root = root.parents[1] if root.parent.name == "snapshots" else root
-    if not (folder / name).resolve().is_relative_to(root):
-        raise FolderError(
-            f"model.init_from: {folder / name} is a link that leads out of {root}: put the file itself in its place"
-        )
+    if not Path(os.path.realpath(folder / name)).is_relative_to(root):
+        raise FolderError(f"{folder / name} is a link that leads out of {root}: put the file itself in its place")
     return folder / name
 
 
@@ -242,26 +246,29 @@ def pieces(folder: Path) -> list[str]:
         index = read_json(inside(folder, INDEX))
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise FolderError(f"model.init_from: {folder / INDEX} has no weight_map from tensors to files")
+            raise FolderError(f"{folder / INDEX} has no weight_map from tensors to files")
         names = sorted(set(table.values()))
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-            raise FolderError(
-                f"model.init_from: {folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder"
-            )
+            raise FolderError(f"{folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder")
     elif (folder / WHOLE).exists():
         names = [WHOLE]
     else:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
-        raise FolderError(f"model.init_from: {folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
+        raise FolderError(f"{folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
     if missing := [name for name in names if not inside(folder, name).is_file()]:
-        raise FolderError(f"model.init_from: {folder / missing[0]} is missing: fetch the folder again")
+        raise FolderError(f"{folder / missing[0]} is missing: fetch the folder again")
     return names
+
+
+def along(folder: Path) -> dict[str, str]:
+    """The texts of the files in the folder that go with its tokenizer, by name. Raises FolderError."""
+    return {name: inside(folder, name).read_text("utf-8", "replace") for name in ALONG if (folder / name).is_file()}
 
 
 def _end_token(folder: Path) -> str:
     """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
-    place, file = f"model.init_from: {folder / TOKENIZER}", inside(folder, "tokenizer_config.json")
+    place, file = f"{folder / TOKENIZER}", inside(folder, "tokenizer_config.json")
     if not inside(folder, TOKENIZER).is_file():
         raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
     known = read_json(file) if file.is_file() else None

@@ -10,8 +10,7 @@ is read as YAML (`train.steps=400`, `site.setup=[module load cuda]`); no value a
 The YAML is version 1.2's (pipeline/base/yaml12.py). Types are strict: `threads: "2"` and `deterministic: no` are
 errors, not guesses.
 
-A file that cannot be read is refused with its first mistake; then all wrong values are told at once, a line each:
-where it stands (its :class:`Key` knows), its key, the value, and what is allowed there or the nearest valid key.
+A file that cannot be read is refused with its first mistake; then all wrong values are told at once, a line each.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pipeline.base.command import did_you_mean
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
-from pipeline.config.hugging_face import filled
+from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
@@ -39,14 +38,12 @@ from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
 COMMAND_LINE = "command line"
-
 _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
-    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("model", "init_from"), ("evaluate", "tasks"),
-    ("publish", "to"), ("publish", "no_worse_than"), ("sweep", "grid", "model.init_from"),
-    ("sweep", "random", "model.init_from"),
+    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
+    ("publish", "no_worse_than"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 
@@ -77,8 +74,7 @@ def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
     """
     try:
-        values = filled(values)
-        config = Config.model_validate_json(json.dumps(values, default=str), strict=True)
+        config = Config.model_validate_json(json.dumps(filled(values), default=str), strict=True)
         check(config)
         return config
     except ValidationError as error:
@@ -91,16 +87,15 @@ def point_configs(config: Config) -> list[Config]:
     """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
     if config.sweep is None:
         return []
-    base = {**config.model_dump(mode="json"), "sweep": None}
+    base, folder = {**config.model_dump(mode="json"), "sweep": None}, config.run.root / config.run.name / "points"
     configs = []
     for number, values in enumerate(config.sweep.points()):
-        root = str(config.run.root / config.run.name / "points")
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
-        point = merge(base, {"run": {"name": f"{number:03d}", "root": root}})
+        point = merge(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
             point = merge(point, _nested(key.split("."), value, where))
             if key == "model.init_from":  # null: the same sizes, with drawn weights
-                point["model"] |= config.sweep.sources.get(value, {"init_sha256": None})
+                point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None})
         configs.append(config_from_mapping(point, where))
     return configs
 

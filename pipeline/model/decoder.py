@@ -78,11 +78,11 @@ class Rotary(nn.Module):
         self.cos_TK.copy_(angles.cos())
         self.sin_TK.copy_(angles.sin())
 
-    def forward(self, x_BHTK: Tensor) -> Tensor:
-        """Turn each head's vectors by their positions; computed in fp32, returned in the input's type."""
-        length = x_BHTK.shape[2]
+    def forward(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
+        """Turn each head's vectors by their positions, from `start`; computed in fp32, returned in the input's type."""
+        at = slice(start, start + x_BHTK.shape[2])
         left, right = x_BHTK.chunk(2, dim=-1)
-        turned = x_BHTK * self.cos_TK[:length] + torch.cat((-right, left), dim=-1) * self.sin_TK[:length]
+        turned = x_BHTK * self.cos_TK[at] + torch.cat((-right, left), dim=-1) * self.sin_TK[at]
         return turned.to(x_BHTK.dtype)
 
 
@@ -116,21 +116,28 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * self.head_size, config.dim, bias=config.attention_bias == "all")
         self.q_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.past: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the tokens before these, where a text is continued token by token; None: no text is."""
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Mix each position with the ones before it."""
         q_BHTK, k_BHTK = self._heads(self.q_proj(x_BTD)), self._heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
-        q_BHTK, k_BHTK = rotary(q_BHTK), rotary(k_BHTK)
+        start = 0 if self.past is None else self.past[0].shape[2]
+        q_BHTK, k_BHTK = rotary(q_BHTK, start), rotary(k_BHTK, start)
         v_BHTK = self._heads(self.v_proj(x_BTD))
+        if self.past is not None:
+            k_BHTK, v_BHTK = torch.cat((self.past[0], k_BHTK), dim=2), torch.cat((self.past[1], v_BHTK), dim=2)
+            self.past = k_BHTK, v_BHTK
         # CUDA's flash kernels share heads themselves. The one for fp32 cannot: asked to, torch silently takes the
         # kernel that holds all T x T scores.
         sharing = self.groups > 1 and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
         if self.groups > 1 and not sharing:
             k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
             v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
-        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, enable_gqa=sharing)
+        causal = start == 0  # one token after others sees them all
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal, enable_gqa=sharing)
         return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

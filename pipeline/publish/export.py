@@ -4,8 +4,9 @@
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not of a model of one's own)
 
 One process, no GPU, no process group: tensors are read from the checkpoint a few at a time and written at once, so that
-memory does not grow with the model. The folder takes its name by one rename, after everything was synced: it is whole,
-or not there. The same checkpoint gives the same bytes.
+memory does not grow with the model, while another thread compares the checkpoint with its hashes. The folder takes its
+name by one rename, after all hashes were right and everything was synced: it is whole, or not there. What a kill leaves
+is called `.DIR.….tmp`. The same checkpoint gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import fsync, write_json
+from pipeline.base.files import fsync, parse, write_atomic, write_json
+from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
-from pipeline.checkpoint.verify import intact_checkpoint
-from pipeline.config.hugging_face import CONFIG, INDEX, TOKENIZER, WHOLE, config_json
+from pipeline.checkpoint.saved import check_files
+from pipeline.checkpoint.verify import named_checkpoint
+from pipeline.config.hugging_face import ALONG, CONFIG, INDEX, TOKENIZER, WHOLE, config_json
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.model.decoder import EMBEDDING
@@ -48,7 +52,7 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
-    checkpoint, _ = intact_checkpoint(run, which)
+    checkpoint, manifest = named_checkpoint(run, which)
     entries = Reader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix(_PREFIX): list(entry.size)
@@ -58,15 +62,19 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
-    try:
-        if run.config.model.target is None:
-            _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
-        total = _write_weights(temporary, shapes, checkpoint, dtype)
-        fsync(temporary)
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with ThreadPoolExecutor(1) as other:
+        intact = other.submit(check_files, checkpoint, manifest)  # takes as long as all else
+        try:
+            if run.config.model.target is None:
+                _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
+            total = _write_weights(temporary, shapes, checkpoint, dtype)
+            fsync(temporary)
+            intact.result()
+            os.rename(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            intact.result()  # what is damaged explains what failed
+            raise
     fsync(folder.parent)
     return f"{folder}: {len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
 
@@ -80,8 +88,24 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> None:
     write_json(folder / "generation_config.json", {"eos_token_id": manifest.eos_id})
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
     write_json(folder / "tokenizer_config.json", {**kind, "clean_up_tokenization_spaces": False})
+    kept = source_of(run).get("along", {})
+    for name in ALONG:
+        if name in kept:
+            write_atomic(folder / name, _for_both(kept[name]))
     shutil.copyfile(run.data / TOKENIZER, folder / TOKENIZER)
     fsync(folder / TOKENIZER)
+
+
+def _for_both(text: str) -> str:
+    """A file that goes with a tokenizer; what transformers 5 wrote and 4 does not know, in the words that both do."""
+    found = parse(text.encode())
+    if not isinstance(found, dict) or ("extra_special_tokens" not in found and "TokenizersBackend" not in text):
+        return text
+    if found.get("tokenizer_class") == "TokenizersBackend":
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(found.get("extra_special_tokens"), list):
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    return json.dumps(found, indent=1) + "\n"
 
 
 def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:

@@ -6,15 +6,16 @@ only the rank's own part of each tensor, one tensor at a time: a file is mapped,
 
 A safetensors file is a JSON header with names, types, shapes and places, and then the numbers: nothing in it can be
 executed. The folder is read when a training begins and never again. `source.json` in the run directory then says what
-it began with: its hash goes into each checkpoint (pipeline/checkpoint/identity.py).
+it began with, whose hash goes into each checkpoint (pipeline/checkpoint/identity.py), and keeps the small files that
+belong to the tokenizer, for an export.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,13 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.comm.groups import agree
-from pipeline.config.hugging_face import CONFIG, pieces
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces
 from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
+Held = dict[str, tuple[list[int], str]]
+"""Shape and type of tensors, by name."""
 _TYPES = ("F64", "F32", "F16", "BF16")
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """How a table is called that older Llamas keep among their weights; it follows from the config."""
@@ -65,47 +68,57 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         return None
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
-    def look() -> dict[str, tuple[str, dict[str, Any]]]:
+    def digest_of(name: str) -> str:
+        with reading(str(folder / name)):
+            return sha256_file(folder / name)
+
+    def look() -> dict[str, tuple[str, Held]]:
         with reading(str(folder / CONFIG)):
             if sha256_file(folder / CONFIG) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
-        return {name: _look(folder / name) for name in pieces(folder)[rank::ranks]}
+        names = pieces(folder)[rank::ranks]
+        held = [held_by(folder / name) for name in names]
+        with ThreadPoolExecutor(4) as threads:
+            return dict(zip(names, zip(threads.map(digest_of, names), held, strict=True), strict=True))
 
     seen = {name: found for part in agree(group, look) for name, found in part.items()}
-    files: dict[str, str] = {}
-    tensors: dict[str, Any] = {}
-    for name, (_, held) in sorted(seen.items()):
-        if twice := sorted(held.keys() & files.keys()):
-            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
-        files |= dict.fromkeys(held, name)
-        tensors |= held
     whole = dict(task.weights(task.build(range(model.layers))))
-    _refuse_others(folder, tensors, whole, tied=model.tie_word_embeddings)
-    note = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
-    agree(
-        group, lambda: write_json(run.path / SOURCE, seal({"folder": str(folder), "files": note})) if not rank else None
-    )
-    return OpenWeights(folder, files)
+    source = fitting(folder, {name: held for name, (_, held) in seen.items()}, whole, tied=model.tie_word_embeddings)
+    hashes = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
+
+    def note() -> None:
+        if rank == 0:
+            own = run.config.data.tokenizer.path == folder / TOKENIZER
+            said = {"folder": str(folder), "files": hashes, "along": along(folder) if own else {}}
+            write_json(run.path / SOURCE, seal(said))
+
+    agree(group, note)
+    return source
 
 
-def _look(file: Path) -> tuple[str, dict[str, Any]]:
-    """SHA-256 of a safetensors file, and shape and type of each of its tensors, by name."""
+def held_by(file: Path) -> Held:
+    """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
     try:
         with reading(str(file)), safe_open(file, framework="pt") as content:
             names = content.keys()
             slices = {name: content.get_slice(name) for name in names}
-            held = {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
+            return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
     except SafetensorError as error:
         raise UserError(
             f"{file} is no safetensors file ({error}): nothing of it was executed; fetch it again, or let transformers "
             "save the model as safetensors"
         ) from error
-    with reading(str(file)):
-        return sha256_file(file), held
 
 
-def _refuse_others(folder: Path, tensors: Mapping[str, Any], whole: Mapping[str, nn.Parameter], *, tied: bool) -> None:
-    """Raise UserError where the folder's tensors are not those of the `whole` model."""
+def fitting(folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Parameter], *, tied: bool) -> OpenWeights:
+    """The folder, of whose files this is `held`. Raises UserError where that is not the `whole` model's tensors."""
+    files: dict[str, str] = {}
+    tensors: dict[str, tuple[list[int], str]] = {}
+    for name, content in sorted(held.items()):
+        if twice := sorted(content.keys() & files.keys()):
+            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
+        files |= dict.fromkeys(content, name)
+        tensors |= content
     for name, parameter in whole.items():
         shape, kind = tensors.get(name, (None, None))
         if shape is None:
@@ -117,3 +130,4 @@ def _refuse_others(folder: Path, tensors: Mapping[str, Any], whole: Mapping[str,
     unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
     if unknown and not (tied and unknown == [HEAD]):
         raise UserError(f"{folder}: {CONFIG} says nothing of {unknown[0]}, so the model would not be that one")
+    return OpenWeights(folder, files)

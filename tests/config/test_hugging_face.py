@@ -194,11 +194,14 @@ def test_a_config_is_filled_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("model.dim=64", "model.dim is 64, but model.init_from: .*config.json says 32: leave it out"),
-        ("model.rope_scaling={rope_type: linear, factor: 2.0}", "model.rope_scaling is .*config.json says null: leave"),
+        ("model.dim=64", "model.dim is 64, but .*/open/config.json of model.init_from says 32: leave it out"),
+        (
+            "model.rope_scaling={rope_type: linear, factor: 2.0}",
+            "model.rope_scaling is .* of model.init_from says null",
+        ),
         (
             "sweep={grid: {model.dim: [32]}}",
-            "sweep: model.dim cannot be swept, for .*config.json says it: leave it out",
+            "sweep: model.dim cannot vary, for .*config.json of model.init_from says it: leave",
         ),
         ("data.sequence_length=65", r"data.sequence_length \(65\) is more than model.sliding_window \(64\)"),
         ("data.tokenizer.vocab_size=400", r"model.vocab_size \(300\) is less than the 400 ids"),
@@ -227,7 +230,7 @@ def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
     assert [point.model.dropout for point in point_configs(config)] == [0.1] * 3
     write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
-    with pytest.raises(ConfigError, match="these folders have several tokenizers, and points share their tokens"):
+    with pytest.raises(ConfigError, match=r"model\.init_from: points of a sweep share their tokens"):
         load_config(file)
     frozen = tmp_path / "config.yaml"
     frozen.write_text(dump_config(config))

@@ -26,6 +26,7 @@ from pipeline.config.read import load_config
 from pipeline.config.user_model import find, found_for
 from pipeline.data.order import deal
 from pipeline.parallel.plan import plan
+from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
@@ -289,6 +290,14 @@ def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path
 # -- samples of different lengths ----------------------------------------------------------------------------
 
 
+FROM_FILE = """\
+    from safetensors import safe_open
+
+    with safe_open(options["weights"], framework="pt") as file:
+        values.copy_(file.get_tensor(name))
+"""
+
+
 def test_samples_of_different_lengths_equal_plain_code(series: Path) -> None:
     plain = None
     cut = ("parallel.pipeline=2", "parallel.tensor=2")
@@ -305,6 +314,19 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
     assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
     result = json.loads(next(run.evaluation.iterdir()).read_text())
     assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
+    # the weights leave by name, and another model's `init` takes them up, under another layout
+    out = series / "weights"
+    assert "4 tensors" in export(run, out, None, "fp32")
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    module = (ROOT / "tests/support/ragged.py").read_text()
+    assert module.count("    values.normal_(0.0, 0.3)") == 1
+    (series / "started.py").write_text(module.replace("    values.normal_(0.0, 0.3)", FROM_FILE))
+    more = ("model.target=started", f"model.options.weights={out}/model.safetensors", "parallel.zero=3")
+    still = ("train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-30", "evaluate.batch=5")
+    again = new_run(series, "started", *more, *still, text=RAGGED, ranks=2)
+    trained(again, 2)
+    assert set(run_ranks(2, stage_rank, again.path, "evaluate")) == {Exit.DONE}
+    assert json.loads(next(again.evaluation.iterdir()).read_text())["loss"] == pytest.approx(result["loss"], rel=1e-6)
 
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from data_prep.text.tokenizer import train_bpe
 from pipeline.base.errors import UserError
+from pipeline.base.files import write_json
 from pipeline.base.place import Place
 from pipeline.checkpoint import saved
 from pipeline.config.read import load_config
@@ -67,7 +69,7 @@ def exported(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path
     return folder / f"{name}-out", torch.tensor(logits)
 
 
-@pytest.mark.parametrize("family", FEATURES)
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.story), "qwen3"])
 def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,7 +85,10 @@ def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: 
     tokenizer = AutoTokenizer.from_pretrained(first)
     assert tokenizer.decode(tokenizer("the model").input_ids) == "the model"
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
-    # imported and exported again
+    # imported and exported again, with what somebody put beside the tokenizer
+    (first / "chat_template.jinja").write_text("{% for one in messages %}<{{ one.content }}>{% endfor %}")
+    write_json(first / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+    write_json(first / "generation_config.json", {"eos_token_id": [0, 7], "temperature": 0.6})
     config = write_config(tmp_path, "second")
     text = config.read_text().replace(
         "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", f"model: {{init_from: {first}}}"
@@ -98,6 +103,26 @@ def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: 
     assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
     for name in names:
         assert (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+    chat = AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert chat.apply_chat_template([{"role": "user", "content": "the run"}], tokenize=False) == "<the run>"
+
+
+def test_a_tokenizers_words_are_those_that_transformers_4_knows_as_well(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["the model"], 300, "<|end|>"))
+    given = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|end|>", extra_special_tokens=["<|end|>"]
+    )
+    given.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    said = module._for_both(file.read_text())
+    words = json.loads(said)
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in words
+    assert words["additional_special_tokens"] == ["<|end|>"] and module._for_both(said) == said
+    file.write_text(said)
+    assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == given.all_special_tokens
+    assert module._for_both("{% if a %}") == "{% if a %}"
 
 
 def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,138 @@
+"""`generate RUN|DIR "prompt"`: a look at what a model has learned. It goes on with a text, token by token, here.
+
+One process, weights in fp32, on a GPU where torch sees one. Each attention keeps the keys and values of the tokens so
+far (`Attention.past`), so that a further token costs a pass over that one token alone. Greedy takes the likeliest token
+each time, as transformers' `generate(do_sample=False)` does. Otherwise tokens are drawn: logits are divided by the
+temperature, then only the likeliest tokens that together have the probability `top_p` are left (nucleus sampling,
+Holtzman et al., arXiv 1904.09751); the same seed draws the same text on the same machine.
+
+A prompt for a folder of an open model gets the tokens that its tokenizer puts around a text, as from transformers; one
+for a run gets none, as in its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import parse, read_json
+from pipeline.checkpoint.reader import Reader
+from pipeline.checkpoint.save import load
+from pipeline.checkpoint.verify import intact_checkpoint
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, section_from
+from pipeline.config.sections import ModelConfig
+from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
+from pipeline.publish.open_weights import fitting, held_by
+from pipeline.run.directory import Run
+
+Ready = tuple[Decoder, Tokenizer, list[int], list[int]]
+"""The decoder with its weights, its tokenizer, the tokens that end a text, and those of the prompt."""
+
+
+def generate(
+    target: Path, prompt: str, *, step: str | None, most: int, temperature: float, top_p: float, seed: int
+) -> str:
+    """The prompt and at most `most` further tokens, up to the one that ends a text; greedy where `temperature` is 0.
+
+    target: a run, whose checkpoint of `step` (None: the newest) is taken, or a folder in Hugging Face's format. Raises
+    UserError for what cannot be generated, CheckpointError as `verify` does.
+    """
+    if most < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
+        raise UserError(
+            f"--max-tokens {most} --temperature {temperature} --top-p {top_p} --seed {seed}: the first is at least 1, "
+            "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1"
+        )
+    prompt = prompt.encode(errors="replace").decode()  # a command line may hold bytes that are no text
+    of_run = (target / "config.yaml").exists() or not (target / CONFIG).exists()
+    model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, prompt, step, most)
+    generator = torch.Generator().manual_seed(seed)
+    new = further(model, ids, most, ends, lambda logits_V: chosen(logits_V, temperature, top_p, generator))
+    text: str = tokenizer.decode([*ids, *new])
+    return text
+
+
+def chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """The next token, from its logits (fp32): the likeliest where `temperature` is 0, else a drawn one."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    less_V = (logits_V - logits_V.max()).double().cpu()  # so that no temperature is too small
+    likely, order = (less_V / temperature).softmax(-1).sort(descending=True)
+    likely[likely.cumsum(-1) - likely >= top_p] = 0
+    return int(order[torch.multinomial(likely, 1, generator=generator)])
+
+
+@torch.inference_mode()
+def further(
+    model: Decoder, ids: Sequence[int], most: int, ends: Sequence[int], choose: Callable[[Tensor], int]
+) -> list[int]:
+    """At most `most` tokens after `ids`, each chosen from its logits (fp32, shape (V,)); the last may be an end."""
+    device = next(model.parameters()).device
+    for block in model.model.blocks:
+        attention = block.self_attn
+        empty = torch.empty((1, attention.k_proj.out_features // attention.head_size, 0, attention.head_size))
+        attention.past = empty.to(device), empty.to(device)
+    found: list[int] = []
+    assert model.lm_head is not None
+    while len(found) < most and not (found and found[-1] in ends):
+        fresh = torch.tensor([found[-1:] or list(ids)], device=device)
+        found.append(choose(model.lm_head(model.model(fresh)[:, -1])[0]))
+    return found
+
+
+def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
+    """Of a run's checkpoint."""
+    run = Run.open(path)
+    if run.config.model.target is not None:
+        raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
+    tokenizer = _tokenizer(run.data / TOKENIZER)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    checkpoint, _ = intact_checkpoint(run, step)
+    rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
+    model = _decoder(run.config.model, rows, ids, most)
+    load({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
+    end = tokenizer.token_to_id(run.config.data.tokenizer.eos_token)
+    return model, tokenizer, [] if end is None else [end], ids
+
+
+def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:
+    """Of a folder in Hugging Face's format."""
+    if step is not None:
+        raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
+    config = ModelConfig(**section_from(folder))
+    tokenizer = _tokenizer(inside(folder, TOKENIZER))
+    ids = tokenizer.encode(prompt).ids
+    model = _decoder(config, config.vocab_size or 0, ids, most)
+    weights = dict(model.named_weights())
+    held = {name: held_by(folder / name) for name in pieces(folder)}
+    fitting(folder, held, weights, tied=config.tie_word_embeddings).fill(weights.items())
+    said = [read_json(folder / CONFIG), parse(along(folder).get("generation_config.json", "").encode())]
+    ends = [found["eos_token_id"] for found in said if isinstance(found, dict) and "eos_token_id" in found][-1:]
+    return model, tokenizer, ends[0] if ends and isinstance(ends[0], list) else ends, ids
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(file.read_text())
+    except Exception as error:  # the package raises bare Exception for a file that it does not understand
+        raise UserError(f"{file} is no tokenizer.json that can be read: {error}") from error
+
+
+def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:
+    """The whole decoder, its weights zero. Raises UserError for tokens that it does not know, or too many of them."""
+    length = len(ids) + most
+    if not ids or max(ids) >= vocab_size:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, and the model knows the ids below {vocab_size}: write another"
+        )
+    if config.sliding_window is not None and length > config.sliding_window:
+        raise UserError(f"--max-tokens: {length} tokens are more than model.sliding_window ({config.sliding_window})")
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size, length)
+    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
+    init_weights(model, None, config.initializer_range)
+    return model

@@ -1,0 +1,110 @@
+"""Generate: greedy is what transformers' generate gives, with a pass over one token at a time; drawn texts as asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.text.tokenizer import train_bpe
+from pipeline.base.errors import UserError, printable
+from pipeline.base.files import write_json
+from pipeline.publish.generate import _of_folder, chosen, further, generate
+from pipeline.run.code import CODE_ROOT
+from tests.publish.test_export import exported
+from tests.publish.test_open_weights import FAMILIES, save
+from tests.support.tiny import WORDS, make_run
+
+GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 1}
+PROMPT = "the model of the"
+
+
+def saved(folder: Path, family: str, **more: Any) -> Any:
+    """A model of transformers with random weights, and a tokenizer that gives words."""
+    model = save(folder, family, vocab_size=300, **{**FAMILIES[family], **more})
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter *= 5  # else each token follows itself
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 280, "<|end|>"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_is_what_transformers_generates(tmp_path: Path, family: str) -> None:
+    theirs = saved(tmp_path, family)
+    write_json(tmp_path / "generation_config.json", {})
+    write_json(tmp_path / "config.json", theirs.config.to_dict() | {"eos_token_id": None})
+    model, tokenizer, ends, ids = _of_folder(tmp_path, PROMPT, None, 40)
+    assert len(ids) > 3 and ends == [None]
+    passes: list[int] = []
+    model.model.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[1]))
+    ours = further(model, ids, 40, ends, lambda logits: int(logits.argmax()))
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert [*ids, *ours] == expected[0].tolist() and len(set(ours)) > 5
+    assert passes == [len(ids)] + [1] * 39
+    # a token that ends a text ends it
+    end = ours[7]
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end]})
+    text = generate(tmp_path, PROMPT, most=40, **GREEDY)
+    assert text == tokenizer.decode([*ids, *ours[: ours.index(end) + 1]])
+
+
+def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
+    data = make_run(tmp_path, "data").data
+    folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
+    run = tmp_path / "runs/run"
+    text = generate(run, PROMPT, most=12, **GREEDY)
+    assert text.startswith(PROMPT) and len(text) > len(PROMPT)
+    assert generate(folder, PROMPT, most=12, **GREEDY) == text
+    drawn = {seed: generate(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0, "seed": seed}) for seed in (1, 2)}
+    assert drawn[1] != drawn[2] and text not in drawn.values()
+    assert generate(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == drawn[1]
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
+    command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
+    command += ["--greedy"]  # says more than a seed
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, printable(text) + "\n"), done.stderr
+
+
+def test_draws_are_as_likely_as_asked() -> None:
+    logits = torch.tensor([0.3, 0.2, 0.5]).log()
+    generator = torch.Generator().manual_seed(0)
+    for temperature, top_p, expected in (
+        (1.0, 1.0, [0.3, 0.2, 0.5]),
+        (1.0, 0.7, [0.375, 0, 0.625]),
+        (0.5, 1.0, None),
+        (1e-320, 1.0, [0, 0, 1]),
+    ):
+        found = Counter(chosen(logits, temperature, top_p, generator) for _ in range(3000))
+        likely = expected or (torch.tensor([0.09, 0.04, 0.25]) / 0.38).tolist()
+        for token, share in enumerate(likely):
+            assert found[token] / 3000 == pytest.approx(share, abs=0.04) and (found[token] > 0) == (share > 0)
+
+
+def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mistral"
+    saved(folder, "mistral")
+    for change, told in (
+        ({"most": 0}, "--max-tokens 0"),
+        ({"temperature": float("nan")}, "--temperature nan"),
+        ({"temperature": -1.0}, "--temperature -1.0"),
+        ({"top_p": 0.0}, "--top-p 0.0"),
+        ({"seed": -1}, "--seed -1"),
+        ({"step": "3"}, "--step: .* is no run"),
+        ({"prompt": ""}, "the prompt has 0 tokens"),
+        ({"most": 17}, r"tokens are more than model\.sliding_window \(16\)"),
+    ):
+        with pytest.raises(UserError, match=told):
+            generate(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
+    assert generate(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json that can be read"):
+        generate(folder, PROMPT, most=5, **GREEDY)
+    with pytest.raises(UserError, match="is not a run: there is no such directory"):
+        generate(tmp_path / "nothing", PROMPT, most=5, **GREEDY)
