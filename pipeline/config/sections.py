@@ -68,7 +68,7 @@ class TokenizerConfig(Section):
         return self
 
 
-LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected"}
+LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected", "document_mask"}
 """The keys of `data` that leave the shards' bytes as they are."""
 
 
@@ -82,6 +82,12 @@ class DataConfig(Section):
     """Field (JSON) or column (parquet) that holds a document's text."""
     text_documents: Literal["file", "line"] = "file"
     """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
+    records: Literal["text", "prompts", "messages"] = "text"
+    """What a line of a .jsonl file (.gz, .zst) holds: `text` in `text_field`, of which all is learned; `prompts`: a
+    `prompt` and a `response`; `messages`: a dialogue, put into words by the chat template beside `tokenizer.path`. Of
+    these only what is answered is learned, and documents are laid into samples whole."""
+    document_mask: bool = False
+    """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     sequence_length: PositiveInt = 1024
@@ -94,6 +100,21 @@ class DataConfig(Section):
     """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
     verify: Literal["hashes", "sizes"] = "hashes"
     """What is checked of every shard when a training starts; `sizes` where reading all data costs too much."""
+
+    @model_validator(mode="after")
+    def _records_fit(self) -> DataConfig:
+        if self.records == "text":
+            return self
+        if "python-stdlib" in self.sources:
+            raise ValueError(f"records: {self.records} stand in .jsonl files: name them as source")
+        if self.shard_tokens <= self.sequence_length:
+            raise ValueError(f"shard_tokens ({self.shard_tokens}) has no room for a sample of {self.sequence_length}")
+        if self.records == "messages" and self.tokenizer.path is None:
+            raise ValueError(
+                "records: messages needs a tokenizer with a chat template: set model.init_from, or data.tokenizer "
+                "{kind: file, path: …/tokenizer.json}"
+            )
+        return self
 
     @property
     def sources(self) -> list[str]:

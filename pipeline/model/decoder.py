@@ -52,6 +52,8 @@ class Rotary(nn.Module):
 
     cos_TK: Tensor
     sin_TK: Tensor
+    mask_B1TT = None
+    """Each position sees all before it."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
@@ -81,9 +83,33 @@ class Rotary(nn.Module):
     def forward(self, x_BHTK: Tensor) -> Tensor:
         """Turn each head's vectors by their positions; computed in fp32, returned in the input's type."""
         length = x_BHTK.shape[2]
-        left, right = x_BHTK.chunk(2, dim=-1)
-        turned = x_BHTK * self.cos_TK[:length] + torch.cat((-right, left), dim=-1) * self.sin_TK[:length]
-        return turned.to(x_BHTK.dtype)
+        return _turned(x_BHTK, self.cos_TK[:length], self.sin_TK[:length])
+
+
+class Packed:
+    """In the place of :class:`Rotary` for samples of several documents: positions that start again, and who sees whom.
+
+    A class that torch does not look into: FSDP2 would round tables among a block's inputs to bf16. SDPA with a mask,
+    not flex attention: that one trains on GPUs only, and compiled.
+    """
+
+    def __init__(self, rotary: Rotary, starts_BT: Tensor) -> None:
+        """starts_BT: bool, where a document begins; the first input of a sample begins one in any case."""
+        places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+        first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values  # of the own document
+        positions_BT = places_T - first_BT
+        self.cos_B1TK, self.sin_B1TK = (table[positions_BT].unsqueeze(1) for table in (rotary.cos_TK, rotary.sin_TK))
+        same_BTT = first_BT.unsqueeze(2) == first_BT.unsqueeze(1)
+        self.mask_B1TT = (same_BTT & (places_T.unsqueeze(1) >= places_T)).unsqueeze(1)
+
+    def __call__(self, x_BHTK: Tensor) -> Tensor:
+        """As `Rotary` does."""
+        return _turned(x_BHTK, self.cos_B1TK, self.sin_B1TK)
+
+
+def _turned(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x_BHTK.chunk(2, dim=-1)
+    return (x_BHTK * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BHTK.dtype)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -117,8 +143,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_size, eps=config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """Mix each position with the ones before it."""
+    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
+        """Mix each position with the ones before it, of its document."""
         q_BHTK, k_BHTK = self._heads(self.q_proj(x_BTD)), self._heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
@@ -129,7 +155,8 @@ class Attention(nn.Module):
             # torch silently takes the kernel that holds all T x T scores.
             k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
             v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
-        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        mask = rotary.mask_B1TT
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, mask, is_causal=mask is None)
         return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -162,7 +189,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
         """Add attention's and the MLP's output to the residual stream."""
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
@@ -183,11 +210,12 @@ class Backbone(nn.Module):
         """The decoder blocks in order."""
         return [cast(Block, block) for block in self.layers.values()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Token ids (of a later part: hidden states) to hidden states `x_BTD`, normalised by the last part."""
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        rotary = self.rotary if starts_BT is None else Packed(self.rotary, starts_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, self.rotary)
+            x_BTD = block(x_BTD, rotary)
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
 
@@ -218,13 +246,14 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None) -> Tensor:
         """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`.
 
-        With `targets_BT` the last part gives their summed loss, and keeps no logits (pipeline/model/head.py).
+        With `targets_BT` the last part gives their summed loss, and keeps no logits (pipeline/model/head.py). With
+        `starts_BT` (bool) documents begin there, and none sees another; every part needs it.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
-            x_BTD = self.model(x)
+            x_BTD = self.model(x, starts_BT)
             if self.lm_head is None or targets_BT is None:
                 return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
         return self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast's copies of weights are gone by now

@@ -158,7 +158,7 @@ class Engine:
         """
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
-            self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
+            self._entries = max(1, int(entries.item()) // (self.layout.pipeline * self.layout.tensor))
         self.replicas.begin(step)
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
@@ -204,7 +204,7 @@ class Engine:
         enter("pipeline")
         self._batch, inputs = batch, self.task.inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
-        losses = self._pipeline.run(inputs, self.task.targets(batch), rows)
+        losses = self._pipeline.run(inputs, self.task.targets(batch), rows, self.task.borders(batch))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += whole(loss.detach())
@@ -212,7 +212,8 @@ class Engine:
 
     def _loss_of(self, batch: Batch) -> Tensor:
         """Summed loss of the whole model."""
-        return self.task.loss(self.model(*self.task.inputs(batch), **self.task.targets(batch)), batch)
+        more = {**self.task.targets(batch), **self.task.borders(batch)}
+        return self.task.loss(self.model(*self.task.inputs(batch), **more), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
         return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
