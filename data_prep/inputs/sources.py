@@ -98,13 +98,8 @@ class Rejected(ValueError):
     """Why there is no document in a line or row."""
 
 
-class Record(NamedTuple):
-    """What a line of prompts or messages comes to."""
-
-    text: str
-    learned: Spans
-
-
+Record = tuple[str, Spans]
+"""The text that a line's object comes to, and what is learned of it."""
 Read = Callable[[dict[str, Any]], Record]
 """From a line's object; raises Rejected for one that is no such record."""
 
@@ -176,8 +171,7 @@ def read_documents(
         if read is None:
             yield from FORMATS[source.format].read(source.path, start, end, text_field)
         else:
-            lines = _JSON_LINES[source.format](source.path, start, end)
-            yield from _documents(lines, partial(_json_record, read))
+            yield from _records(source.format, source.path, start, end, read)
 
 
 def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
@@ -215,7 +209,11 @@ _JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
 
 
 def _json_documents(file_format: str, path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    yield from _documents(_JSON_LINES[file_format](path, start, end), partial(_json_text, field))
+    yield from _records(file_format, path, start, end, lambda value: (text_in(value, field), ()))
+
+
+def _records(file_format: str, path: str, start: int, end: int, read: Read) -> Iterator[Document]:
+    yield from _documents(_JSON_LINES[file_format](path, start, end), partial(_json_record, read))
 
 
 def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str | Record]) -> Iterator[Document]:
@@ -223,10 +221,8 @@ def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str | Recor
     for number, content in enumerate(contents, 1):
         try:
             found = text_of(content)
-            if isinstance(found, str):
-                yield Document(number, found)
-            else:
-                yield Document(number, found.text, learned=found.learned)
+            text, learned = (found, ()) if isinstance(found, str) else found
+            yield Document(number, text, learned=learned)
         except UnicodeDecodeError as error:
             yield Document(number, "", _bad_byte(error))
         except Rejected as error:
@@ -280,28 +276,17 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _json_text(field: str, line: bytes) -> str:
-    value = _json_object(line)
-    return "" if value is None else text_in(value, field)
-
-
 def _json_record(read: Read, line: bytes) -> str | Record:
-    value = _json_object(line)
-    return "" if value is None else read(value)
-
-
-def _json_object(line: bytes) -> dict[str, Any] | None:
-    """The object in a line; None for a blank one. Raises Rejected."""
     source = line.strip(_JSON_SPACE).decode()
     if not source:
-        return None
+        return ""
     try:
         value = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(value, dict):
         raise Rejected(f"not a JSON object but {type(value).__name__}")
-    return value
+    return read(value)
 
 
 def text_in(value: Mapping[str, Any], field: str) -> str:

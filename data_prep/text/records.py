@@ -51,12 +51,13 @@ class _Generation(Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
-def chat_json(tokenizer: Path, eos_token: str) -> bytes:
+def chat_json(tokenizer: str | Path, eos_token: str) -> bytes:
     """The content of `chat.json`: what the folder of a `tokenizer.json` says of dialogues; of the same, the same.
 
     Raises UserError, naming the file, where there is no chat template or none that Jinja can read.
     """
-    settings, file = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
+    folder = Path(tokenizer).parent
+    settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     try:
         known = read_json(settings) if settings.is_file() else {}
         known = known if isinstance(known, dict) else {}
@@ -71,7 +72,7 @@ def chat_json(tokenizer: Path, eos_token: str) -> bytes:
             raise UserError(f"data.records messages needs a chat template: there is no {file}, nor one in {settings}")
         texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in known.items()}
         tokens = {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
-        added = read_json(tokenizer).get("added_tokens") or []
+        added = read_json(Path(tokenizer)).get("added_tokens") or []
         special = {eos_token, *(one["content"] for one in added if one.get("special"))}
         chat = {"template": template, "tokens": tokens, "special": sorted(special)}
         content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()
@@ -79,11 +80,6 @@ def chat_json(tokenizer: Path, eos_token: str) -> bytes:
     except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
         raise UserError(f"{file if file.is_file() else settings}: no chat template that can be used: {error}") from None
     return content + b"\n"
-
-
-def check_chat(tokenizer: str, eos_token: str) -> None:
-    """Raise UserError as `chat_json` does."""
-    chat_json(Path(tokenizer), eos_token)
 
 
 def reader(data: DataConfig, chat: bytes | None) -> Read | None:
@@ -97,7 +93,7 @@ def _pair(value: Mapping[str, Any]) -> Record:
     prompt, response = text_in(value, "prompt"), text_in(value, "response")
     if not response:
         raise Rejected("field 'response' is empty")
-    return Record(prompt + response, ((len(prompt), len(prompt) + len(response)),))
+    return prompt + response, ((len(prompt), len(prompt) + len(response)),)
 
 
 class Dialogues:
@@ -122,7 +118,7 @@ class Dialogues:
             learned = self._answers(messages, text)
         if not learned:
             raise Rejected("no message of the role 'assistant': nothing to learn")
-        return Record(text, tuple(learned))
+        return text, tuple(learned)
 
     def _checked(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
         messages = value.get("messages")

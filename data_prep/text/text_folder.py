@@ -136,7 +136,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             ask_child("data_prep.text.tokenizer", "load_encoder", *given)
             if self.data.records == "messages":
-                ask_child("data_prep.text.records", "check_chat", *given)
+                ask_child("data_prep.text.records", "chat_json", *given)
         return super().look()
 
     def remark(self) -> str:

@@ -39,7 +39,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeline.config.sections import ModelConfig, RopeScaling
+from pipeline.config.sections import ModelConfig
+from pipeline.config.types import RopeScaling
 from pipeline.model.head import Head
 from pipeline.parallel.tensor_parallel import Replicated
 

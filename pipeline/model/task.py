@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -40,7 +39,6 @@ _SAMPLES = 8
 """So many samples at most tell whether a loss is a sum."""
 _ROUNDING = 0.05
 """What sums in bfloat16 may be off; a mean of two is off by a half."""
-_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 class Task:
@@ -397,30 +395,3 @@ def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
         return Task(run.config, manifest.vocab_size, manifest.eos_id)
     assert run.user_model is not None
     return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
-
-
-def recompute(block: nn.Module, kind: str) -> None:
-    """Let backward compute the block again instead of keeping it: `full`, `selective` (not what is dear) or `none`."""
-    if kind == "none":
-        return
-    layer = block.forward
-
-    def forward(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return layer(*inputs)
-        options: dict[str, Any] = {}
-        if kind == "selective":
-            options["context_fn"] = _selective  # of the module, not a closure: that one torch.compile refuses
-        return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
-
-    block.forward = forward
-
-
-def _selective() -> Any:
-    return checkpoint.create_selective_checkpoint_contexts(_keep_products)
-
-
-def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Keep what is dear to compute; elementwise work is cheap to do again."""
-    keep = op in _KEPT or "scaled_dot_product" in str(op)
-    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

@@ -260,7 +260,7 @@ def test_what_a_template_cannot_tell_is_refused_in_words(tmp_path: Path) -> None
     )
     for template in (forgetful, thinking):
         dialogues = Dialogues({"template": template, "tokens": {}, "special": []})
-        assert dialogues.read({"messages": two[:2]}).learned
+        assert dialogues.read({"messages": two[:2]})[1]
         with pytest.raises(Rejected, match=r"message \d, or what leads to it, otherwise where more follow.*generation"):
             dialogues.read({"messages": two})
     silent = "{% generation %}{% endgeneration %}{{ messages[0].content }}"

@@ -18,7 +18,8 @@ from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder
-from pipeline.model.task import Task, recompute
+from pipeline.model.recompute import recompute
+from pipeline.model.task import Task
 from pipeline.parallel.plan import Action, actions, memory, plan, timeline
 from submit import main
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
