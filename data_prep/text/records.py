@@ -123,7 +123,7 @@ class Dialogues:
     def _checked(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
         messages = value.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise Rejected("no field 'messages' with a list of them")
+            raise Rejected(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
         if value.get("tools"):
             raise Rejected("field 'tools' is not supported")
         found = []

@@ -29,6 +29,7 @@ SMALL = (
     "data.tokenizer.vocab_size=300", "data.sequence_length=32", "data.shard_tokens=4096", "data.held_out=0.2",
     "model.dim=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "train.epochs=null", "train.steps=12",
     "train.global_batch=8", "train.micro_batch=2", "checkpoint.every_steps=5", "optimizer.lr=0.01",
+    "optimizer.freeze=[model.layers.0.mlp.*]",
 )  # fmt: skip
 
 
