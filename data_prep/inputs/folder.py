@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from data_prep.inputs.lustre import stripe
-from data_prep.inputs.sources import ENDINGS, PYTHON_STDLIB, Input, find_inputs, named_files
+from data_prep.inputs.sources import PYTHON_STDLIB, Input, endings_of, find_inputs, named_files
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file
@@ -175,7 +175,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """
         named = [source for source in self.data.sources if source != PYTHON_STDLIB]
         asked = self.data.model_copy(update={"source": named})
-        return [path for path, _ in named_files(asked, self.endings or ENDINGS)]
+        return [path for path, _ in named_files(asked, self.endings or endings_of(asked))]
 
     def remark(self) -> str:
         """What a person should know of the finished whole."""

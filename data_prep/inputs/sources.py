@@ -6,7 +6,8 @@ format; :func:`read_documents` reads one piece of one input:
     format      files                           a document is                        a piece is
     text        .txt, the library's .py files   the whole file                       the whole file
     lines       .txt, `text_documents: line`    a line without its line end          bytes [start, end)
-    jsonl       .jsonl                          `text_field` of a line's object      bytes [start, end)
+    jsonl       .jsonl                          a line's object: its `text_field`,   bytes [start, end)
+                                                or what `data.records` says
     gzip, zstd  .jsonl.gz, .jsonl.zst           the same                             the whole file
     parquet     .parquet                        a row of column `text_field`         row groups [start, end)
 
@@ -77,6 +78,9 @@ class Input(NamedTuple):
             raise InputError(f"{problem}: put it back, or go on with what there is now: `{again}`")
 
 
+Spans = tuple[tuple[int, int], ...]
+
+
 class Document(NamedTuple):
     """One line, row or whole file: its text, or the reason why there is none."""
 
@@ -86,10 +90,18 @@ class Document(NamedTuple):
     """The text; empty for a blank line or a rejected document."""
     reason: str | None = None
     """Why the document is rejected."""
+    learned: Spans = ()
+    """Of a record, the characters [start, end) that are learned; of a text, all are."""
 
 
 class Rejected(ValueError):
     """Why there is no document in a line or row."""
+
+
+Record = tuple[str, Spans]
+"""The text that a line's object comes to, and what is learned of it."""
+Read = Callable[[dict[str, Any]], Record]
+"""From a line's object; raises Rejected for one that is no such record."""
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
@@ -100,13 +112,18 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
     without a match, and naming the file for an ending that no format has or a file that cannot be read.
     """
     found: dict[str, Input] = {}
-    for path, file_format in named_files(data, formats or ENDINGS):
+    for path, file_format in named_files(data, formats or endings_of(data)):
         with reading(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
     return list(found.values())
+
+
+def endings_of(data: DataConfig) -> Mapping[str, str]:
+    """The endings that files of documents may have, and their formats: all, or those of lines that hold records."""
+    return ENDINGS if data.records == "text" else {end: kind for end, kind in ENDINGS.items() if kind in _JSON_LINES}
 
 
 def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -142,13 +159,19 @@ def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
     raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")
 
 
-def read_documents(source: Input, start: int, end: int, text_field: str) -> Iterator[Document]:
+def read_documents(
+    source: Input, start: int, end: int, text_field: str, read: Read | None = None
+) -> Iterator[Document]:
     """One :class:`Document` for each line, row or file of the piece, in order; blank ones too (text "").
 
-    Raises UserError naming the file when it cannot be read at all.
+    read: makes a record of a line's object, where lines hold more than text. Raises UserError naming the file when it
+    cannot be read at all.
     """
     with reading(source.path):
-        yield from FORMATS[source.format].read(source.path, start, end, text_field)
+        if read is None:
+            yield from FORMATS[source.format].read(source.path, start, end, text_field)
+        else:
+            yield from _records(source.format, source.path, start, end, read)
 
 
 def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
@@ -166,26 +189,40 @@ def _line_documents(path: str, start: int, end: int, field: str) -> Iterator[Doc
         yield from _documents(lines, lambda line: line.removesuffix(b"\n").removesuffix(b"\r").decode())
 
 
-def _jsonl_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+def _plain_lines(path: str, start: int, end: int) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        yield from _documents(_lines_from(file, start, end), partial(_json_text, field))
+        yield from _lines_from(file, start, end)
 
 
-def _gzip_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+def _gzip_lines(path: str, start: int, end: int) -> Iterator[bytes]:
     with gzip.open(path) as file:
-        yield from _documents(file, partial(_json_text, field))
+        yield from file
 
 
-def _zstd_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+def _zstd_lines(path: str, start: int, end: int) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        yield from _documents(_split_lines(_zstd_blocks(file, path)), partial(_json_text, field))
+        yield from _split_lines(_zstd_blocks(file, path))
 
 
-def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str]) -> Iterator[Document]:
+_JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
+"""Formats whose lines are JSON objects, and the lines of a piece of a file."""
+
+
+def _json_documents(file_format: str, path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    yield from _records(file_format, path, start, end, lambda value: (text_in(value, field), ()))
+
+
+def _records(file_format: str, path: str, start: int, end: int, read: Read) -> Iterator[Document]:
+    yield from _documents(_JSON_LINES[file_format](path, start, end), partial(_json_record, read))
+
+
+def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str | Record]) -> Iterator[Document]:
     """A document for each line or row; `text_of` raises Rejected or UnicodeDecodeError where there is none."""
     for number, content in enumerate(contents, 1):
         try:
-            yield Document(number, text_of(content))
+            found = text_of(content)
+            text, learned = (found, ()) if isinstance(found, str) else found
+            yield Document(number, text, learned=learned)
         except UnicodeDecodeError as error:
             yield Document(number, "", _bad_byte(error))
         except Rejected as error:
@@ -239,7 +276,7 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _json_text(field: str, line: bytes) -> str:
+def _json_record(read: Read, line: bytes) -> str | Record:
     source = line.strip(_JSON_SPACE).decode()
     if not source:
         return ""
@@ -249,6 +286,11 @@ def _json_text(field: str, line: bytes) -> str:
         raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(value, dict):
         raise Rejected(f"not a JSON object but {type(value).__name__}")
+    return read(value)
+
+
+def text_in(value: Mapping[str, Any], field: str) -> str:
+    """The text in a field of an object. Raises Rejected where there is none."""
     if field not in value:
         raise Rejected(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
     text = value[field]
@@ -324,8 +366,8 @@ class Format(NamedTuple):
 FORMATS = {
     "text": Format(_text_documents),
     "lines": Format(_line_documents, splits=True),
-    "jsonl": Format(_jsonl_documents, splits=True),
-    "gzip": Format(_gzip_documents, expansion=4),
-    "zstd": Format(_zstd_documents, expansion=4),
+    "jsonl": Format(partial(_json_documents, "jsonl"), splits=True),
+    "gzip": Format(partial(_json_documents, "gzip"), expansion=4),
+    "zstd": Format(partial(_json_documents, "zstd"), expansion=4),
     "parquet": Format(_parquet_documents),
 }

@@ -2,7 +2,7 @@
 
     1. list the inputs;
     2. take a sample of documents, spread evenly over the inputs, without the held-out ones;
-    3. train the byte-level BPE on it, or copy the given `tokenizer.json`;
+    3. train the byte-level BPE on it, or copy the given `tokenizer.json` (for dialogues, the chat template too);
     4. cut the inputs into units of about one shard each, from the sample's bytes per token.
 
 Each step is a function of config and inputs, so a second run on another node gives the same bytes.
@@ -13,19 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_prep.inputs.sources import Document, Input, find_inputs, read_documents
+from data_prep.inputs.sources import Document, Input, Read, find_inputs, read_documents
+from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
 from pipeline.config.sections import DataConfig
+from pipeline.data.manifest import CHAT
 
 _SLICES = 256  # places of the source where a sample is taken
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
 
 
 def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None]) -> tuple[Encoder, int]:
-    """Write `tokenizer.json` and `units.json`; the tokenizer, and the number of units.
+    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, and the number of units.
 
     Raises UserError for a source or tokenizer that cannot be used.
     """
@@ -36,10 +38,14 @@ def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None
         raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
     log(f"prepare: {len(inputs)} files, about {total:,} bytes")
 
-    wanted = data.tokenizer
-    sample = take_sample(data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES)
+    wanted, chat = data.tokenizer, None
+    if data.records == "messages" and wanted.path is not None:
+        chat = chat_json(wanted.path, wanted.eos_token)
+        write_atomic(folder / CHAT, chat)
+    read = reader(data, chat)
+    sample = take_sample(data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read)
     if not sample:
-        raise UserError(_why_nothing(data, inputs, weights))
+        raise UserError(_why_nothing(data, inputs, weights, read))
     if wanted.path is None:
         content = train_bpe(sample, wanted.vocab_size, wanted.eos_token).encode()
     else:
@@ -57,7 +63,9 @@ def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None
     return encoder, len(plan.units)
 
 
-def take_sample(data: DataConfig, inputs: Sequence[Input], weights: Weights, limit: int) -> list[str]:
+def take_sample(
+    data: DataConfig, inputs: Sequence[Input], weights: Weights, limit: int, read: Read | None = None
+) -> list[str]:
     """Texts of at most `limit` bytes in all, from places spread evenly over the inputs, without held-out ones.
 
     All of them where the inputs are no larger than `limit`. Each place gives its share from its first documents
@@ -68,7 +76,7 @@ def take_sample(data: DataConfig, inputs: Sequence[Input], weights: Weights, lim
     left = limit
     for index, pieces in enumerate(slices):
         share = left // (len(slices) - index)
-        texts = (document.text.encode() for _, document in _read(data, inputs, pieces))
+        texts = (document.text.encode() for _, document in _read(data, inputs, pieces, read))
         while share > 0 and (text := next(texts, None)) is not None:
             if text and not is_held_out(text, data.held_out):
                 part = text[:share]
@@ -78,20 +86,23 @@ def take_sample(data: DataConfig, inputs: Sequence[Input], weights: Weights, lim
     return sample
 
 
-def _read(data: DataConfig, inputs: Sequence[Input], pieces: Sequence[Piece]) -> Iterator[tuple[Input, Document]]:
+def _read(
+    data: DataConfig, inputs: Sequence[Input], pieces: Sequence[Piece], read: Read | None
+) -> Iterator[tuple[Input, Document]]:
     """The documents of some pieces, in order, each with its input."""
     for index, start, end in pieces:
-        for document in read_documents(inputs[index], start, end, data.text_field):
+        for document in read_documents(inputs[index], start, end, data.text_field, read):
             yield inputs[index], document
 
 
-def _why_nothing(data: DataConfig, inputs: Sequence[Input], weights: Weights) -> str:
+def _why_nothing(data: DataConfig, inputs: Sequence[Input], weights: Weights, read: Read | None) -> str:
     """Words for a source without one document to train on, from its first unreadable document, if any."""
-    for source, document in _read(data, inputs, cut(inputs, weights, 1)[0]):
+    for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read):
         if document.reason is not None:
+            key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
-                f"{document.reason}. Mend the files, or set data.text_field ({data.text_field!r})"
+                f"{document.reason}. Mend the files, or set {key}"
             )
     return (
         f"data.source: all documents of {', '.join(data.sources)} are empty or held out: name more files, or lower "

@@ -1,6 +1,6 @@
 """Documents to shards: what `prepare` fixes, what tasks make of each work unit, and the manifest of all.
 
-    data_dir/tokenizer.json, units.json           what `prepare` fixes
+    data_dir/tokenizer.json, units.json           what `prepare` fixes; for dialogues, chat.json
     data_dir/prepare.json                         their sizes and hashes, written last   (:class:`TextPrepared`)
     data_dir/shards/unit-00003-train-00.h5, ...   the shards of one work unit
     data_dir/shards/unit-00003.json               their sizes and hashes, written last   (:class:`UnitManifest`)
@@ -30,15 +30,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from data_prep.inputs.folder import AGAIN, DataFolder, Log
-from data_prep.inputs.sources import Input, read_documents
+from data_prep.inputs.sources import Document, Input, Read, read_documents
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
 from pipeline.config.sections import LEAVE_SHARDS
-from pipeline.data.manifest import FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
+from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data_prep.text.tokenizer import Encoder
 
 _BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
@@ -68,6 +70,7 @@ class TextPrepared(Keyed):
     vocab_size: int
     eos_id: int
     dtype: str
+    chat: FileEntry | None = None
 
 
 class TextFolder(DataFolder[TextPrepared, UnitManifest]):
@@ -82,20 +85,24 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
-        config = {**self.data.model_dump(mode="json", exclude=LEAVE_SHARDS), "source": self.data.sources}
+        left = LEAVE_SHARDS | {"records"} if self.data.records == "text" else LEAVE_SHARDS - {"sequence_length"}
+        config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
     @property
     def whole_key(self) -> str:
         """Everything that is made from this tokenizer and these units."""
         fixed = self.prepared
-        return sha256_json({"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256})
+        chat = {"chat": fixed.chat.sha256} if fixed.chat else {}
+        known = {"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256}
+        return sha256_json(known | chat)
 
     @cached_property
     def plan(self) -> Plan:
         """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
-        for name, entry in (("tokenizer.json", self.prepared.tokenizer), ("units.json", self.prepared.units)):
-            if problem := entry.problem(self.path / name):
+        fixed = self.prepared
+        for name, entry in (("tokenizer.json", fixed.tokenizer), ("units.json", fixed.units), (CHAT, fixed.chat)):
+            if entry is not None and (problem := entry.problem(self.path / name)):
                 raise InputError(f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
 
@@ -116,11 +123,20 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
         return load_encoder(self.path / "tokenizer.json", self.data.tokenizer.eos_token)
 
+    @cached_property
+    def read(self) -> Read | None:
+        """What makes records of lines."""
+        from data_prep.text.records import reader
+
+        return reader(self.data, (self.path / CHAT).read_bytes() if self.prepared.chat else None)
+
     def look(self) -> list[str]:
         """And whether the given tokenizer can be used, asked of the package that it is for, elsewhere."""
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             ask_child("data_prep.text.tokenizer", "load_encoder", *given)
+            if self.data.records == "messages":
+                ask_child("data_prep.text.records", "chat_json", *given)
         return super().look()
 
     def remark(self) -> str:
@@ -138,6 +154,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             with reading(str(given)):
                 if sha256_file(given) != self.prepared.tokenizer.sha256:
                     return False
+            if self.prepared.chat is not None:
+                from data_prep.text.records import chat_json
+
+                if chat_json(given, self.data.tokenizer.eos_token) != (self.path / CHAT).read_bytes():
+                    return False
         return super().same_inputs()
 
     def fix(self, log: Log) -> None:
@@ -153,6 +174,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
             dtype=encoder.dtype,
+            chat=FileEntry.of(self.path / CHAT) if self.data.records == "messages" else None,
         )
         write_manifest(self.path / "prepare.json", prepared)
 
@@ -161,7 +183,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def _unit_key(self, number: int) -> str:
         """Config and code, the tokenizer, and the unit's pieces, each with its input as it was listed."""
         pieces = ([self.inputs[index], *piece] for index, *piece in self.plan.units[number])
-        return sha256_json([self.prepared.key, self.prepared.tokenizer.sha256, *pieces])
+        chat = [self.prepared.chat.sha256] if self.prepared.chat else []
+        return sha256_json([self.prepared.key, self.prepared.tokenizer.sha256, *chat, *pieces])
 
     def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
@@ -188,16 +211,17 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             "tokenizer_sha256": self.prepared.tokenizer.sha256,
             "source": ", ".join(self.data.sources)[:1000],  # HDF5 takes 64 KB of attributes
         }
-        writers = [
-            ShardWriter(self.path, f"unit-{unit:05d}-{split}", self.data.shard_tokens, self.encoder.dtype, attributes)
-            for split in ("train", "held_out")
-        ]
+        window = None if self.data.records == "text" else self.data.sequence_length
+        how = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
+        writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
         lines = [0] * len(pieces)
         rejected: list[tuple[int, int, str]] = []
         for batch in _batches(self._documents(pieces, lines, rejected)):
-            for text, tokens in zip(batch, self.encoder.encode(batch), strict=True):
-                utf8 = text.encode()
-                writers[is_held_out(utf8, self.data.held_out)].add(tokens, len(utf8))
+            for document, (tokens, mask) in zip(batch, self._encoded(batch), strict=True):
+                utf8 = document.text.encode()
+                learned = sum(len(document.text[start:end].encode()) for start, end in document.learned)
+                size = len(utf8) if mask is None else learned
+                writers[is_held_out(utf8, self.data.held_out)].add(tokens, size, mask)
         train, held_out = (writer.close() for writer in writers)
         self._check_inputs(pieces)  # one that changed while it was read fits no manifest
         manifest = UnitManifest(
@@ -213,21 +237,28 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
+    def _encoded(self, batch: Sequence[Document]) -> Sequence[tuple[np.ndarray, np.ndarray | None]]:
+        """Tokens of each document and, of records, their mask."""
+        if self.data.records == "text":
+            return [(tokens, None) for tokens in self.encoder.encode([document.text for document in batch])]
+        return self.encoder.encode_records(batch, chat=self.data.records == "messages")
+
     def _check_inputs(self, pieces: tuple[Piece, ...]) -> None:
         for index in {piece.input for piece in pieces}:
             self.inputs[index].check()
 
     def _documents(
         self, pieces: tuple[Piece, ...], lines: list[int], rejected: list[tuple[int, int, str]]
-    ) -> Iterator[str]:
-        """The texts of these pieces in order; counts lines by piece and lists rejected documents on the way."""
+    ) -> Iterator[Document]:
+        """The documents of these pieces in order; counts lines by piece and lists rejected documents on the way."""
         for place, piece in enumerate(pieces):
-            for document in read_documents(self.inputs[piece.input], piece.start, piece.end, self.data.text_field):
+            input, start, end = self.inputs[piece.input], piece.start, piece.end
+            for document in read_documents(input, start, end, self.data.text_field, self.read):
                 lines[place] = document.line
                 if document.reason is not None:
                     rejected.append((place, document.line, document.reason))
                 elif document.text:
-                    yield document.text
+                    yield document
 
     def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write `rejected.jsonl` and `manifest.json`, and remove files that no unit lists.
@@ -296,13 +327,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             )
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Batches for the tokenizer."""
-    batch: list[str] = []
+    batch: list[Document] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
         if size >= _BATCH:
             yield batch
             batch, size = [], 0

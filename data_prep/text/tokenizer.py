@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data_prep.inputs.sources import Document
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
+from pipeline.data.manifest import BEGINS, LEARNED
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
@@ -54,6 +56,26 @@ class Encoder:
         """Tokens of each text, the end-of-text token last: arrays of `dtype`, shape (tokens of the text + 1,)."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
+
+    def encode_records(self, records: Sequence[Document], *, chat: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens of each record and their `mask` (pipeline/data/manifest.py): of `dtype` and uint8, shape (tokens,).
+
+        A token that has a character of what is learned is learned, but for the first: nothing is before it. With
+        `chat` names of special tokens are these tokens, and the text ends as it does; else the end-of-text token
+        follows, and is learned.
+        """
+        self.tokenizer.encode_special_tokens = not chat
+        encodings = self.tokenizer.encode_batch([record.text for record in records], add_special_tokens=False)
+        found = []
+        for record, encoding in zip(records, encodings, strict=True):
+            tokens = np.array([*encoding.ids, self.eos_id], dtype=self.dtype)
+            starts, ends = np.array([*encoding.offsets, (0, 0)]).T
+            mask = np.zeros(len(tokens), np.uint8)
+            for start, end in record.learned:
+                mask[(starts < end) & (ends > start)] = LEARNED
+            mask[-1], mask[0] = LEARNED, BEGINS
+            found.append((tokens[:-1], mask[:-1]) if chat else (tokens, mask))
+        return found
 
 
 def load_encoder(path: str | Path, eos_token: str) -> Encoder:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
-from pipeline.config.sections import Config, StateConfig
-from pipeline.config.types import refuse_changed
+from pipeline.config.sections import Config
+from pipeline.config.types import StateConfig, refuse_changed
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
@@ -350,6 +350,8 @@ def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
         splits = f"{schedule} computes gradients of weights apart, which does not go with"
         if config.train.compile:
             yield f"{splits} train.compile"
+        if config.optimizer.freeze:
+            yield f"{splits} optimizer.freeze (torch would lose gradients): take 1f1b or interleaved_1f1b"
         if wanted.activation_checkpointing == "selective":
             yield f"{splits} parallel.activation_checkpointing selective: take full or none"
         if wanted.zero == 3:

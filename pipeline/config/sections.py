@@ -23,7 +23,17 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
-from pipeline.config.types import FilePath, Fraction, Name, NonNegativeInt, PositiveFloat, Section, refuse_changed
+from pipeline.config.types import (
+    FilePath,
+    Fraction,
+    Name,
+    NonNegativeInt,
+    PositiveFloat,
+    RopeScaling,
+    Section,
+    StateConfig,
+    refuse_changed,
+)
 
 
 class Sharing(StrEnum):
@@ -69,7 +79,7 @@ class TokenizerConfig(Section):
         return self
 
 
-LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected"}
+LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected", "document_mask"}
 """The keys of `data` that leave the shards' bytes as they are."""
 
 
@@ -83,6 +93,12 @@ class DataConfig(Section):
     """Field (JSON) or column (parquet) that holds a document's text."""
     text_documents: Literal["file", "line"] = "file"
     """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
+    records: Literal["text", "prompts", "messages"] = "text"
+    """What a line of a .jsonl file (.gz, .zst) holds: `text` in `text_field`, of which all is learned; `prompts`: a
+    `prompt` and a `response`; `messages`: a dialogue, put into words by the chat template beside `tokenizer.path`. Of
+    these only what is answered is learned, and documents are laid into samples whole."""
+    document_mask: bool = False
+    """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     sequence_length: PositiveInt = 1024
@@ -96,33 +112,25 @@ class DataConfig(Section):
     verify: Literal["hashes", "sizes"] = "hashes"
     """What is checked of every shard when a training starts; `sizes` where reading all data costs too much."""
 
+    @model_validator(mode="after")
+    def _records_fit(self) -> DataConfig:
+        if self.records == "text":
+            return self
+        if "python-stdlib" in self.sources:
+            raise ValueError(f"records: {self.records} stand in .jsonl files: name them as source")
+        if self.shard_tokens <= self.sequence_length:
+            raise ValueError(f"shard_tokens ({self.shard_tokens}) has no room for a sample of {self.sequence_length}")
+        if self.records == "messages" and self.tokenizer.path is None:
+            raise ValueError(
+                "records: messages needs a tokenizer with a chat template: set model.init_from, or data.tokenizer "
+                "{kind: file, path: …/tokenizer.json}"
+            )
+        return self
+
     @property
     def sources(self) -> list[str]:
         """The source as a list."""
         return [self.source] if isinstance(self.source, str) else list(self.source)
-
-
-class RopeScaling(Section):
-    """How rotary positions are stretched for longer sequences than a model began with; keys are Hugging Face's."""
-
-    rope_type: Literal["linear", "llama3"]
-    """`linear` divides all frequencies by `factor`; `llama3` only the low ones (pipeline/model/decoder.py)."""
-    factor: PositiveFloat
-    """By how much."""
-    low_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies of fewer turns than this in the original length are divided."""
-    high_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies of more turns than this stay as they are."""
-    original_max_position_embeddings: PositiveInt | None = None
-    """`llama3`: the length that the model began with."""
-
-    @model_validator(mode="after")
-    def _keys_fit(self) -> RopeScaling:
-        if self.rope_type == "linear":
-            refuse_changed(self, {"rope_type", "factor"}, "rope_type is linear")
-        elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
-            raise ValueError("llama3 needs original_max_position_embeddings, and low_freq_factor < high_freq_factor")
-        return self
 
 
 class ModelConfig(Section):
@@ -271,23 +279,6 @@ class TrainConfig(Section):
         return self
 
 
-class StateConfig(Section):
-    """Types of what is kept from step to step. What is bf16 is rounded up or down at random, so that on average nothing
-    is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
-
-    master: Literal["fp32", "none"] = "fp32"
-    """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their
-    gradients then."""
-    moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Type of the first and second moment; int8 is not there yet."""
-
-    @model_validator(mode="after")
-    def _is_there(self) -> StateConfig:
-        if self.moments == "int8":
-            raise ValueError("moments: int8 is not there yet; take bf16, half of fp32")
-        return self
-
-
 USED_BY = {
     "adamw": {"betas", "eps", "state"},
     "sgd": {"momentum"},
@@ -325,6 +316,9 @@ class OptimizerConfig(Section):
     """Weight decay of matrices, decoupled but for `sgd`, which adds it to the gradient; vectors (norms) have none."""
     state: StateConfig = StateConfig()
     """Types of what it keeps; only for `adamw`."""
+    freeze: list[str] = Field(default_factory=list)
+    """Patterns (`*`, `?`, `[…]`) of parameters' names in the whole model that stay as they are, such as
+    `model.embed_tokens.*` or `model.layers.[0-3].*`."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
 

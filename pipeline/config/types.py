@@ -1,15 +1,16 @@
-"""The types that config sections are made of: numbers with bounds, names, Slurm time limits, and their base."""
+"""The types that config sections are made of: numbers with bounds, names, Slurm time limits, small sections
+of sections, and their base."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -70,3 +71,43 @@ def refuse_changed(section: Section, meant: set[str], why: str) -> None:
     for key, field in type(section).model_fields.items():
         if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
             raise ValueError(f"{key} ({getattr(section, key)}) means nothing here: {why}")
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched for longer sequences than a model began with; keys are Hugging Face's."""
+
+    rope_type: Literal["linear", "llama3"]
+    """`linear` divides all frequencies by `factor`; `llama3` only the low ones (pipeline/model/decoder.py)."""
+    factor: PositiveFloat
+    """By how much."""
+    low_freq_factor: PositiveFloat | None = None
+    """`llama3`: frequencies of fewer turns than this in the original length are divided."""
+    high_freq_factor: PositiveFloat | None = None
+    """`llama3`: frequencies of more turns than this stay as they are."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """`llama3`: the length that the model began with."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> RopeScaling:
+        if self.rope_type == "linear":
+            refuse_changed(self, {"rope_type", "factor"}, "rope_type is linear")
+        elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
+            raise ValueError("llama3 needs original_max_position_embeddings, and low_freq_factor < high_freq_factor")
+        return self
+
+
+class StateConfig(Section):
+    """Types of what is kept from step to step. What is bf16 is rounded up or down at random, so that on average nothing
+    is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
+
+    master: Literal["fp32", "none"] = "fp32"
+    """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their
+    gradients then."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Type of the first and second moment; int8 is not there yet."""
+
+    @model_validator(mode="after")
+    def _is_there(self) -> StateConfig:
+        if self.moments == "int8":
+            raise ValueError("moments: int8 is not there yet; take bf16, half of fp32")
+        return self

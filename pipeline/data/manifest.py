@@ -30,7 +30,11 @@ PREPARE_FIRST = (
 )
 PREPARED = "prepare.json"
 """What the prepare stage writes, last."""
+CHAT = "chat.json"
+"""What prepare keeps of a chat template (data_prep/text/records.py)."""
 SHARDS = "shards"
+LEARNED, BEGINS = 1, 2
+"""Bits of a shard's `mask`: this token carries loss; it begins a document."""
 
 
 class FileEntry(Section):
@@ -97,16 +101,22 @@ class ShardEntry(DataFile):
     documents: int
     """Documents that start in this file."""
     bytes: int
-    """UTF-8 bytes of the texts of these documents (the end-of-text token is no text)."""
+    """UTF-8 bytes of the texts of these documents, with a mask of what is learned of them (the end-of-text token is no
+    text)."""
     offset: int
     """Where the data of `tokens` starts in the file, in bytes: map `tokens` items of `dtype` from here."""
     dtype: str
     """`uint16` or `uint32`, little-endian."""
+    mask_offset: int | None = None
+    """Where the data of `mask` starts in the file, a byte for each token; null: all tokens are learned."""
 
     @property
     def arrays(self) -> dict[str, Array]:
         """What is read of it."""
-        return {"tokens": Array(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
+        found = {"tokens": Array(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
+        if self.mask_offset is not None:
+            found["mask"] = Array(offset=self.mask_offset, dtype="uint8", shape=(self.tokens,))
+        return found
 
 
 class Keyed(Section):

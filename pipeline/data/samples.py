@@ -22,6 +22,7 @@ open per mapped array, so `ulimit -n` must exceed the number of shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ class MappedDataset(Dataset[Arrays]):
 
 
 class TokenDataset(MappedDataset):
-    """Samples of `sequence_length` + 1 tokens over a list of shards: an array `tokens` of shape (B, T + 1).
+    """Samples of `sequence_length` + 1 tokens over a list of shards: arrays `tokens` and, where the shards have one,
+    `mask` of shape (B, T + 1).
 
     Raises InputError for a shard that is missing or too short and for token types that are unknown or differ; UserError
     if there is not a single sample.
@@ -128,8 +130,9 @@ class TokenDataset(MappedDataset):
             raise InputError(f"shards hold either uint16 or uint32 tokens, all the same; found {found}: shard again")
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
         window = np.lib.stride_tricks.sliding_window_view
-        maps = (map_file(shard, data_dir)["tokens"] for shard in usable)
-        super().__init__([{"tokens": window(tokens, sequence_length + 1)[::sequence_length]} for tokens in maps])
+        cut = partial(window, window_shape=sequence_length + 1)
+        maps = (map_file(shard, data_dir) for shard in usable)
+        super().__init__([{name: cut(array)[::sequence_length] for name, array in arrays.items()} for arrays in maps])
 
 
 class SampleDataset(MappedDataset):

@@ -85,7 +85,7 @@ class Evaluator:
         if isinstance(manifest, Manifest):
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
             self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
-            self.held_out = TextHeldOut(run, manifest, limit, world.device)
+            self.held_out = TextHeldOut(run, task, manifest, limit, world.device)
         else:
             self.held_out = SampleHeldOut(task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.base.errors import UserError
-from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.manifest import LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset, map_file
 from pipeline.model.decoder import loss_sum
 from pipeline.model.head import IGNORED
@@ -53,44 +53,56 @@ class SampleHeldOut:
 class TextHeldOut:
     """The held-out windows of text, the first `limit` of them."""
 
-    def __init__(self, run: Run, manifest: Manifest, limit: int | None, device: torch.device) -> None:
-        self.vocab_size, self.eos_id, self.device = manifest.vocab_size, manifest.eos_id, device
+    def __init__(self, run: Run, task: Task, manifest: Manifest, limit: int | None, device: torch.device) -> None:
+        self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
         self.length = length = run.config.data.sequence_length
         windows = [(s, start) for s in manifest.held_out for start in range(0, s.tokens, length)]
         self.windows = windows[:limit]
         self.count = len(self.windows)
-        self._tokens = {shard.file: map_file(shard, run.data)["tokens"] for shard in manifest.held_out}
+        self._arrays = {shard.file: map_file(shard, run.data) for shard in manifest.held_out}
         ends = {shard.file: min(start + length, shard.tokens) for shard, start in self.windows}
         self._covered = [(shard, ends[shard.file]) for shard in manifest.held_out if shard.file in ends]
         """The files, and how many of its tokens the windows cover."""
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Summed loss of these windows."""
-        inputs_BT = np.full((stop - start, self.length), self.eos_id, np.int64)
-        targets_BT = np.full((stop - start, self.length), IGNORED, np.int64)
+        """Summed loss of these windows, and how many tokens it is of."""
+        shape = stop - start, self.length + 1
+        arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
+        beyond_BT = np.ones((stop - start, self.length), np.bool_)
         for row, (shard, first) in enumerate(self.windows[start:stop]):
-            tokens = self._tokens[shard.file][first : first + self.length]
-            targets_BT[row, : len(tokens)] = tokens
-            inputs_BT[row, 1 : len(tokens)] = tokens[:-1]
-            if first > 0:
-                inputs_BT[row, 0] = self._tokens[shard.file][first - 1]
-        logits_BTV = model(torch.from_numpy(inputs_BT).to(self.device))
-        return {"loss": loss_sum(logits_BTV, torch.from_numpy(targets_BT).to(self.device)).item()}
+            before = 1 if first else 0  # a file's first token follows an end-of-text token
+            for name, array in self._arrays[shard.file].items():
+                piece = array[first - before : first + self.length]
+                arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
+            beyond_BT[row, : shard.tokens - first] = False
+        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.shapes}
+        targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORED)
+        logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
+        return {"loss": loss_sum(logits_BTV, targets_BT).item(), "tokens": float((targets_BT != IGNORED).sum())}
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Mean loss and what follows from it, from the sums of all batches."""
+        """Mean loss and what follows from it, from the sums of all batches.
+
+        Bytes are those of what is learned. First tokens of documents that see no other, which nothing predicts, count
+        in bits per byte as the mean.
+        """
         counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
         for shard, covered in self._covered:
-            counts += np.bincount(self._tokens[shard.file][:covered], minlength=self.vocab_size)
-            text_bytes += round(shard.bytes * covered / shard.tokens)  # all of them, but for a limit
-        tokens = sum(covered for _, covered in self._covered)
+            arrays, whole = self._arrays[shard.file], shard.tokens
+            found = arrays["tokens"][:covered]
+            if "mask" in arrays:
+                learned = arrays["mask"] & LEARNED != 0
+                found, whole = found[learned[:covered]], max(1, int(learned.sum()))
+            counts += np.bincount(found, minlength=self.vocab_size)
+            text_bytes += round(shard.bytes * len(found) / whole)  # all of them, but for a limit
+        tokens, text_bytes = math.fsum(part["tokens"] for part in sums), max(1, text_bytes)
         present = counts[counts > 0].astype(np.float64)
-        loss = math.fsum(part["loss"] for part in sums) / tokens
+        loss = math.fsum(part["loss"] for part in sums) / max(1, tokens)
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
-            "bits_per_byte": loss / math.log(2) * tokens / text_bytes,
+            "bits_per_byte": loss / math.log(2) * float(present.sum()) / text_bytes,
             "unigram_bits_per_byte": float(-(present * np.log2(present / present.sum())).sum()) / text_bytes,
-            "tokens": tokens,
+            "tokens": int(tokens),
             "bytes": text_bytes,
         }

@@ -39,67 +39,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeline.config.sections import ModelConfig, RopeScaling
+from pipeline.config.sections import ModelConfig
 from pipeline.model.head import Head
+from pipeline.model.rotary import Packed, Rotary
 from pipeline.parallel.tensor_parallel import Replicated
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two parameters that may be tied."""
-
-
-class Rotary(nn.Module):
-    """Tables of rotary positions, for all positions up to `sequence_length`; never trained, never saved."""
-
-    cos_TK: Tensor
-    sin_TK: Tensor
-
-    def __init__(self, config: ModelConfig, sequence_length: int) -> None:
-        super().__init__()
-        self.theta, self.scaling = config.rope_theta, config.rope_scaling
-        shape = (sequence_length, config.head_size)
-        self.register_buffer("cos_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.register_buffer("sin_TK", torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Fill the tables: fp32, computed on the CPU so that every device has the same bits.
-
-        Angle of position t and pair i: t * theta^(-2i/K), i < K/2, written twice (arXiv 2104.09864, section 3.2.2;
-        the two halves as in transformers' `rotate_half`). Stretched positions turn by `_stretched` frequencies.
-        """
-        length, width = self.cos_TK.shape
-        pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
-        positions = torch.arange(length, dtype=torch.float32, device="cpu")
-        frequencies = 1.0 / self.theta ** (pairs / width)
-        if self.scaling is not None:
-            frequencies = _stretched(frequencies, self.scaling)
-        angles = torch.outer(positions, frequencies).repeat(1, 2)
-        self.cos_TK.copy_(angles.cos())
-        self.sin_TK.copy_(angles.sin())
-
-    def forward(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
-        """Turn each head's vectors by their positions, from `start`; computed in fp32, returned in the input's type."""
-        at = slice(start, start + x_BHTK.shape[2])
-        left, right = x_BHTK.chunk(2, dim=-1)
-        turned = x_BHTK * self.cos_TK[at] + torch.cat((-right, left), dim=-1) * self.sin_TK[at]
-        return turned.to(x_BHTK.dtype)
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies (fp32, in radians a position) as `scaling` asks for.
-
-    `linear`: Chen et al., arXiv 2306.15595. `llama3`: `_compute_llama3_parameters` in transformers'
-    modeling_rope_utils.py: divided by the factor where they turn less than `low_freq_factor` times in the original
-    length, as they are beyond `high_freq_factor` times, in between a mixture of the two.
-    """
-    divided = frequencies / scaling.factor
-    if scaling.rope_type == "linear":
-        return divided
-    low, high = scaling.low_freq_factor or 0.0, scaling.high_freq_factor or 0.0
-    turns = (scaling.original_max_position_embeddings or 0) * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * divided + kept * frequencies
 
 
 class Attention(nn.Module):
@@ -119,8 +65,8 @@ class Attention(nn.Module):
         self.past: tuple[Tensor, Tensor] | None = None
         """Keys and values of the tokens before these, where a text is continued token by token; None: no text is."""
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """Mix each position with the ones before it."""
+    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
+        """Mix each position with the ones before it, of its document."""
         q_BHTK, k_BHTK = self._heads(self.q_proj(x_BTD)), self._heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
@@ -130,14 +76,15 @@ class Attention(nn.Module):
         if self.past is not None:
             k_BHTK, v_BHTK = torch.cat((self.past[0], k_BHTK), dim=2), torch.cat((self.past[1], v_BHTK), dim=2)
             self.past = k_BHTK, v_BHTK
-        # CUDA's flash kernels share heads themselves. The one for fp32 cannot: asked to, torch silently takes the
-        # kernel that holds all T x T scores.
-        sharing = self.groups > 1 and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
+        # CUDA's flash kernels share heads themselves. Those for fp32 and for masks cannot: asked to, torch silently
+        # takes the kernel that holds all T x T scores.
+        mask = rotary.mask_B1TT
+        sharing = self.groups > 1 and mask is None and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
         if self.groups > 1 and not sharing:
             k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
             v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
-        causal = start == 0  # one token after others sees them all
-        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal, enable_gqa=sharing)
+        causal = mask is None and start == 0  # one token after others sees them all
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, mask, is_causal=causal, enable_gqa=sharing)
         return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -170,7 +117,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
         """Add attention's and the MLP's output to the residual stream."""
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
@@ -191,11 +138,12 @@ class Backbone(nn.Module):
         """The decoder blocks in order."""
         return [cast(Block, block) for block in self.layers.values()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Token ids (of a later part: hidden states) to hidden states `x_BTD`, normalised by the last part."""
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        rotary = self.rotary if starts_BT is None else Packed(self.rotary, starts_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, self.rotary)
+            x_BTD = block(x_BTD, rotary)
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
 
@@ -226,13 +174,14 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == HEAD and self.config.tie_word_embeddings else name), parameter
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None) -> Tensor:
         """Token ids to `logits_BTV` of each next token; a part takes or gives hidden states `x_BTD`.
 
-        With `targets_BT` the last part gives their summed loss, and keeps no logits (pipeline/model/head.py).
+        With `targets_BT` the last part gives their summed loss, and keeps no logits (pipeline/model/head.py). With
+        `starts_BT` (bool) documents begin there, and none sees another; every part needs it.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
-            x_BTD = self.model(x)
+            x_BTD = self.model(x, starts_BT)
             if self.lm_head is None or targets_BT is None:
                 return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
         return self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast's copies of weights are gone by now

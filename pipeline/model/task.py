@@ -2,7 +2,8 @@
 
 The engine composes the parallelisms, the trainer the loop, the evaluator the sums; all that they need to know of the
 model is here: how a part of it is built, cut, filled and named, what it takes of a batch, what the loss is. A batch is
-what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape (B, sequence_length + 1)).
+what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape (B, sequence_length + 1)) and, of
+prompts and dialogues, `mask` (uint8, the same shape).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,8 +28,9 @@ from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UserModel
 from pipeline.data.loader import Batch
-from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
 from pipeline.model.decoder import Decoder, cut, drawn, flops_per_token, init_weights, loss_sum, parameter_seed, put
+from pipeline.model.head import IGNORED
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,6 @@ _SAMPLES = 8
 """So many samples at most tell whether a loss is a sum."""
 _ROUNDING = 0.05
 """What sums in bfloat16 may be off; a mean of two is off by a half."""
-_KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 class Task:
@@ -50,14 +50,19 @@ class Task:
     module: Any = None
     """The user's own, where it is one."""
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
+    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1) -> None:
+        """`eos_id`: the token that ends a document, for `data.document_mask` on text."""
         vocab_size = config.model.vocab_size or vocab_size
+        self.eos_id, masked = eos_id, config.data.records != "text"
+        self._all_count = not masked and not config.data.document_mask
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
         self.per_step = config.train.global_batch * self.length
         """So many of the unit has a global batch."""
         self.flops = flops_per_token(config.model, vocab_size, self.length)
         """Operations of training on one of them; 0 where they are not known."""
         self.shapes: Mapping[str, tuple[tuple[int, ...], str]] = {"tokens": ((self.length + 1,), "int64")}
+        if masked:
+            self.shapes = {**self.shapes, "mask": ((self.length + 1,), "uint8")}
         """Shape and type of each array of a sample."""
 
     def build(self, layers: range) -> nn.Module:
@@ -117,7 +122,7 @@ class Task:
 
     def entries(self, batch: Batch) -> Tensor | None:
         """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
-        return None
+        return None if self._all_count else (self.next_tokens(batch) != IGNORED).sum(dtype=torch.int64)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model's forward takes."""
@@ -125,13 +130,34 @@ class Task:
 
     def targets(self, batch: Batch) -> dict[str, Tensor]:
         """What else the forward of a training's last part takes, by name: with targets it gives the loss itself."""
-        return {} if self.config.train.loss_chunk is None else {"targets_BT": batch["tokens"][:, 1:]}
+        return {} if self.config.train.loss_chunk is None else {"targets_BT": self.next_tokens(batch)}
+
+    def next_tokens(self, batch: Batch) -> Tensor:
+        """What each input is followed by: int64, shape (B, T); IGNORED where that carries no loss.
+
+        Nothing outside responses does, and no document's first token where it may not look at the one before.
+        """
+        tokens, targets_BT = batch["tokens"], batch["tokens"][:, 1:]
+        if self._all_count:
+            return targets_BT
+        if "mask" in batch:
+            return targets_BT.where((batch["mask"][:, 1:] & LEARNED).ne(0), IGNORED)
+        return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORED)
+
+    def borders(self, batch: Batch) -> dict[str, Tensor]:
+        """What the forward of every part takes besides, by name: where documents begin, if none may see another."""
+        if not self.config.data.document_mask:
+            return {}
+        if "mask" in batch:
+            return {"starts_BT": (batch["mask"][:, :-1] & BEGINS).ne(0)}
+        # rolled: what is behind an end; the first input begins a document in any case
+        return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Summed loss: an fp32 scalar."""
         if outputs.ndim == 0:  # of targets
             return outputs
-        return loss_sum(outputs, batch["tokens"][:, 1:])
+        return loss_sum(outputs, self.next_tokens(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Further sums of an evaluation, by name."""
@@ -366,33 +392,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
     if isinstance(manifest, Manifest):
-        return Task(run.config, manifest.vocab_size)
+        return Task(run.config, manifest.vocab_size, manifest.eos_id)
     assert run.user_model is not None
     return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
-
-
-def recompute(block: nn.Module, kind: str) -> None:
-    """Let backward compute the block again instead of keeping it: `full`, `selective` (not what is dear) or `none`."""
-    if kind == "none":
-        return
-    layer = block.forward
-
-    def forward(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return layer(*inputs)
-        options: dict[str, Any] = {}
-        if kind == "selective":
-            options["context_fn"] = _selective  # of the module, not a closure: that one torch.compile refuses
-        return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
-
-    block.forward = forward
-
-
-def _selective() -> Any:
-    return checkpoint.create_selective_checkpoint_contexts(_keep_products)
-
-
-def _keep_products(context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Keep what is dear to compute; elementwise work is cheap to do again."""
-    keep = op in _KEPT or "scaled_dot_product" in str(op)
-    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

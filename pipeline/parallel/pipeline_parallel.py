@@ -92,11 +92,17 @@ class Pipeline:
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
-    def run(self, inputs: tuple[Tensor, ...], targets: Mapping[str, Tensor], rows_B: Tensor) -> list[Tensor]:
+    def run(
+        self,
+        inputs: tuple[Tensor, ...],
+        targets: Mapping[str, Tensor],
+        rows_B: Tensor,
+        borders: Mapping[str, Tensor],
+    ) -> list[Tensor]:
         """Forward and backward of all micro-batches; their losses on the rank with the last stage, elsewhere [].
 
         `rows_B`: which samples of the batch `inputs` stand for; the loss of a micro-batch is told its own. `targets`:
-        what the last stage takes besides.
+        what the last stage takes besides. `borders`: what every stage does, from its own rank's batch.
         """
         losses: list[Tensor] = []
         self._schedule.step(
@@ -104,6 +110,7 @@ class Pipeline:
             target=rows_B if self.last else None,
             losses=losses if self.last else None,
             return_outputs=False,
+            **borders,
             **(targets if self.last else {}),
         )
         return losses

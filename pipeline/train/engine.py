@@ -29,12 +29,14 @@ from pipeline.comm.groups import World, agree, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, HEAD, local, parameter_seed, put, whole
-from pipeline.model.task import DTYPES, Batch, Task, recompute
+from pipeline.model.recompute import recompute
+from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8, tensor_parallel
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
 from pipeline.publish.open_weights import OpenWeights
+from pipeline.train.freeze import frozen_names
 from pipeline.train.lean_adamw import LeanAdamW
 from pipeline.train.norm import total_norm
 from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
@@ -81,6 +83,7 @@ class Engine:
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
         self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in WITH_RESIDUALS
+        self._frozen = frozen_names(config.optimizer.freeze, task)
         numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
@@ -96,6 +99,7 @@ class Engine:
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
         self.replicas = Replicas()
+        trained = {name: parameter for name, parameter in task.weights(self.parts[0]) if parameter.requires_grad}
         self._pipeline: Pipeline | None = None
         if layout.pipeline > 1 and mesh is not None:
             from pipeline.parallel.pipeline_parallel import Pipeline
@@ -105,11 +109,11 @@ class Engine:
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
         elif mesh is None and parallel.local_sgd is not None:
-            self.replicas = LocalSgd(parallel.local_sgd, dict(task.weights(self.parts[0])))
+            self.replicas = LocalSgd(parallel.local_sgd, trained)
         elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
             ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
-                hook = self.replicas = GradientHook(parallel.hook, dict(task.weights(self.parts[0])), config.run.seed)
+                hook = self.replicas = GradientHook(parallel.hook, trained, config.run.seed)
                 hook.register(ddp)
             self._fix_buckets()
 
@@ -124,6 +128,8 @@ class Engine:
             float8.convert(task.blocks(part), self.world.device, layout.tensor, config.train.fp8_scales)
         if mesh is not None and layout.tensor > 1:
             task.cut(part, mesh["tp"], layout)
+        for name, parameter in task.weights(part):
+            parameter.requires_grad_(name not in self._frozen)
         for block in task.blocks(part):
             recompute(block, config.parallel.activation_checkpointing)
         for piece in task.compiled(part, layout) if config.train.compile else ():
@@ -158,7 +164,7 @@ class Engine:
         """
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
-            self._entries = int(entries.item()) // (self.layout.pipeline * self.layout.tensor)
+            self._entries = max(1, int(entries.item()) // (self.layout.pipeline * self.layout.tensor))
         self.replicas.begin(step)
         with tensor_parallel.loss_context(self._cut_logits):
             run = self._run_pipeline if self._pipeline else self._accumulate
@@ -204,7 +210,7 @@ class Engine:
         enter("pipeline")
         self._batch, inputs = batch, self.task.inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
-        losses = self._pipeline.run(inputs, self.task.targets(batch), rows)
+        losses = self._pipeline.run(inputs, self.task.targets(batch), rows, self.task.borders(batch))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += whole(loss.detach())
@@ -212,7 +218,8 @@ class Engine:
 
     def _loss_of(self, batch: Batch) -> Tensor:
         """Summed loss of the whole model."""
-        return self.task.loss(self.model(*self.task.inputs(batch), **self.task.targets(batch)), batch)
+        more = {**self.task.targets(batch), **self.task.borders(batch)}
+        return self.task.loss(self.model(*self.task.inputs(batch), **more), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
         return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
@@ -296,7 +303,7 @@ class Engine:
 
     def _join_tied_gradients(self) -> None:
         """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""
-        if self._pipeline is None or not self.config.model.tie_word_embeddings:
+        if self._pipeline is None or not self.config.model.tie_word_embeddings or EMBEDDING in self._frozen:
             return
         first, copy = self._pipeline.first, self._tied_copy()
         if first and copy is not None:  # a V shape: both ends are here
@@ -316,14 +323,14 @@ class Engine:
     def state(self) -> State:
         """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
         state: State = {}
-        if not self.optimizer.state:
+        if self.config.optimizer.name == "own" and not self.optimizer.state:
             try_out(self.optimizer)
             self._tried_out = True
         for part in self.parts:
             for name, parameter in self.task.weights(part):
                 if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
                     state[f"model.{name}"] = parameter.detach()
-                    for key, value in self.optimizer.state[parameter].items():
+                    for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
@@ -368,7 +375,7 @@ class Engine:
         if copy is not None and self._pipeline is not None and self._pipeline.first:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
-            for key, value in self.optimizer.state[embedding].items():
+            for key, value in self.optimizer.state.get(embedding, {}).items():
                 self.optimizer.state[copy][key].copy_(value)
         if read is not None:
             self.replicas.restore(self.state(), kept or {}, read)

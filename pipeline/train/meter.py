@@ -32,7 +32,8 @@ class Meter:
         self._known = world.size > 1 and world.device.type == "cpu" and (self._ddp or world.transport is not None)
         self._blocked_s = self._last_gradient = self._exposed_s = 0.0
         for parameter in model.parameters() if self._known and self._ddp else ():
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()

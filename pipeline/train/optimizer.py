@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
-from pipeline.config.sections import OptimizerConfig, StateConfig
+from pipeline.config.sections import OptimizerConfig
+from pipeline.config.types import StateConfig
 from pipeline.model.decoder import put, whole
 from pipeline.train.lean_adamw import LeanAdamW
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step
 from pipeline.data.manifest import steps_of, steps_words
+from pipeline.run.code import ask_child
 from pipeline.run.directory import Run
 from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
@@ -36,6 +38,13 @@ def progress(run: Run) -> Progress:
     running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
     left_s = (steps - step) * last["step_time_s"]
     return Progress(f"{step}/{steps} steps, {loss_words(last)}", step, steps, running, loss, left_s)
+
+
+def look(run: Run) -> None:
+    """Raise UserError for patterns of `optimizer.freeze` that do not fit the decoder, asked of torch, elsewhere."""
+    if run.config.optimizer.freeze and run.user_model is None:
+        patterns, model = json.dumps(run.config.optimizer.freeze), run.config.model.model_dump_json()
+        ask_child("pipeline.train.freeze", "check_freeze", patterns, model)
 
 
 def check_place(place: Place, tensor: int) -> None:

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.config.hugging_face import config_json
-from pipeline.config.sections import ModelConfig, RopeScaling
+from pipeline.config.sections import ModelConfig
+from pipeline.config.types import RopeScaling
 from pipeline.model.decoder import Decoder, flops_per_token, init_weights, loss_sum, num_parameters
 
 VOCAB, LENGTH = 97, 24

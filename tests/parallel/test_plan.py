@@ -20,7 +20,8 @@ from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder
-from pipeline.model.task import Task, recompute
+from pipeline.model.recompute import recompute
+from pipeline.model.task import Task
 from pipeline.parallel.plan import Action, actions, memory, plan, timeline
 from submit import main
 from tests.fake_gpu.peaks import PEAKS

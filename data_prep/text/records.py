@@ -1,0 +1,181 @@
+"""Prompts and dialogues: which text a line of `data.records` comes to, and which of it is learned.
+
+    prompts     {"prompt": …, "response": …}              both one after the other; the response is learned, and the
+                                                          end-of-text token behind it
+    messages    {"messages": [{"role": …, "content": …}]}  what the tokenizer's chat template makes of them; what it
+                                                          writes of the assistant's messages is learned
+
+A chat template is a program of others, so it runs in Jinja's sandbox, with what transformers gives it
+(`utils/chat_template_utils.py`), but for the time of day: the same lines must give the same bytes. What it marks by
+`{% generation %}` is learned. One that marks nothing is asked for the dialogue up to before and after each answer; both
+must be how the whole begins.
+
+Template and special tokens come from the folder of `data.tokenizer.path`; `prepare` keeps them in `chat.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from data_prep.inputs.sources import Read, Record, Rejected, text_in
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular, read_json
+from pipeline.config.sections import DataConfig
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around what a template marks: characters that Unicode keeps for a program's own use."""
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _Generation(Extension):
+    """The tag `{% generation %} … {% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def chat_json(tokenizer: str | Path, eos_token: str) -> bytes:
+    """The content of `chat.json`: what the folder of a `tokenizer.json` says of dialogues; of the same, the same.
+
+    Raises UserError, naming the file, where there is no chat template or none that Jinja can read.
+    """
+    folder = Path(tokenizer).parent
+    settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    try:
+        known = read_json(settings) if settings.is_file() else {}
+        known = known if isinstance(known, dict) else {}
+        template = known.get("chat_template")
+        if isinstance(template, list):  # several, by names
+            named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if file.is_file():
+            with open_regular(file) as stream:
+                template = stream.read().decode()
+        if not isinstance(template, str):
+            raise UserError(f"data.records messages needs a chat template: there is no {file}, nor one in {settings}")
+        texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in known.items()}
+        tokens = {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
+        added = read_json(Path(tokenizer)).get("added_tokens") or []
+        special = {eos_token, *(one["content"] for one in added if one.get("special"))}
+        chat = {"template": template, "tokens": tokens, "special": sorted(special)}
+        content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()
+        Dialogues(chat)
+    except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+        raise UserError(f"{file if file.is_file() else settings}: no chat template that can be used: {error}") from None
+    return content + b"\n"
+
+
+def reader(data: DataConfig, chat: bytes | None) -> Read | None:
+    """What makes a record of a line's object; None for text. `chat`: the content of `chat.json`, for messages."""
+    if data.records == "messages":
+        return Dialogues(json.loads(chat or b"")).read
+    return None if data.records == "text" else _pair
+
+
+def _pair(value: Mapping[str, Any]) -> Record:
+    prompt, response = text_in(value, "prompt"), text_in(value, "response")
+    if not response:
+        raise Rejected("field 'response' is empty")
+    return prompt + response, ((len(prompt), len(prompt) + len(response)),)
+
+
+class Dialogues:
+    """Dialogues in the words of a chat template."""
+
+    def __init__(self, chat: Mapping[str, Any]) -> None:
+        """Raises jinja2.TemplateError for a template that is none."""
+        world = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        world.filters["tojson"] = _to_json
+        world.globals["raise_exception"] = _refuse
+        self.template, self.tokens = world.from_string(chat["template"]), chat["tokens"]
+        self.marks = _MARKED.search(chat["template"]) is not None
+        self.forbidden = [*chat["special"], _OPEN, _CLOSE]
+
+    def read(self, value: dict[str, Any]) -> Record:
+        """The record of a line's object. Raises Rejected where it has no dialogue, or one that teaches nothing."""
+        messages = self._checked(value)
+        text, learned = _unmarked(self._written(messages))
+        if not self.marks:
+            learned = self._answers(messages, text)
+        if not learned:
+            raise Rejected("no message of the role 'assistant': nothing to learn")
+        return text, tuple(learned)
+
+    def _checked(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
+        messages = value.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Rejected(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
+        if value.get("tools"):
+            raise Rejected("field 'tools' is not supported")
+        found = []
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict):
+                raise Rejected(f"message {number} is no object but {type(message).__name__}")
+            try:
+                found.append({field: text_in(message, field) for field in ("role", "content")})
+            except Rejected as error:
+                raise Rejected(f"message {number}: {error}") from None
+            if more := [key for key, one in message.items() if one is not None and key not in found[-1]]:
+                raise Rejected(f"message {number}: field {more[0]!r} is not supported")
+            for text in found[-1].values():
+                if taken := [token for token in self.forbidden if token in text]:
+                    raise Rejected(f"message {number} holds {taken[0]!r}, which would be taken for a special token")
+        return found
+
+    def _written(self, messages: Sequence[Mapping[str, str]], to_be_answered: bool = False) -> str:
+        given = {**self.tokens, "messages": list(messages), "add_generation_prompt": to_be_answered}
+        try:
+            return self.template.render(given, tools=None, documents=None)
+        except Exception as error:  # whatever a program of others raises: it does not take this dialogue
+            raise Rejected(f"the chat template does not take it: {shorten(str(error), 200)}") from None
+
+    def _answers(self, messages: Sequence[Mapping[str, str]], text: str) -> list[tuple[int, int]]:
+        """Where the assistant's messages stand in the whole `text`."""
+        found = []
+        for number in (place for place, message in enumerate(messages) if message["role"] == "assistant"):
+            before, after = self._written(messages[:number], True), self._written(messages[: number + 1])
+            if not text.startswith(before) or not text.startswith(after) or len(before) >= len(after):
+                raise Rejected(
+                    f"the chat template writes message {number + 1}, or what leads to it, otherwise where more "
+                    "follow, so the answer cannot be told: mark it there by {% generation %} … {% endgeneration %}"
+                )
+            found.append((len(before), len(after)))
+        return found
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without marks, and where in it what they enclosed stands."""
+    plain, found = "", []
+    for number, part in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", text)):
+        if number % 2 and part:
+            found.append((len(plain), len(plain) + len(part)))
+        plain += part
+    return plain, found
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own would write HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

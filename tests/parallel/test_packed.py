@@ -1,0 +1,152 @@
+"""Documents packed into samples, each apart, and tokens that carry no loss: on every layout the losses and gradients of
+the same documents one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from pipeline.data.manifest import BEGINS, LEARNED
+from pipeline.model.decoder import Decoder, init_weights, loss_sum
+from pipeline.model.task import Task
+from tests.support.layouts import VOCAB, tiny_config
+from tests.support.ranks import run_ranks
+
+STEPS, EOS = 3, 0
+MASKED: dict[str, Any] = {"records": "prompts", "document_mask": True, "source": "a.jsonl"}
+TEXT: dict[str, Any] = {"document_mask": True}
+QK_NORM = {"qk_norm": True}
+_single: dict[str, list[tuple[float, float]]] = {}
+
+
+def configured(ranks: int, data: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    tokenizer = {"tokenizer": {"vocab_size": 512}, "sequence_length": 16}
+    return tiny_config(ranks, data={**tokenizer, **data}, **sections)
+
+
+def packed(config: Config) -> list[dict[str, torch.Tensor]]:
+    """Global batches of documents of 1 to 9 tokens in samples; where there is a mask, also what is learned of them.
+
+    The second half of a batch learns hardly anything, so that ranks count differently.
+    """
+    generator = torch.Generator().manual_seed(7)
+    size, length = config.train.global_batch, config.data.sequence_length + 1
+    found = []
+    for _ in range(STEPS):
+        shape = (size, length)
+        tokens, begins = torch.randint(1, VOCAB, shape, generator=generator), torch.zeros(shape, dtype=torch.bool)
+        for row in range(size):
+            place = int(torch.randint(0, 5, (), generator=generator))
+            while place < length:
+                begins[row, place] = True
+                if place:
+                    tokens[row, place - 1] = EOS
+                place += int(torch.randint(1, 10, (), generator=generator))
+        learned = torch.rand(shape, generator=generator) < torch.linspace(0.9, 0.05, size).unsqueeze(1)
+        batch = {"tokens": tokens}
+        if config.data.records != "text":
+            batch["mask"] = (begins * BEGINS + (learned & ~begins) * LEARNED).to(torch.uint8)
+        found.append(batch)
+    return found
+
+
+def one_by_one(config: Config) -> list[tuple[float, float]]:
+    """Losses and gradient norms of a plain loop that never sees two documents at once."""
+    options, results = config.optimizer, []
+    model = Decoder(config.model, VOCAB, config.data.sequence_length)
+    init_weights(model, config.run.seed, config.model.initializer_range)
+    by_decay = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    for batch in packed(config):
+        optimizer.zero_grad()
+        total, counted = torch.zeros(()), 0
+        for row, tokens in enumerate(batch["tokens"]):
+            if "mask" in batch:
+                borders = (batch["mask"][row] & BEGINS).nonzero().flatten().tolist()
+            else:
+                borders = [place + 1 for place in (tokens == EOS).nonzero().flatten().tolist()]
+            borders = [0, *(place for place in borders if 0 < place < len(tokens)), len(tokens)]
+            for start, end in pairwise(borders):
+                targets = tokens[start + 1 : end].clone()
+                if "mask" in batch:
+                    targets[batch["mask"][row, start + 1 : end] & LEARNED == 0] = -100
+                counted += int((targets != -100).sum())
+                if len(targets):
+                    total = total + loss_sum(model(tokens[None, start : end - 1]), targets[None])
+        loss = total / counted
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
+        optimizer.step()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+def reference(config: Config) -> list[tuple[float, float]]:
+    """The same, computed once for each model and kind of data."""
+    kind = f"{config.model!r} {config.data!r}"
+    if kind not in _single:
+        _single[kind] = one_by_one(config)
+    return _single[kind]
+
+
+def packed_rank(where: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.train.engine import Engine
+
+    groups.make_deterministic(configs[0])
+    world = groups.join(where, configs[0])
+    results = []
+    for config in configs:
+        layout = layout_of(config, world.size, where.local_world_size, VOCAB)
+        engine = Engine(config, layout, world, Task(config, VOCAB, EOS))
+        part, found = layout.coordinates(where.rank).data, []
+        for step, batch in enumerate(packed(config), 1):
+            own = {name: array.chunk(layout.data)[part] for name, array in batch.items()}
+            loss = engine.backward(own, step)
+            norm = engine.clip(config.optimizer.clip_norm)
+            engine.update(norm.item())
+            found.append((loss.item(), norm.item()))
+        results.append(found)
+    return results
+
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+ONE: list[Case] = [
+    (MASKED, {}),
+    (TEXT, {"train": {"loss_chunk": 7}}),
+]
+TWO: list[Case] = [
+    (MASKED, {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}}),
+    (MASKED, {"parallel": {"pipeline": 2}, "train": {"loss_chunk": 7}}),
+    (MASKED, {"parallel": {"zero": 3}}),
+]
+MORE: list[Case] = [
+    (MASKED, {"parallel": {"zero": 0}}),
+    (TEXT, {"parallel": {"zero": 3, "activation_checkpointing": "selective"}, "train": {"loss_chunk": 7}}),
+    (TEXT, {"parallel": {"tensor": 2, "sequence": False}, "train": {"micro_batch": 8, "loss_chunk": 7}}),
+    (TEXT, {"parallel": {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}}),
+    (MASKED, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, "model": QK_NORM}),
+    (MASKED, {"parallel": {"activation_checkpointing": "full"}, "train": {"compile": True}}),
+    (MASKED, {"parallel": {"tensor": 2}, "train": {"compile": True, "micro_batch": 8}}),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(1, ONE), (2, TWO), pytest.param(2, MORE, marks=pytest.mark.story)], ids=["one", "two", "more"]
+)
+def test_packed_documents_are_those_one_by_one(ranks: int, cases: list[Case]) -> None:
+    configs = [configured(ranks, data, **sections) for data, sections in cases]
+    results = run_ranks(ranks, packed_rank, configs, timeout=600)
+    for number, config in enumerate(configs):
+        expected = reference(config)
+        assert len(expected) == STEPS
+        for rank in results:
+            assert rank[number] == [pytest.approx(step, rel=1e-5) for step in expected], cases[number]

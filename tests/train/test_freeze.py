@@ -1,0 +1,149 @@
+"""Frozen parameters stay as they are, on every layout, and the others move as if only they were there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.base.errors import UserError
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from pipeline.model.decoder import Decoder, init_weights, loss_sum, whole
+from pipeline.model.task import Task
+from pipeline.train.freeze import check_freeze, frozen_names
+from tests.support.layouts import STEPS, VOCAB, batches, move_rank, tiny_config, train, train_rank
+from tests.support.ranks import run_ranks
+
+HALF = ["model.embed_tokens.*", "model.layers.[01].*", "*norm.weight"]
+"""On two stages the first has nothing to train."""
+TIED = {"tie_word_embeddings": True}
+LEAN = {"state": {"moments": "bf16"}}
+
+
+def config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any) -> Config:
+    return tiny_config(ranks, optimizer={"freeze": freeze, **(optimizer or {})}, **sections)
+
+
+def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses, norms and weights of a plain loop with torch's AdamW over the trained parameters alone."""
+    options, results = config.optimizer, []
+    model = Decoder(config.model, VOCAB, config.data.sequence_length)
+    init_weights(model, config.run.seed, config.model.initializer_range)
+    for name, parameter in model.named_weights():
+        parameter.requires_grad_(name not in frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    by_decay = [[p for p in trained if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    for batch in batches(config)[:STEPS]:
+        optimizer.zero_grad()
+        loss = loss_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, options.clip_norm or 0.0)
+        optimizer.step()
+        results.append((loss.item(), norm.item()))
+    return results, {name: parameter.detach() for name, parameter in model.named_weights()}
+
+
+def weights_rank(where: Place, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
+    """Losses and norms, weights by name of the parts that this rank has, and the names of all that is kept."""
+    from pipeline.comm import groups
+
+    groups.make_deterministic(configs[0])
+    world, found = groups.join(where, configs[0]), []
+    for config in configs:
+        engine, losses = train(where, config, world)
+        weights = {name: whole(p.detach()).numpy() for part in engine.parts for name, p in engine.task.weights(part)}
+        found.append((losses, weights, list(engine.state())))
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"parallel": {"zero": 3}},
+    {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}},
+    {"parallel": {"pipeline": 2}},
+]
+MORE: list[dict[str, Any]] = [
+    {"parallel": {"zero": 0}},
+    {"parallel": {"pipeline": 2}, "model": TIED},
+    {"parallel": {"zero": 1}, "model": TIED},
+    {"parallel": {"zero": 2}},
+    {"parallel": {"pipeline": 2, "schedule": "gpipe", "activation_checkpointing": "full"}},
+    {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}},
+    {"parallel": {"zero": 3, "offload": True}},
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.story)], ids=["quick", "more"])
+def test_the_others_move_as_if_they_were_alone(cases: list[dict[str, Any]]) -> None:
+    configs = [config(2, HALF, **case) for case in cases]
+    results = run_ranks(2, weights_rank, configs, timeout=600)
+    for number, one in enumerate(configs):
+        frozen = frozen_names(HALF, Task(one, VOCAB))
+        assert len(frozen) > 0
+        expected, weights = plain(one, frozen)
+        start = Decoder(one.model, VOCAB, 16)
+        init_weights(start, one.run.seed, one.model.initializer_range)
+        seen = set()
+        for rank in results:
+            losses, ours, kept = rank[number]
+            assert losses == [pytest.approx(step, rel=1e-5) for step in expected], cases[number]
+            for name, values in ours.items():
+                torch.testing.assert_close(torch.from_numpy(values), weights[name], rtol=1e-4, atol=1e-5)
+                if name in frozen:
+                    assert (values == dict(start.named_weights())[name].detach().numpy()).all()
+                assert (f"optimizer.{name}.exp_avg" in kept) == (name not in frozen)
+            seen |= ours.keys()
+        assert seen == weights.keys()
+
+
+@pytest.mark.story
+def test_four_ranks_and_rounded_moments() -> None:
+    cases: list[dict[str, Any]] = [
+        {"parallel": {"pipeline": 2, "zero": 1}},
+        {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
+        {"parallel": {"zero": 3}, "optimizer": LEAN},
+        {"parallel": {"hook": {"kind": "topk", "ratio": 1.0}}},
+        {"parallel": {"local_sgd": {"every": 1, "warmup_steps": 2}}, "optimizer": {"name": "sgd"}},
+    ]
+    alone = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
+    expected = run_ranks(1, train_rank, [config(1, HALF, **case) for case in alone], timeout=600)[0]
+    found = run_ranks(4, train_rank, [config(4, HALF, **case) for case in cases], timeout=600)
+    for number, case in enumerate(cases):
+        if "local_sgd" not in str(case):  # whose norms are those of replicas
+            for ours, theirs in zip(found[0][number], expected[number], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5), case
+        assert all(rank[number] == found[0][number] for rank in found)
+
+
+def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
+    first, *others = [config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
+    results = run_ranks(2, move_rank, first, others, tmp_path, 3, 4, timeout=600)
+    digests = {digest for digest, _ in results[0]}
+    assert len(digests) == 1
+    for _, losses in results[0][1:]:
+        for ours, theirs in zip(losses, results[0][0][1], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_patterns_that_fit_nothing_are_refused() -> None:
+    tied = config(1, [], model=TIED)
+    for patterns, match in (
+        (
+            ["model.layers.*", "lm_head.*"],
+            r"freeze: 'lm_head.\*' matches no parameter; there are model",
+        ),
+        (["layers.0"], "'layers.0' matches no parameter"),
+        (["*"], "all parameters match"),
+    ):
+        with pytest.raises(UserError, match=match):
+            frozen_names(patterns, Task(tied, VOCAB))
+    with pytest.raises(UserError, match="matches no parameter"):
+        check_freeze('["nothing"]', tied.model.model_dump_json())
+    check_freeze('["*norm*"]', tied.model.model_dump_json())
+    with pytest.raises(UserError, match=r"schedule zbv .* does not go with optimizer.freeze .*: take 1f1b"):
+        config(2, HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})
