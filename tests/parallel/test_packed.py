@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.base.place import Place
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
 from pipeline.model.decoder import Decoder, init_weights, loss_sum
+from pipeline.model.rotary import Packed, Rotary
 from pipeline.model.task import Task
 from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
@@ -150,3 +153,18 @@ def test_packed_documents_are_those_one_by_one(ranks: int, cases: list[Case]) ->
         assert len(expected) == STEPS
         for rank in results:
             assert rank[number] == [pytest.approx(step, rel=1e-5) for step in expected], cases[number]
+
+
+@settings(deadline=None, max_examples=50)
+@given(rows=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_who_sees_whom_and_where_positions_start(rows: list[list[bool]]) -> None:
+    """Positions are asked for by themselves: rotary ones tell in a loss only how far apart tokens are."""
+    rotary = Rotary(ModelConfig(dim=16, heads=4), 9)
+    packed = Packed(rotary, torch.tensor(rows))
+    for row, starts in enumerate(rows):
+        firsts = [max((place for place in range(1, own + 1) if starts[place]), default=0) for own in range(9)]
+        for own, first in enumerate(firsts):
+            seen = packed.mask_B1TT[row, 0, own].nonzero().flatten().tolist()
+            assert seen == list(range(first, own + 1))
+            assert torch.equal(packed.cos_B1TK[row, 0, own], rotary.cos_TK[own - first])
+            assert torch.equal(packed.sin_B1TK[row, 0, own], rotary.sin_TK[own - first])
