@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -78,17 +80,24 @@ def measure(row: Row, limit_s: float) -> dict[str, Any]:
     """What a row's process prints last; `failed`: a few words where it did not come to that (a wrong answer did)."""
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
     began = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {limit_s:.0f} s"}
+    with tempfile.TemporaryDirectory(prefix="sluice-", ignore_cleanup_errors=True) as made:
+        done = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "TMPDIR": made}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            stdout, stderr = done.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)  # a training that the row began, too, or it would keep the card
+            done.communicate()
+            return {"failed": f"not done in {limit_s:.0f} s"}
     took = {"seconds": round(time.monotonic() - began, 1)}
     if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1]) | took
-    print(done.stderr[-3000:], file=sys.stderr, flush=True)
-    said = [line for line in done.stderr.splitlines() if line.strip() and "Warning: " not in line]
+        return json.loads(stdout.splitlines()[-1]) | took
+    print(stderr[-3000:], file=sys.stderr, flush=True)
+    said = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
     said = said or [f"exit {done.returncode}"]
-    return {"failed": "out of memory" if "OutOfMemoryError" in done.stderr else said[-1][:200]} | took
+    return {"failed": "out of memory" if "OutOfMemoryError" in stderr else said[-1][:200]} | took
 
 
 def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:

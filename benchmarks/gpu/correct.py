@@ -137,6 +137,8 @@ def layouts() -> dict[str, Any]:
         "compile, selective": ("train.compile=true", "parallel.activation_checkpointing=selective"),
         "loss in chunks": ("train.loss_chunk=512",),
         "micro-batch 1": ("train.micro_batch=1",),
+        "zero 1": ("parallel.zero=1",),
+        "zero 3": ("parallel.zero=3",),
         "weights in host memory": ("parallel.offload=true",),
     }
     losses: dict[str, list[float]] = {}

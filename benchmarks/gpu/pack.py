@@ -1,7 +1,7 @@
 """Wheels for a machine without a network, at most 60 MB in all.
 
-    python -m benchmarks.gpu.pack FOLDER                                       here
-    pip install --no-index --no-deps --target /tmp/site FOLDER/*.whl           there, and PYTHONPATH=/tmp/site
+    python -m benchmarks.gpu.pack wheels                                       here, where git ignores them
+    pip install --no-index --no-deps --target /tmp/site wheels/*.whl           there, and PYTHONPATH=/tmp/site
 
 Named is what a machine with PyTorch usually lacks; what it needs of its own (torch, numpy, h5py) must be there already.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 PACKAGES = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "submitit", "cloudpickle",
     "typer", "click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl", "pygments", "pyyaml",
-    "tokenizers", "huggingface-hub", "torchao", "torchtitan==0.2.2", "tyro", "docstring-parser", "typeguard",
-    "torchdata", "datasets", "einops", "tensorboard", "zstandard",
+    "tokenizers", "huggingface-hub", "safetensors", "jinja2", "markupsafe", "torchao", "torchtitan==0.2.2", "tyro",
+    "docstring-parser", "typeguard", "torchdata", "datasets", "einops", "tensorboard", "zstandard",
 )  # fmt: skip
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))

@@ -5,6 +5,7 @@ Front matter: huggingface.co/docs/hub/model-cards, with `model-index` for the ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from pipeline.run.directory import Run
 PICTURE = "loss.svg"
 _TOLD = ("model", "data", "train", "optimizer", "parallel")
 """The sections of the config that a card shows: how the model came about, not where."""
+_PLACES: dict[str, Any] = {"data": {"source": True, "tokenizer": {"path"}}, "model": {"init_from"}}
+"""Keys in them that say where."""
 _WIDTH, _HEIGHT, _EDGE, _POINTS = 640, 240, 48, 400
 
 
@@ -37,13 +40,14 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if config.model.init_from is not None:
-        front["base_model"] = config.model.init_from.name
+        cached = re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from))  # a folder of the Hub's cache
+        front["base_model"] = "/".join(cached.groups()) if cached else config.model.init_from.name
     task = {"type": "text-generation" if config.model.target is None else "other"}
     metrics = [{"type": key, "name": key, "value": value} for key, value in figures.items()]
     if metrics:
         told = {"task": task, "dataset": {"name": "held-out data of the run", "type": "held-out"}, "metrics": metrics}
         front["model-index"] = [{"name": name, "results": [told]}]
-    sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude={"data": {"source"}})
+    sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude=_PLACES)
     text = [
         f"---\n{dump(front)}---" if front else "", f"# {name}", wanted.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",

@@ -27,7 +27,7 @@ from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, read_manifest, step_name
 from pipeline.config.checkpoints import PublishConfig
-from pipeline.evaluate.result import figure, figures_of, newest_result, read_result
+from pipeline.evaluate.result import TEXT_FIGURES, figure, figures_of, newest_result, read_result
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
@@ -59,6 +59,11 @@ def look(run: Run) -> None:
     wanted = _wanted(run)
     if (wanted.rules or wanted.no_worse_than) and run.config.data.held_out == 0:
         raise UserError("publish.rules and publish.no_worse_than need an evaluation, and data.held_out is 0")
+    tasks = [f"{file.stem}." for file in run.config.evaluate.task_files]
+    for name in wanted.rules if run.config.model.target is None else ():
+        if name not in ("loss", *TEXT_FIGURES) and not name.startswith(tuple(tasks)):
+            there = ", ".join(["loss", *TEXT_FIGURES, *(f"{task}accuracy" for task in tasks)])
+            raise UserError(f"publish.rules.{name}: the evaluation will have no such figure; it has {there}")
     if wanted.no_worse_than is not None and newest_result(Run(wanted.no_worse_than)) is None:
         raise UserError(f"publish.no_worse_than: {wanted.no_worse_than} has no evaluation")
 
@@ -117,6 +122,9 @@ def _published(run: Run, step: int) -> bool:
         raise UserError(
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it"
         )
+    held = {path.name: path.stat().st_size for path in version.iterdir()}
+    if odd := [name for name, size in found.get("files", {}).items() if held.get(name) != size]:
+        raise UserError(f"{version / min(odd)} is not as it was published: move the version away, and it is made again")
     return True
 
 
@@ -168,7 +176,9 @@ def _complete(run: Run, folder: Path, step: int, result: Mapping[str, Any] | Non
 
     write_card(run, folder, step, result, held)
     checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
-    write_json(folder / SEAL, seal({"run": run.config.run.name, "step": step, "checkpoint": checkpoint, "rules": held}))
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    what = {"run": run.config.run.name, "step": step, "checkpoint": checkpoint, "rules": held, "files": files}
+    write_json(folder / SEAL, seal(what))
     names = sorted(path.name for path in folder.iterdir())
     write_atomic(folder / SUMS, "".join(f"{sha256_file(folder / name)}  {name}\n" for name in names))
     fsync(folder)

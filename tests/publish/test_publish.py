@@ -68,6 +68,7 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     found = {each["name"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]}
     result = json.loads((run.evaluation / "step-00000003.json").read_text())
     assert found["bits_per_byte"] == result["bits_per_byte"] and f"max {50}" in card and "CC0" in card
+    assert str(tmp_path) not in card and str(run.data.parent) not in card and "corpus.jsonl" in card
     assert (
         "3 steps, last loss" in card and "![training loss" in card and "<polyline" in (version / "loss.svg").read_text()
     )
@@ -156,6 +157,16 @@ def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is there already and is not of this run's checkpoint"):
         publish(wanted())
     assert [path.name for path in taken.iterdir()] == ["precious"]
+
+
+def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
+    run = wanted()
+    assert publish(run) == Exit.DONE
+    (tmp_path / "models/tiny/step-00000003/model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"model.safetensors is not as it was published: move the version away"):
+        publish_stage.missing(run)
+    with pytest.raises(UserError, match=r"rules.acuracy: .*no such figure; it has loss, perplexity"):
+        publish_stage.look(wanted(rules={"acuracy": {"min": 0.5}}))
 
 
 def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:

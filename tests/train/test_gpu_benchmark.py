@@ -6,14 +6,16 @@ import json
 import math
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
-from benchmarks.gpu.__main__ import Row, rows_1b, rows_8b, rows_correct, run, write
+from benchmarks.gpu.__main__ import Row, measure, rows_1b, rows_8b, rows_correct, run, write
 from benchmarks.gpu.correct import largest
+from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
 from pipeline.model.decoder import flops_per_token
@@ -64,6 +66,44 @@ def test_rows_are_written_as_they_are_known_and_the_time_is_kept(
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
     write(tmp_path)
     assert "never begun | no time was left" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the row's process nor what that began."""
+    program = tmp_path / "begins.py"
+    program.write_text(
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{tmp_path}'])\n"
+        f"open('{tmp_path}/temporary', 'w').write(os.environ['TMPDIR'])\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
+    (tmp_path / "benchmarks/gpu").mkdir(parents=True)
+    program.rename(tmp_path / "benchmarks/gpu/begins.py")
+    assert measure(Row("endless", "begins", ()), 5.0) == {"failed": "not done in 5 s"}
+    assert not Path((tmp_path / "temporary").read_text()).exists()
+    commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
+    assert not [each for each in commands if b"time.sleep(60)" in each and str(tmp_path).encode() in each]
+
+
+def test_all_that_a_bare_machine_lacks_is_packed() -> None:
+    """What the rows import and what comes with it, but for what torch, numpy and h5py bring themselves."""
+    heavy = "torch, torch.distributed.checkpoint, torch.distributed.pipelining, torch._dynamo, numpy, h5py"
+    ours = "pipeline.train.train_stage, pipeline.train.trainer, pipeline.__main__, benchmarks.gpu.correct, submit"
+    ours += ", benchmarks.gpu.trained, data_prep.shard, data_prep.text.prepare_text, data_prep.text.shard_file"
+    program = f"import sys, {heavy}; had = set(sys.modules); import {ours}; print(*set(sys.modules) - had)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    roots = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    known, packed = packages_distributions(), {name.split("=")[0].replace("_", "-") for name in PACKAGES}
+    lacking = {
+        root for root in roots & known.keys() for name in known[root] if name.lower().replace("_", "-") not in packed
+    }
+    assert (
+        lacking - {"sluice", "pipeline", "slurm", "data_prep", "submit", "benchmarks", "torch", "numpy", "h5py"}
+        == set()
+    )
 
 
 def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
