@@ -41,8 +41,8 @@ def missing(run: Run) -> str | None:
     step, wanted = newest_step(run.checkpoints), _wanted(run)
     if not step:
         return "there is no checkpoint yet"
-    if not _published(run, step):
-        return f"step {step} is not published"
+    if (lacking := _lacking(run, step)) is not None:
+        return lacking or f"step {step} is not published"
     if wanted.run is not None and _ran(run) != str(_version(run, step)):
         return "publish.run has not ended well yet"
     return None
@@ -51,21 +51,22 @@ def missing(run: Run) -> str | None:
 def progress(run: Run) -> Progress:
     """How far it is."""
     step = newest_step(run.checkpoints)
-    return Progress(str(_version(run, step)) if step and _published(run, step) else "-")
+    return Progress(str(_version(run, step)) if step and _lacking(run, step) is None else "-")
 
 
 def look(run: Run) -> None:
     """Raise UserError for rules that can never be looked at."""
     wanted = _wanted(run)
-    if (wanted.rules or wanted.no_worse_than) and run.config.data.held_out == 0:
+    figures = [name for name, bounds in wanted.rules.items() if bounds is not None]
+    if (figures or wanted.no_worse_than) and run.config.data.held_out == 0:
         raise UserError("publish.rules and publish.no_worse_than need an evaluation, and data.held_out is 0")
     tasks = [f"{file.stem}." for file in run.config.evaluate.task_files]
-    for name in wanted.rules if run.config.model.target is None else ():
+    for name in figures if run.config.model.target is None else ():
         if name not in ("loss", *TEXT_FIGURES) and not name.startswith(tuple(tasks)):
             there = ", ".join(["loss", *TEXT_FIGURES, *(f"{task}accuracy" for task in tasks)])
             raise UserError(f"publish.rules.{name}: the evaluation will have no such figure; it has {there}")
-    if wanted.no_worse_than is not None and newest_result(Run(wanted.no_worse_than)) is None:
-        raise UserError(f"publish.no_worse_than: {wanted.no_worse_than} has no evaluation")
+    if wanted.no_worse_than is not None:
+        _bar(wanted.no_worse_than)
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
@@ -76,7 +77,9 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     if not step:
         raise UserError(f"{run.checkpoints} holds no intact checkpoint to publish; train first")
     version = _version(run, step)
-    if not _published(run, step):
+    if (lacking := _lacking(run, step)) is not None:
+        if lacking:
+            raise UserError(lacking)
         result = read_result(run, step)
         held = _held_rules(wanted, result, step)
         version.parent.mkdir(parents=True, exist_ok=True)
@@ -108,24 +111,24 @@ def _version(run: Run, step: int) -> Path:
     return wanted.to / (wanted.name or run.config.run.name) / step_name(step)
 
 
-def _published(run: Run, step: int) -> bool:
-    """Whether this checkpoint's version is there. Raises UserError where its place is taken by another one's."""
+def _lacking(run: Run, step: int) -> str | None:
+    """None where this checkpoint's version is there, "" where nothing is; else what is wrong with what is there."""
     version = _version(run, step)
     if not version.exists():
-        return False
+        return ""
     try:
         found = read_json(version / SEAL)
     except (FileNotFoundError, UserError):
         found = None
     checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
     if not isinstance(found, dict) or not intact(found) or found.get("checkpoint") != checkpoint:
-        raise UserError(
-            f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it"
+        return (
+            f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
         )
     held = {path.name: path.stat().st_size for path in version.iterdir()}
     if odd := [name for name, size in found.get("files", {}).items() if held.get(name) != size]:
-        raise UserError(f"{version / min(odd)} is not as it was published: move the version away, and it is made again")
-    return True
+        return f"{version / min(odd)} is not as it was published: move the version away, and it is made again"
+    return None
 
 
 def _ran(run: Run) -> Any:
@@ -136,12 +139,20 @@ def _ran(run: Run) -> Any:
     return found.get("version") if isinstance(found, dict) else None
 
 
+def _bar(other: Path) -> tuple[str, float]:
+    """What the newest evaluation of the run in folder `other` is judged by. Raises UserError where it has none."""
+    result = newest_result(Run(other))
+    if result is None:
+        raise UserError(f"publish.no_worse_than: {other} has no evaluation")
+    return figure(result)
+
+
 def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: int) -> list[str]:
     """Every rule in words, with its number. Raises UserError, naming all that fail, where one does."""
     held: list[str] = []
     failed: list[str] = []
     if result is None:
-        if wanted.rules or wanted.no_worse_than:
+        if any(wanted.rules.values()) or wanted.no_worse_than:
             raise UserError(f"nothing was published: step {step} is not evaluated, and publish has rules")
         return held
     figures = figures_of(result)
@@ -157,13 +168,11 @@ def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: i
             if bound is not None:
                 (held if good else failed).append(f"{name} {figures[name]:.6g}, {key} {bound:g}")
     if wanted.no_worse_than is not None:
-        other = newest_result(Run(wanted.no_worse_than))
-        if other is None:
-            raise UserError(f"publish.no_worse_than: {wanted.no_worse_than} has no evaluation")
-        (name, ours), (theirs_name, theirs) = figure(result), figure(other)
+        (name, ours), (theirs_name, theirs) = figure(result), _bar(wanted.no_worse_than)
+        other = wanted.no_worse_than.name
         if name != theirs_name:
-            raise UserError(f"publish.no_worse_than: this run is judged by {name}, {other['step']} by {theirs_name}")
-        words = f"{name} {ours:.6g}, no worse than {theirs:.6g} of {wanted.no_worse_than.name}"
+            raise UserError(f"publish.no_worse_than: this run is judged by {name}, {other} by {theirs_name}")
+        words = f"{name} {ours:.6g}, no worse than {theirs:.6g} of {other}"
         (held if ours <= theirs else failed).append(words)
     if failed:
         raise UserError(f"nothing was published, step {step} does not keep publish's rules: {'; '.join(failed)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,10 @@ def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
     run = wanted()
     assert publish(run) == Exit.DONE
     (tmp_path / "models/tiny/step-00000003/model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"model.safetensors is not as it was published: move the version away"):
-        publish_stage.missing(run)
+    told = "model.safetensors is not as it was published: move the version away"
+    assert told in (publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
+    with pytest.raises(UserError, match=re.escape(told)):
+        publish(run)
     with pytest.raises(UserError, match=r"rules.acuracy: .*no such figure; it has loss, perplexity"):
         publish_stage.look(wanted(rules={"acuracy": {"min": 0.5}}))
 
