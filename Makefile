@@ -5,7 +5,7 @@
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
 # make count     lines of code by folder
-# make test-long the full matrices, and after them test-mpich and test-debian13: hours
+# make test-long the full matrices (lm-eval in .venv-lm-eval, which it sets up), after them test-mpich, test-debian13: hours
 # make bench     the benchmarks, tables under benchmarks/results/
 # make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
 #                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
@@ -57,8 +57,8 @@ test: check
 test-cluster: $(VENV)/.tests
 	$(PYTEST) -m "story and not long"
 
-test-long: check
-	$(PYTEST) -m "not gpu_fake"
+test-long: check $(if $(LM_EVAL_PYTHON),,.venv-lm-eval/.installed)
+	LM_EVAL_PYTHON=$(or $(LM_EVAL_PYTHON),$(CURDIR)/.venv-lm-eval/bin/python) $(PYTEST) -m "not gpu_fake"
 	$(MAKE) test-mpich test-debian13
 
 test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
@@ -68,12 +68,14 @@ test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 test-mpich: check .venv-mpich/.installed
 	.venv-mpich/bin/python -m pytest -m "not gpu_fake" tests/mpi tests/slurm/supervise/test_mpi_launch.py
 
-# what .venv has, but for the MPI: a Python finds the mpirun beside it, and mpi4py the library
-.venv-mpich/.installed: $(VENV)/.tests
-	$(BIN)/python -m venv .venv-mpich
+# what .venv has, but for the MPI: a Python finds the mpirun beside it, and mpi4py the library; or lm-eval beside it
+.venv-mpich/.installed: INSTALL = --no-deps mpich==5.0.2
+.venv-lm-eval/.installed: INSTALL = -c constraints.txt lm-eval[hf]==0.4.13
+.venv-mpich/.installed .venv-lm-eval/.installed: $(VENV)/.tests
+	$(BIN)/python -m venv $(@D)
 	echo "import site; site.addsitedir('$$(realpath $(VENV)/lib/python*/site-packages)')" > \
-		$$(echo .venv-mpich/lib/python*/site-packages)/venv.pth
-	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-mpich/bin/pip install --quiet --no-deps mpich==5.0.2
+		$$(echo $(@D)/lib/python*/site-packages)/venv.pth
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(INSTALL)
 	touch $@
 
 # the oldest torch that is allowed, from the index that has its CUDA build
@@ -96,6 +98,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.comm
 	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.convergence states
 	$(BIN)/python -m benchmarks.convert # takes 26 GB of disk for a while
 	$(BIN)/python -m benchmarks.recovery # root and Slurm, so it comes last
 
@@ -107,4 +110,4 @@ cluster-down:
 	$(BIN)/python -m tests.cluster down
 
 clean:
-	rm -rf $(VENV) .venv-cuda build *.egg-info
+	rm -rf $(VENV) .venv-cuda .venv-mpich .venv-lm-eval build *.egg-info

@@ -1,7 +1,7 @@
 """Sluice on the login node.
 
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|verify|export|generate RUN
+    python submit.py status|logs|cancel|resume|report|track|verify|export|generate RUN
 
 `sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pipeline.base.command import command, venv_python
 
 try:
-    from enum import StrEnum  # Python 3.11
     from importlib.util import find_spec
 
     import typer
@@ -28,6 +27,7 @@ try:
 
     from pipeline.base.errors import Exit, UserError, printable, storage_error
     from slurm.show.console import Plain
+    from slurm.submit.executor import Executor, choose
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
         raise ImportError(f"No module named {lacking[0]!r}")
@@ -68,16 +68,6 @@ class SubmitByDefault(TyperGroup):
         near = get_close_matches(word, self.commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
         raise UserError(f"{word}: there is no such command, and no such file; {hint}")
-
-
-class Executor(StrEnum):
-    """Where stages run."""
-
-    AUTO = "auto"
-    """Slurm where its controller answers, the allocation inside salloc, else this machine."""
-    SLURM = "slurm"
-    ALLOCATION = "allocation"
-    LOCAL = "local"
 
 
 HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
@@ -125,7 +115,7 @@ def submit(
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor != Executor.SLURM or not dry_run:  # a dry run for Slurm needs none
-        chosen = _choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
+        chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
     corrections = rehearse(loaded, chosen == Executor.SLURM).corrections
     if dry_run:
         from slurm.submit.dry_run import print_plan
@@ -159,7 +149,7 @@ def resume(
 
     opened = _open(run)
     opened.refuse_foreign()
-    chosen = _choose(executor, opened)
+    chosen = choose(executor, opened)
     asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
     with opened.alone():  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
@@ -182,39 +172,6 @@ def _open(run: str) -> Run:
     return Run.open(run)
 
 
-def _choose(executor: Executor, run: Run | None = None) -> Executor:
-    """What `auto` means here: where `run` was, else what there is.
-
-    Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
-    """
-    from pipeline.base.place import in_allocation
-    from pipeline.run.points import points
-    from slurm.query.jobs import uses_slurm
-    from slurm.query.states import slurm_answers
-
-    inside = in_allocation(os.environ)
-    if executor == Executor.ALLOCATION and not inside:
-        raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
-    if executor == Executor.SLURM and not slurm_answers():
-        raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
-    if executor != Executor.AUTO:
-        return executor
-    if run is not None and uses_slurm(run):
-        return Executor.SLURM
-    if inside:
-        return Executor.ALLOCATION
-    if run is None:
-        return Executor.SLURM if slurm_answers() else Executor.LOCAL
-    started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
-    job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
-    if job and slurm_answers():
-        raise UserError(
-            f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
-            "for jobs of its own, --executor local for this machine"
-        )
-    return Executor.LOCAL
-
-
 def _refuse_unready(executor: Executor, config: Config) -> None:
     """Raise UserError where jobs on Slurm would lack something of this shell's, before anything is done."""
     from slurm.query.site_variables import refuse_unready
@@ -235,7 +192,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
         with run.alone():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return
-    from slurm.show.report import outcome
+    from slurm.page.report import outcome
     from slurm.submit.here import run_chain
 
     code = run_chain(run, console)
@@ -247,13 +204,13 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
 @app.command()
 def status(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="a run; without it, all below runs/")] = None,
-    live: Annotated[bool, typer.Option("--watch", "-w", help="a live table, until the run ends")] = False,
+    live: Annotated[bool, typer.Option("--watch", "-w", help="on one screen, until the run ends or q")] = False,
 ) -> None:
     """Show the stages of a run and how they stand; without RUN, a line for each run below runs/."""
     if run is not None:
-        from slurm.show.status import print_status, watch
+        from slurm.show import status, watch
 
-        (watch if live else print_status)(_open(run), console)
+        (watch.watch if live else status.print_status)(_open(run), console)
     elif live:
         raise UserError("--watch: of which run? Name one, such as runs/quickstart")
     else:
@@ -265,7 +222,7 @@ def status(
 @app.command()
 def report(run: RunPath) -> None:
     """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
-    from slurm.show.report import print_report
+    from slurm.page.report import print_report
 
     print_report(_open(run), console)
 
@@ -334,6 +291,18 @@ def _child(*arguments: str, step: str | None = None) -> typer.Exit:
 
     words = [sys.executable, "-m", "pipeline", *arguments, *([f"--step={step}"] if step else [])]
     return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
+
+
+@app.command()
+def track(
+    run: RunPath,
+    overrides: Overrides = None,
+    to: Annotated[str | None, typer.Option(help="one sink, such as tensorboard; all of the config without it")] = None,
+) -> None:
+    """Tell trackers what a run's files say and they do not know yet: TensorBoard, W&B, MLflow, Prometheus …"""
+    from slurm.track.beside import bring_up_to_date
+
+    raise typer.Exit(bring_up_to_date(_open(run), to, overrides or ()))
 
 
 @app.command()

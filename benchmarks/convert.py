@@ -118,6 +118,7 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         part.tie_weights()  # type: ignore[operator]
         assert source is not None
         source.fill(task.weights(part))
+        source.note()
     saver = Checkpointer(
         run.checkpoints, group, keep=1, background=False, describe={"layout": {}, **source_identity(run)},
         on_saved=lambda *_: None,

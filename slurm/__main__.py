@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
-from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.errors import UserError, told
 from pipeline.base.signals import StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
@@ -23,9 +22,7 @@ def main(arguments: list[str]) -> int:
         run.refuse_foreign()
         return supervise(run, arguments[0], flag)
     except Exception as error:
-        found = error if isinstance(error, UserError) else storage_error(error)
-        print(f"error: {found}" if found else traceback.format_exc(), file=sys.stderr)
-        return found.code if found else Exit.CRASHED
+        return told(error)
 
 
 if __name__ == "__main__":

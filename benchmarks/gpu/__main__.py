@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +26,11 @@ FP32 = "optimizer.state={master: fp32, moments: fp32}"
 RECOMPUTE = "parallel.activation_checkpointing"
 SHORTEST_S = 25.0
 """With less time left no row is begun."""
+
+
+SAMPLED = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
+"""What `nvidia-smi` is asked, and its name in a row."""
+UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
 
 
 class Row(NamedTuple):
@@ -41,10 +49,12 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
     kept = row("weights fp32, moments bf16, selective")
     yield kept
+    yield row(f"{kept.name}, FlashAttention for cuDNN's", "--flash")
     yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
               "train.micro_batch=1")  # fmt: skip
     yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
     yield row("all bf16, selective", BF16)
+    yield row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
     for scales in ("rowwise", "tensorwise"):
         yield row(f"fp8 {scales}, weights fp32, moments bf16, selective", "train.precision=fp8",
                   f"train.fp8_scales={scales}")  # fmt: skip
@@ -85,19 +95,57 @@ def measure(row: Row, limit_s: float) -> dict[str, Any]:
             command, cwd=ROOT, env={**os.environ, "TMPDIR": made}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
+        samples: list[tuple[float, list[str]]] = []
         try:
-            stdout, stderr = done.communicate(timeout=limit_s)
+            with sampled(samples):
+                stdout, stderr = done.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, signal.SIGKILL)  # a training that the row began, too, or it would keep the card
             done.communicate()
             return {"failed": f"not done in {limit_s:.0f} s"}
     took = {"seconds": round(time.monotonic() - began, 1)}
     if done.returncode == 0:
-        return json.loads(stdout.splitlines()[-1]) | took
+        found = json.loads(stdout.splitlines()[-1]) | took
+        return found | during(samples, *found.pop("between", (0.0, 0.0)))
     print(stderr[-3000:], file=sys.stderr, flush=True)
     said = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
     said = said or [f"exit {done.returncode}"]
     return {"failed": "out of memory" if "OutOfMemoryError" in stderr else said[-1][:200]} | took
+
+
+@contextlib.contextmanager
+def sampled(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
+    """Add what `nvidia-smi` says of the GPU, asked again and again, to `samples`, with the time; where there is one."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(SAMPLED)}", "--format=csv,noheader,nounits"]
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.25):
+            try:
+                said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+            except (OSError, subprocess.TimeoutExpired):
+                return
+            samples.append((time.time(), said.split(",")))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asking.join()
+
+
+def during(samples: Iterable[tuple[float, list[str]]], since: float, until: float) -> dict[str, float]:
+    """The medians between two times, while steps were made; of what was told as a number."""
+    lines = [values for at, values in samples if since <= at <= until]
+    told: dict[str, float] = {}
+    for column, name in enumerate(SAMPLED.values()):
+        numbers = [line[column] for line in lines if len(line) == len(SAMPLED)]
+        with contextlib.suppress(ValueError, statistics.StatisticsError):  # "[N/A]"; no line at all
+            told[name] = statistics.median(map(float, numbers))
+    return told
 
 
 def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
@@ -123,7 +171,8 @@ def _short(found: dict[str, Any]) -> str:
         return json.dumps(found)
     share = found["tflops"] / (peak_of(found["device"]) or float("nan"))
     held = found.get("allocated_gib", 0.0)
-    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}, {held:.1f} GiB, spread {found['spread']:.1%}"
+    told = "".join(f", {found[name]:.0f} {unit}" for name, unit in UNITS.items() if name in found)
+    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}, {held:.1f} GiB, spread {found['spread']:.1%}{told}"
 
 
 def write(folder: Path) -> None:
@@ -135,7 +184,7 @@ def write(folder: Path) -> None:
                 words = found.get("failed") or json.dumps(
                     {k: v for k, v in found.items() if k not in ("row", "seconds")}
                 )
-                rows.append([file.stem, found["row"], words, *[""] * 5])
+                rows.append([file.stem, found["row"], words, *[""] * 8])
                 continue
             names.add(f"{found['device']}, torch {found['torch']}")
             peak = peak_of(found["device"]) or float("nan")
@@ -143,8 +192,10 @@ def write(folder: Path) -> None:
                 file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
                 f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
                 f"{found['tflops_without_embedding'] / peak:.1%}", f"{found.get('allocated_gib', 0.0):.1f}",
+                *(f"{found[name]:.0f}" if name in found else "" for name in UNITS),
             ])  # fmt: skip
     header = ["sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
+    header += UNITS.values()
     write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
 
 

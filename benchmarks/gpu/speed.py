@@ -1,6 +1,8 @@
-"""Steps of a config on one GPU: time of each, tokens/s, memory, clocks and power.
+"""Steps of a config on one GPU: time of each, tokens/s, memory.
 
-    python -m benchmarks.gpu.speed STEPS CONFIG [key=value …]     one measurement, as JSON
+    python -m benchmarks.gpu.speed STEPS CONFIG [--flash] [key=value …]     one measurement, as JSON
+
+`--flash`: attention without cuDNN's kernel, so that torch takes that of FlashAttention.
 
 It drives pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank)
 with 32,768 tokens a step; a step ends when its loss is known, which waits for the device.
@@ -11,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,8 +27,9 @@ WARM_UP = 3
 
 def timed(step: Any, steps: int) -> dict[str, Any]:
     """Times of `step(number)`, numbered from 1, each of which returns the loss; the first ones are not counted."""
-    losses, seconds = [], []
+    losses, seconds, since = [], [], 0.0
     for number in range(1, WARM_UP + steps + 1):
+        since = time.time() if number == WARM_UP + 1 else since
         began = time.perf_counter()
         losses.append(step(number))
         seconds.append(time.perf_counter() - began)
@@ -35,27 +37,19 @@ def timed(step: Any, steps: int) -> dict[str, Any]:
     return {
         "first_s": seconds[0], "step_s": counted, "median_s": statistics.median(counted),
         "spread": (max(counted) - min(counted)) / statistics.median(counted), "losses": [losses[0], losses[-1]],
-        **device(),
+        "between": [since, time.time()], **device(),
     }  # fmt: skip
 
 
 def device() -> dict[str, Any]:
-    """The device, what it has held at most, in GiB, and what `nvidia-smi` says of it now."""
+    """The device, and what it has held at most, in GiB."""
     import torch
 
     if not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
     held = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
-    asked = "clocks.sm,power.draw,temperature.gpu"
-    try:
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    return {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        **{name: size / 2**30 for name, size in held.items()}, asked: said,
-    }  # fmt: skip
+    named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {**named, **{name: size / 2**30 for name, size in held.items()}}
 
 
 def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
@@ -107,4 +101,10 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[2], sys.argv[3:], int(sys.argv[1]))))
+    overrides = sys.argv[3:]
+    if "--flash" in overrides:
+        from torch.backends.cuda import enable_cudnn_sdp
+
+        overrides.remove("--flash")
+        enable_cudnn_sdp(False)
+    print(json.dumps(measure(sys.argv[2], overrides, int(sys.argv[1]))))

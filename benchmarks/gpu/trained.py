@@ -77,13 +77,15 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
             [sys.executable, "-m", "pipeline", "train", str(run)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        deadline = time.monotonic() + LIMIT_S
+        deadline, since = time.monotonic() + LIMIT_S, 0.0
         try:
             while len(lines := _lines(run / "metrics.jsonl")) < wanted:
                 if training.poll() is not None or time.monotonic() > deadline:
                     training.kill()
                     raise RuntimeError(f"{len(lines)} steps were made\n{training.communicate()[0][-3000:]}")
+                since = since or (time.time() if len(lines) >= WARM_UP else 0.0)
                 time.sleep(0.2)
+            between = [since, time.time()]
         finally:
             training.kill()
             training.wait(60)
@@ -92,7 +94,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     found = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
-        "step_s": counted, "median_s": statistics.median(counted),
+        "between": between, "step_s": counted, "median_s": statistics.median(counted),
         "spread": (max(counted) - min(counted)) / statistics.median(counted),
         "losses": [lines[0]["loss"], lines[wanted - 1]["loss"]],
         "data_wait_s": max(line["data_wait_s"] for line in lines[WARM_UP:wanted]),

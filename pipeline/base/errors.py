@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import sys
+import traceback
 from enum import IntEnum
 from pathlib import Path
 
@@ -155,3 +157,10 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
                     return StorageError(f"cannot copy {source} to {copy}: {_STORAGE_ERRNOS[int(number[1])]}")
         seen = seen.__context__ if "inline_container" in str(seen) else seen.__cause__
     return None
+
+
+def told(error: Exception) -> int:
+    """Say on stderr what ends this process, a bug with its traceback; the exit code."""
+    found = error if isinstance(error, UserError) else storage_error(error)
+    print(f"error: {found}" if found else "".join(traceback.format_exception(error)), file=sys.stderr)
+    return found.code if found else Exit.CRASHED

@@ -13,12 +13,13 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 import subprocess
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,30 @@ def fsync(path: str | Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` to fill with files that are synced, which then takes its name by one rename.
+
+    It is whole, or not there. Where the block fails nothing stays, not even of the folders above that were missing, and
+    the error goes on; a kill leaves `.NAME.….tmp`.
+    """
+    above = [path for path in folder.parents if not path.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        fsync(temporary)
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # somebody else has put something there
+            for path in above:
+                path.rmdir()
+        raise
+    fsync(folder.parent)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     """Hashes of the config and the data, and the version of the order of samples."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
-    unlike["model"] = ("init_from",)
+    unlike["model"] = ("init_from", "init_files")
     for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)

@@ -5,12 +5,13 @@ See pipeline/checkpoint/save.py, pipeline/evaluate/evaluate_stage.py and pipelin
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import Name, Section
+from pipeline.config.types import Name, Section, matching
 
 
 class CheckpointConfig(Section):
@@ -60,6 +61,19 @@ class Bounds(Section):
         return self
 
 
+class RegistryConfig(Section):
+    """An MLflow model registry."""
+
+    uri: Annotated[
+        str,
+        matching(re.compile(r"https?://[^@\s]+"), "write http(s)://HOST:PORT, and who you are in MLflow's variables"),
+    ]
+    """The server, such as `http://mlflow.example:5000`. Its user and password, or token, are in the variables that
+    MLflow names (`MLFLOW_TRACKING_USERNAME`, …): give them by `site.pass` or `site.secrets`."""
+    model: Name | None = None
+    """The model's name there, made where there is none; null: the run's."""
+
+
 class PublishConfig(Section):
     """What becomes of the newest checkpoint when it is evaluated: `TO/NAME/step-…`, whole or not at all."""
 
@@ -80,6 +94,8 @@ class PublishConfig(Section):
     """The data's licence, or where it may be read."""
     description: str | None = None
     """What the card says first."""
+    mlflow: RegistryConfig | None = None
+    """A model registry that gets an entry of each version once it has its name; null: none."""
     run: str | None = None
     """A shell command that runs in the folder once it has its name, such as an upload; where it fails the stage does,
     and does it again when it is tried again."""

@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, parse, read_json, sha256_file
+from pipeline.base.files import open_regular, parse, read_json, sha256_file, sha256_json
 from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
@@ -36,14 +36,14 @@ ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinj
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
 FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
 """Keys of a config that name such folders."""
+_QWEN = {
+    "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False}),
-    "qwen3": (
-        "Qwen3ForCausalLM",
-        {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "head_dim": 128},
-    ),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}),
 }
 """By `model_type`: the class, and its own defaults of keys that may be left out. Many models (SmolLM2) are llamas."""
 _SAME = {
@@ -53,6 +53,8 @@ _SAME = {
     "tie_word_embeddings": "tie_word_embeddings", "initializer_range": "initializer_range",
 }  # fmt: skip
 """Our keys of `model` and theirs, with the same values."""
+_MOST = {"layers": 2**12, "vocab_size": 2**24, "max_position_embeddings": 2**40}
+"""The largest values of our keys; of other sizes 2^20. Beyond that no machine could even say what is missing."""
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _ONLY = {
@@ -107,7 +109,7 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     for folder, section in sections.items():
         place = f"{Path(folder, CONFIG)} of model.init_from"
         for key, value in section.items():
-            if model.get(key) not in (None, value):
+            if key in model and model[key] != value:
                 raise ValueError(
                     f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
                 )
@@ -135,8 +137,16 @@ def section_from(folder: Path) -> dict[str, Any]:
         raise FolderError(words) from error
     except (ValueError, TypeError) as error:  # the latter of lists where names should be
         raise FolderError(f"{folder / CONFIG}: {error}") from error
-    pieces(folder)
-    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest()}
+    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": stamp(folder)}
+
+
+def stamp(folder: Path) -> str:
+    """A hash of the names, sizes and times of the files with the weights, which costs no reading. Raises FolderError.
+
+    Times in whole seconds: not every file system tells more, and not to every host.
+    """
+    files = {name: (folder / name).stat() for name in pieces(folder)}
+    return sha256_json({name: [file.st_size, int(file.st_mtime)] for name, file in files.items()})
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
@@ -148,7 +158,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder. Raises FolderError for a link that leads out of it.
+    """The file of this name in the folder. Raises FolderError for a link that leads out of it, and for a pipe.
 
     In the Hub's cache links lead from `snapshots/COMMIT` to `blobs` beside it: there, out of the model's own folder.
     """
@@ -156,6 +166,8 @@ def inside(folder: Path, name: str) -> Path:
     root = root.parents[1] if root.parent.name == "snapshots" else root
     if not Path(os.path.realpath(folder / name)).is_relative_to(root):
         raise FolderError(f"{folder / name} is a link that leads out of {root}: put the file itself in its place")
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise FolderError(f"{folder / name} is no ordinary file: put one in its place")
     return folder / name
 
 
@@ -164,7 +176,9 @@ def section_of(theirs: Any) -> dict[str, Any]:
 
     Raises ValueError, naming the key, for what is missing or not supported.
     """
-    family = theirs.get("model_type") if isinstance(theirs, dict) else None
+    if not isinstance(theirs, dict):
+        raise ValueError("it holds no JSON object: fetch the folder again")
+    family = theirs.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {json.dumps(family)} is not supported; there are {', '.join(FAMILIES)}")
     architecture, defaults = FAMILIES[family]
@@ -182,14 +196,22 @@ def section_of(theirs: Any) -> dict[str, Any]:
     ours = {key: known.get(name) for key, name in _SAME.items()}
     ours["qk_norm"] = family == "qwen3"
     ours["attention_bias"] = "qkv" if family == "qwen2" else "all" if known.get("attention_bias") else "none"
-    ours["sliding_window"] = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+    window = known.get("sliding_window") if known.get("use_sliding_window", True) and family != "llama" else None
+    kinds, first = known.get("layer_types"), known.get("max_window_layers")
+    if kinds:  # an export can say how many see all, and that these come first
+        first = kinds.count("full_attention") if kinds == sorted(kinds) else None
+    ours |= {"sliding_window": window, "max_window_layers": None if window is None else first}
     ours |= _rope(known)
     try:
         ModelConfig.model_validate_json(json.dumps(ours), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        names = [f"{_SAME.get(str(key), str(key))}: " for key in first["loc"][:1]]
-        raise ValueError("".join([*names, first["msg"].removeprefix("Value error, ")])) from None
+        wrong = error.errors()[0]
+        names = [f"{_SAME.get(str(key), str(key))}: " for key in wrong["loc"][:1]]
+        raise ValueError("".join([*names, wrong["msg"].removeprefix("Value error, ")])) from None
+    for key, name in _SAME.items():
+        value, most = ours[key], _MOST.get(key, 2**20)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} {value} is more than {most}, which no model has")
     return ours
 
 
@@ -219,9 +241,9 @@ def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_i
     biased, windowed = model.attention_bias != "none", model.sliding_window is not None
     if (family == "qwen3" and model.attention_bias == "qkv") or (family == "mistral" and biased):
         raise UserError(f"no open model's format has model.attention_bias {model.attention_bias} as {family} would be")
-    if family.startswith("qwen") and windowed:
+    if family.startswith("qwen") and windowed and model.max_window_layers is None:
         raise UserError(
-            f"model.sliding_window: {family}'s format also says which layers have it, and that is not known"
+            f"model.sliding_window: {family}'s format also says which layers have it: set model.max_window_layers"
         )
     resolved = {**model.model_dump(mode="json"), "kv_heads": model.num_kv_heads, "head_dim": model.head_size}
     resolved |= {"intermediate_size": model.ffn_size, "vocab_size": vocab_size}
@@ -233,10 +255,11 @@ def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_i
     theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if family in ("llama", "qwen3"):
         theirs["attention_bias"] = biased
-    if family == "mistral":
+    if family.startswith("qwen"):
+        theirs["use_sliding_window"] = windowed
+    if windowed:
         theirs["sliding_window"] = model.sliding_window
-    elif family != "llama":
-        theirs["use_sliding_window"] = False
+        theirs |= {} if family == "mistral" else {"max_window_layers": model.max_window_layers}
     return dict(sorted(theirs.items()))
 
 
@@ -274,15 +297,16 @@ def _end_token(folder: Path) -> str:
     known = read_json(file) if file.is_file() else None
     end = known.get("eos_token") if isinstance(known, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
+    wanted = None
     if end is None:
         ids, content = read_json(folder / CONFIG).get("eos_token_id"), read_json(folder / TOKENIZER)
         wanted = ids[0] if isinstance(ids, list) and ids else ids
         added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
         end = next((token.get("content") for token in added if token.get("id") == wanted), None)
     if not isinstance(end, str):
-        raise FolderError(
-            f"{place}: neither tokenizer_config.json nor config.json says which token ends a text: set data.tokenizer"
-        )
+        no_word = "neither tokenizer_config.json nor config.json says which token ends a text"
+        why = no_word if wanted is None else f"config.json's eos_token_id {json.dumps(wanted)} is none of added_tokens"
+        raise FolderError(f"{place}: {why}: set data.tokenizer")
     return end
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config
-from pipeline.config.types import StateConfig, refuse_changed
+from pipeline.config.types import INT8_BLOCK, StateConfig, refuse_changed
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
@@ -288,19 +288,21 @@ def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) 
     if (option := _between_replicas(config)) is not None and pipeline * tensor > 1:
         yield f"{option} is for whole replicas: parallel.pipeline ({pipeline}) and parallel.tensor ({tensor}) must be 1"
     if tensor > 1:
-        divided = {
+        divided: dict[str, float] = {
             "model.heads": model.heads,
             "model.kv_heads": model.num_kv_heads,
             "model.intermediate_size": model.ffn_size,
             _vocabulary(config, vocab_size): vocab_size or 0,
             "data.sequence_length": config.data.sequence_length if wanted.sequence else 0,
         }
+        if config.optimizer.state.moments == "int8":
+            rows = {"model.heads × size": model.heads * model.head_size, "model.intermediate_size": model.ffn_size}
+            divided |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in rows.items()}
         for name, size in divided.items() if model.target is None else ():
             if size % tensor:
                 yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
-        if train.compile and (model.qk_norm or model.target is not None):
-            what = "a model of your own" if model.target else "model.qk_norm"
-            yield f"parallel.tensor ({tensor}) does not go with train.compile on {what}: torch fails in it"
+        if train.compile and model.target is not None:
+            yield f"parallel.tensor ({tensor}) does not go with train.compile on a model of your own: torch fails in it"
         if world > per_node and per_node % tensor:
             yield (
                 f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "

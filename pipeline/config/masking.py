@@ -47,7 +47,7 @@ def masked(values: Any, at: str = "") -> Any:
         return mask(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
         return {key: masked(value, f"{at}{key}.") for key, value in values.items()}
-    option = at.endswith(".") and (".sbatch." in at or ".srun." in at)
+    option = at.endswith(".") and (".sbatch." in at or ".srun." in at or at.startswith("track.webhook.url"))
     return _MASK if option and _SECRET.search(f"{at[:-1]}={values}") else values
 
 

@@ -43,7 +43,7 @@ _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
-    ("publish", "no_worse_than"), *FOLDERS,
+    ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 
@@ -95,7 +95,7 @@ def point_configs(config: Config) -> list[Config]:
         for key, value in values.items():
             point = merge(point, _nested(key.split("."), value, where))
             if key == "model.init_from":  # null: the same sizes, with drawn weights
-                point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None})
+                point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None, "init_files": None})
         configs.append(config_from_mapping(point, where))
     return configs
 

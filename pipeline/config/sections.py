@@ -23,6 +23,7 @@ from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
+from pipeline.config.track import TrackConfig
 from pipeline.config.types import (
     FilePath,
     Fraction,
@@ -141,6 +142,9 @@ class ModelConfig(Section):
     its weights, this section is filled from its config.json, `data.tokenizer` from its tokenizer. null: drawn ones."""
     init_sha256: str | None = None
     """SHA-256 of the config.json that filled this section. Sluice writes it; leave it out."""
+    init_files: str | None = None
+    """A hash of names, sizes and times of the files with the weights, by which another's are noticed when training
+    begins. Sluice writes it; leave it out."""
 
     target: str | None = None
     """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/config/user_model.py
@@ -166,6 +170,8 @@ class ModelConfig(Section):
     sliding_window: PositiveInt | None = None
     """How far back attention looked in the model that this one starts from: `data.sequence_length` is at most that,
     for here it sees all."""
+    max_window_layers: NonNegativeInt | None = None
+    """How many blocks saw all before those that `sliding_window` is about, as Qwen's format says it; an export asks."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of attention have biases: `qkv` all but the output's (Qwen2), `all` that one, too."""
     qk_norm: bool = False
@@ -358,6 +364,8 @@ class Config(Section):
     """Many trainings that differ in a few values; null: one training."""
     publish: PublishConfig | None = None
     """Where the model goes when it is evaluated; null: nowhere."""
+    track: TrackConfig = TrackConfig()
+    """Who else is told how the run goes."""
 
     @property
     def rows(self) -> dict[str, Stage]:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import PositiveInt, model_validator
 
-from pipeline.config.job_request import JobRequest
+from pipeline.config.site import JobRequest
 from pipeline.config.types import Section, TimeLimit
 
 
@@ -64,24 +64,31 @@ class Resources(JobRequest):
     """Time limit, as Slurm writes it."""
 
     @property
+    def _asked(self) -> tuple[int | NodeRange, int, int]:
+        """Nodes, processes on each, and tasks of an array."""
+        return 1, 1, 1
+
+    @property
     def fewest_nodes(self) -> int:
         """With fewer it does not start."""
-        return 1
+        nodes = self._asked[0]
+        return nodes.min if isinstance(nodes, NodeRange) else nodes
 
     @property
     def most_nodes(self) -> int:
         """It uses no more."""
-        return 1
+        nodes = self._asked[0]
+        return nodes.max if isinstance(nodes, NodeRange) else nodes
 
     @property
     def per_node(self) -> int:
         """Processes on each node."""
-        return 1
+        return self._asked[1]
 
     @property
     def array_tasks(self) -> int:
         """Tasks of its array; 1 where it is none."""
-        return 1
+        return self._asked[2]
 
     @property
     def ranks(self) -> int:
@@ -99,19 +106,8 @@ class StageResources(Resources):
     """Processes per node."""
 
     @property
-    def fewest_nodes(self) -> int:
-        """With fewer it does not start."""
-        return self.nodes.min if isinstance(self.nodes, NodeRange) else self.nodes
-
-    @property
-    def most_nodes(self) -> int:
-        """It uses no more."""
-        return self.nodes.max if isinstance(self.nodes, NodeRange) else self.nodes
-
-    @property
-    def per_node(self) -> int:
-        """Processes on each node."""
-        return self.tasks_per_node
+    def _asked(self) -> tuple[int | NodeRange, int, int]:
+        return self.nodes, self.tasks_per_node, 1
 
 
 class ShardResources(Resources):
@@ -123,9 +119,8 @@ class ShardResources(Resources):
     """Time limit of one task, as Slurm writes it."""
 
     @property
-    def array_tasks(self) -> int:
-        """Tasks of its array."""
-        return self.tasks
+    def _asked(self) -> tuple[int | NodeRange, int, int]:
+        return 1, 1, self.tasks
 
 
 class StagesConfig(Section):

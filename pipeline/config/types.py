@@ -96,18 +96,16 @@ class RopeScaling(Section):
         return self
 
 
+INT8_BLOCK = 64
+"""Entries of a row whose moments in int8 share a scale."""
+
+
 class StateConfig(Section):
-    """Types of what is kept from step to step. What is bf16 is rounded up or down at random, so that on average nothing
-    is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
+    """Types of what is kept from step to step. What is bf16 or int8 is rounded up or down at random, so that on average
+    nothing is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
 
     master: Literal["fp32", "none"] = "fp32"
     """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their
     gradients then."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Type of the first and second moment; int8 is not there yet."""
-
-    @model_validator(mode="after")
-    def _is_there(self) -> StateConfig:
-        if self.moments == "int8":
-            raise ValueError("moments: int8 is not there yet; take bf16, half of fp32")
-        return self
+    """Type of the first and second moment; `int8`: of matrices', with a scale for each 64 entries of a row."""

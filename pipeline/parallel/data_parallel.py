@@ -82,7 +82,8 @@ def reduce_now(model: nn.Module, layout: Layout, last: bool) -> contextlib.Abstr
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     if isinstance(model, FSDPModule):
-        model.set_is_last_backward(last)
+        # where nothing is reduced yet FSDP may forget the order of a forward, or the next one gathers its end once more
+        model.set_is_last_backward(last or not layout.reduce_each_micro_batch)
         model.set_requires_gradient_sync(last or layout.reduce_each_micro_batch)
         model.set_requires_all_reduce(last)
         if layout.zero < 3:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from traceback import extract_tb
 from typing import NamedTuple
@@ -17,10 +18,12 @@ from typing import NamedTuple
 from pipeline.base.errors import UserError, printable
 from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
+from pipeline.config.types import INT8_BLOCK
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.run.code import CODE_ROOT
 
+EMBEDDING = "model.embed_tokens.weight"
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
 GB = 1e9
@@ -112,17 +115,57 @@ def timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
     return [row.ljust(longest, "·") for row in rows]
 
 
-def _parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
-    """Values that one tensor parallel rank of this pipeline position holds."""
-    model, count = config.model, 0
-    heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
+def _weights(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[tuple[str, int, int]]:
+    """What one tensor parallel rank of this pipeline position holds: name in the whole model, values, dimensions."""
+    model = config.model
+    query, shared, ffn = model.heads * model.head_size, model.num_kv_heads * model.head_size, model.ffn_size
+    widths = {f"mlp.{name}_proj": ffn for name in ("gate", "up", "down")}
+    widths |= {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared}
+    widths["self_attn.o_proj"] = query
     table = vocab * model.dim // layout.tensor
     for stage in layout.stages_of(pipeline):
-        blocks, first, last = len(layout.stage_layers[stage]), stage == 0, stage == layout.stages - 1
-        tied = model.tie_word_embeddings and first and last
-        count += blocks * (model.dim * (heads + 3 * model.ffn_size) // layout.tensor + model.block_vectors)
-        count += (table if first else 0) + ((0 if tied else table) + model.dim if last else 0)
-    return count
+        blocks, first, last = layout.stage_layers[stage], stage == 0, stage == layout.stages - 1
+        if first:
+            yield EMBEDDING, table, 2
+        for number in blocks:
+            for name, width in widths.items():
+                yield f"model.layers.{number}.{name}.weight", model.dim * width // layout.tensor, 2
+            yield f"model.layers.{number}.input_layernorm.weight", model.block_vectors, 1  # and others of its size
+        if last:
+            yield "model.norm.weight", model.dim, 1
+        if last and not (model.tie_word_embeddings and first):
+            yield EMBEDDING if model.tie_word_embeddings else "lm_head.weight", table, 2
+
+
+def _frozen(config: Config, name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in config.optimizer.freeze)
+
+
+def _moment_bytes(config: Config, name: str, count: int, dimensions: int) -> int:
+    """Bytes that the optimizer keeps of a weight with so many values."""
+    optimizer = config.optimizer
+    if optimizer.state.moments == "int8" and dimensions > 1:
+        return 2 * (count + 4 * count // INT8_BLOCK)
+    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and dimensions > 1 and _block(name) >= 0)
+    return (4 if alone or optimizer.state.moments == "bf16" else 8) * count
+
+
+def _parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
+    """Values that one tensor parallel rank of this pipeline position holds."""
+    return sum(count for _, count, _ in _weights(config, layout, pipeline, vocab))
+
+
+def _first_trained(config: Config, layout: Layout, vocab: int) -> int:
+    """The first block that keeps something for the backward pass: it, or the embedding, is trained."""
+    ranks = range(layout.pipeline if config.optimizer.freeze else 0)
+    names = [name for rank in ranks for name, *_ in _weights(config, layout, rank, vocab) if not _frozen(config, name)]
+    blocks = [_block(name) for name in names if _block(name) >= 0]
+    return 0 if EMBEDDING in names or not ranks else min(blocks, default=config.model.layers)
+
+
+def _block(name: str) -> int:
+    """The number of the block that has a weight; -1: none has."""
+    return int(name.split(".")[2]) if ".layers." in name else -1
 
 
 def _kept_width(config: Config) -> int:
@@ -167,9 +210,12 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
     last, chunk = layout.stages - 1 in stages, config.train.loss_chunk
     table = vocab * config.model.dim // layout.tensor * width
     kind, size = config.parallel.activation_checkpointing, _block_activations
-    held, peak, block = 0, 0, size(config, layout, kind)
+    weights = list(_weights(config, layout, pipeline, vocab))
+    trained = [weight for weight in weights if not _frozen(config, weight[0])]
+    held, peak, block, first = 0, 0, size(config, layout, kind), _first_trained(config, layout, vocab)
     for action in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * len(layout.stage_layers[action.stage]) * block
+        keeping = [number for number in layout.stage_layers[action.stage] if number >= first]
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * len(keeping) * block
         peak = max(peak, held)
     again = block_again = 0 if kind == "none" else size(config, layout, "none")  # of the block in backward
     if last:  # three times in fp32: log-softmax, its gradient, that of the logits
@@ -188,15 +234,14 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
             blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
             gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
     elif low and kept == 4:  # autocast's copies
-        copies = _parameters(config, layout, pipeline, 0) * width
+        copies = width * sum(count for name, count, _ in weights if _block(name) >= first)
         if kind != "none":  # made again by what is compiled; of others gone when backward begins
             copies = 0 if config.train.compile else max(0, copies - again)
         gathered = copies + table * last
-    gradients = kept * parameters // (share if layout.reduce_each_micro_batch else 1)
+    gradients = kept * sum(count for _, count, _ in trained) // (share if layout.reduce_each_micro_batch else 1)
     activations = peak + again
     if layout.world == layout.micro_batches == 1:  # gradients come while activations go
         activations = max(activations - gradients, block_again)
-    moments = 4 if config.optimizer.name == "sgd" or config.optimizer.state.moments == "bf16" else 8  # Muon: at most
     copy = 0
     if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
         copy = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)
@@ -205,7 +250,7 @@ def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Seq
         weights=kept * (parameters // share) + 4 * copy,
         gathered=gathered,
         gradients=gradients,
-        optimizer=moments * parameters // share,
+        optimizer=sum(_moment_bytes(config, *weight) // share for weight in trained),
         activations=activations,
     )
 

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
-from pipeline.base.files import write_atomic
+from pipeline.base.files import read_json, sha256_file, write_atomic
+from pipeline.base.plot import Curve, Scale, area, document, thin
 from pipeline.base.yaml12 import dump
+from pipeline.checkpoint.identity import source_of
 from pipeline.config.masking import masked
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.evaluate.result import figures_of
 from pipeline.run import lines
 from pipeline.run.directory import Run
+from pipeline.run.machines import energy_kwh
 
 PICTURE = "loss.svg"
 _TOLD = ("model", "data", "train", "optimizer", "parallel")
 """The sections of the config that a card shows: how the model came about, not where."""
 _PLACES: dict[str, Any] = {"data": {"source": True, "tokenizer": {"path"}}, "model": {"init_from"}}
 """Keys in them that say where."""
-_WIDTH, _HEIGHT, _EDGE, _POINTS = 640, 240, 48, 400
+_FILES = 100
+"""Sources are named one by one where they are no more than these."""
 
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
@@ -79,8 +83,10 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
         seconds, ranks = sum(line["step_time_s"] for line in steps), run.config.stages.train.ranks
         told.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
         told.append(f"{seconds / 3600:.2f} hours of steps, each counted once, on {ranks} ranks as the config asks")
-    told.append("energy: not measured")
-    return told
+    energy = energy_kwh(run.path, [(0.0, inf)])
+    told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
+    start = source_of(run).get("files", {})
+    return told + [f"began with {name}: sha256 {digest}" for name, digest in start.items()]
 
 
 def _data(run: Run) -> list[str]:
@@ -91,10 +97,23 @@ def _data(run: Run) -> list[str]:
             f"{manifest.documents:,} documents",
             f"{manifest.train_tokens:,} tokens, and {manifest.held_out_tokens:,} held out",
             f"sources: {', '.join(Path(name).name for name in manifest.source)}",
+            *_sources(run),
             f"tokenizer: sha256 {manifest.tokenizer_sha256}",
             f"all that shards were made from: {manifest.key}",
         ]
     return [f"{Path(entry.file).name}: {entry.samples:,} samples, sha256 {entry.sha256}" for entry in manifest.train]
+
+
+def _sources(run: Run) -> list[str]:
+    """Each input file with its hash, where it is as it was when it was cut into units (data_prep/text/units.py)."""
+    rows = read_json(run.data / "units.json")["inputs"]
+    told = []
+    for path, size, mtime_ns, *_ in rows if len(rows) <= _FILES else ():
+        file = Path(path)
+        same = file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == (size, mtime_ns)
+        words = f"sha256 {sha256_file(file)}" if same else "not there any more as it was read"
+        told.append(f"{file.name}: {size:,} bytes, {words}")
+    return told
 
 
 def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
@@ -102,28 +121,7 @@ def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
     curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
     if len(curve) < 2:
         return ""
-    thin = [*curve[:-1][:: -(-len(curve) // _POINTS)], curve[-1]]
-    low, high = min(loss for _, loss in thin), max(loss for _, loss in thin)
-    first, last = thin[0][0], thin[-1][0]
-
-    def at(step: int, loss: float) -> str:
-        x = _EDGE + (step - first) / (last - first) * (_WIDTH - 2 * _EDGE)
-        return f"{x:.1f},{_EDGE + (high - loss) / ((high - low) or 1) * (_HEIGHT - 2 * _EDGE):.1f}"
-
-    label = '<text x="{}" y="{}" text-anchor="{}">{}</text>'
-    labels = [
-        label.format(_EDGE - 4, _EDGE + 4, "end", f"{high:.3f}"),
-        label.format(_EDGE - 4, _HEIGHT - _EDGE, "end", f"{low:.3f}"),
-        label.format(_EDGE, _HEIGHT - _EDGE + 18, "middle", first),
-        label.format(_WIDTH - _EDGE, _HEIGHT - _EDGE + 18, "middle", last),
-        label.format(_WIDTH / 2, _HEIGHT - _EDGE + 34, "middle", escape("optimizer steps")),
-        label.format(_WIDTH / 2, _EDGE - 18, "middle", "training loss (nats)"),
-    ]
-    line = " ".join(at(*point) for point in thin)
-    write_atomic(
-        folder / PICTURE,
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(labels)}'
-        f'<polyline points="{line}" fill="none" stroke="#1f6fb4" stroke-width="1.5"/></svg>\n',
-    )
+    numbers, losses = zip(*curve, strict=True)
+    x, y = Scale.over(numbers, "optimizer steps", whole=True), Scale.over(losses, "training loss (nats)")
+    write_atomic(folder / PICTURE, document(area(x, y.rounded(), [Curve("training", thin(curve))])))
     return f"![training loss over optimizer steps]({PICTURE})"

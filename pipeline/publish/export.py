@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import fsync, parse, write_atomic, write_json
+from pipeline.base.files import fsync, new_folder, parse, write_atomic, write_json
 from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
@@ -52,6 +51,12 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
+    with new_folder(folder) as making:
+        return f"{folder}: {write_model(run, making, which, dtype)}"
+
+
+def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+    """What `export` writes, into an empty `folder`; what was done, in words. Raises as `export` does."""
     checkpoint, manifest = named_checkpoint(run, which)
     entries = Reader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
@@ -59,24 +64,15 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
     with ThreadPoolExecutor(1) as other:
         intact = other.submit(check_files, checkpoint, manifest)  # takes as long as all else
         try:
             if run.config.model.target is None:
-                _write_words(run, temporary, shapes[EMBEDDING][0], dtype)
-            total = _write_weights(temporary, shapes, checkpoint, dtype)
-            fsync(temporary)
-            intact.result()
-            os.rename(temporary, folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+                _write_words(run, folder, shapes[EMBEDDING][0], dtype)
+            total = _write_weights(folder, shapes, checkpoint, dtype)
+        finally:
             intact.result()  # what is damaged explains what failed
-            raise
-    fsync(folder.parent)
-    return f"{folder}: {len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
+    return f"{len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
 
 
 def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> None:

@@ -12,8 +12,9 @@ for a run gets none, as in its training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse, read_json
+from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
@@ -93,10 +95,10 @@ def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     checkpoint, _ = intact_checkpoint(run, step)
     rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _decoder(run.config.model, rows, ids, most)
+    model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
     load({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
-    end = tokenizer.token_to_id(run.config.data.tokenizer.eos_token)
-    return model, tokenizer, [] if end is None else [end], ids
+    end = {"eos_token_id": tokenizer.token_to_id(run.config.data.tokenizer.eos_token)}
+    return model, tokenizer, _ends(end, source_of(run).get("along", {})), ids
 
 
 def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:
@@ -107,12 +109,17 @@ def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:
     tokenizer = _tokenizer(inside(folder, TOKENIZER))
     ids = tokenizer.encode(prompt).ids
     model = _decoder(config, config.vocab_size or 0, ids, most)
-    weights = dict(model.named_weights())
     held = {name: held_by(folder / name) for name in pieces(folder)}
-    fitting(folder, held, weights, tied=config.tie_word_embeddings).fill(weights.items())
-    said = [read_json(folder / CONFIG), parse(along(folder).get("generation_config.json", "").encode())]
-    ends = [found["eos_token_id"] for found in said if isinstance(found, dict) and "eos_token_id" in found][-1:]
-    return model, tokenizer, ends[0] if ends and isinstance(ends[0], list) else ends, ids
+    source = fitting(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
+    source.fill(_made(model, config).named_weights())
+    return model, tokenizer, _ends(read_json(folder / CONFIG), along(folder)), ids
+
+
+def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:
+    """The tokens that end a text, by generation_config.json among `files`, else by `config`; null: none does."""
+    said = [config, parse(files.get("generation_config.json", "").encode())]
+    found = [one["eos_token_id"] for one in said if isinstance(one, dict) and "eos_token_id" in one]
+    return (found[-1] if isinstance(found[-1], list) else found[-1:]) if found else []
 
 
 def _tokenizer(file: Path) -> Tokenizer:
@@ -123,7 +130,7 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:
-    """The whole decoder, its weights zero. Raises UserError for tokens that it does not know, or too many of them."""
+    """The whole decoder, on `meta`. Raises UserError for tokens that it does not know, or too many of them."""
     length = len(ids) + most
     if not ids or max(ids) >= vocab_size:
         raise UserError(
@@ -132,7 +139,11 @@ def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int
     if config.sliding_window is not None and length > config.sliding_window:
         raise UserError(f"--max-tokens: {length} tokens are more than model.sliding_window ({config.sliding_window})")
     with torch.device("meta"):
-        model = Decoder(config, vocab_size, length)
+        return Decoder(config, vocab_size, length)
+
+
+def _made(model: Decoder, config: ModelConfig) -> Decoder:
+    """The same with memory, its weights zero."""
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
     init_weights(model, None, config.initializer_range)
     return model

@@ -1,8 +1,9 @@
 """Weights of an open model's folder, from safetensors into a training's parameters, whatever the layout.
 
-All ranks look together, each at some of the files: what tensors they hold, and their SHA-256. Then every rank knows
-whether the folder has what the model needs, and raises the same error where it does not. What is read afterwards is
-only the rank's own part of each tensor, one tensor at a time: a file is mapped, the part is copied, the map goes away.
+All ranks look together, each at some of the files: what tensors they hold. Then every rank knows whether the folder has
+what the model needs, and raises the same error where it does not. What is read afterwards is only the rank's own part
+of each tensor, one tensor at a time: a file is mapped, the part is copied, the map goes away. Meanwhile threads hash
+the files, each in one rank: they read ahead what is copied, so that the disk is asked for it once.
 
 A safetensors file is a JSON header with names, types, shapes and places, and then the numbers: nothing in it can be
 executed. The folder is read when a training begins and never again. `source.json` in the run directory then says what
@@ -12,9 +13,9 @@ belong to the tokenizer, for an export.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.comm.groups import agree
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces, stamp
 from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
@@ -45,6 +46,8 @@ class OpenWeights:
     folder: Path
     files: Mapping[str, str]
     """The file of each tensor."""
+    note: Callable[[], object] = lambda: None
+    """Write `source.json`, once all files are hashed; all ranks call it when they are filled."""
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -57,7 +60,7 @@ class OpenWeights:
 
 
 def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
-    """What the run's decoder starts from, noted in `source.json`; None where its weights are drawn.
+    """What the run's decoder starts from; None where its weights are drawn.
 
     All ranks of the Gloo `group` call it. Raises UserError, on all of them, naming file and tensor, for a folder that
     was changed since the run was made, for files that are no safetensors, and for tensors that are missing, too many,
@@ -72,28 +75,37 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         with reading(str(folder / name)):
             return sha256_file(folder / name)
 
-    def look() -> dict[str, tuple[str, Held]]:
+    def look() -> dict[str, Held]:
         with reading(str(folder / CONFIG)):
             if sha256_file(folder / CONFIG) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
         names = pieces(folder)[rank::ranks]
-        held = [held_by(folder / name) for name in names]
-        with ThreadPoolExecutor(4) as threads:
-            return dict(zip(names, zip(threads.map(digest_of, names), held, strict=True), strict=True))
+        if model.init_files not in (None, stamp(folder)):
+            raise UserError(
+                f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
+                "a new run"
+            )
+        return {name: held_by(folder / name) for name in names}
 
     seen = {name: found for part in agree(group, look) for name, found in part.items()}
     whole = dict(task.weights(task.build(range(model.layers))))
-    source = fitting(folder, {name: held for name, (_, held) in seen.items()}, whole, tied=model.tie_word_embeddings)
-    hashes = {CONFIG: str(model.init_sha256), **{name: digest for name, (digest, _) in sorted(seen.items())}}
+    source = fitting(folder, seen, whole, tied=model.tie_word_embeddings)
+    threads = ThreadPoolExecutor(4)
+    digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}
 
     def note() -> None:
-        if rank == 0:
-            own = run.config.data.tokenizer.path == folder / TOKENIZER
-            said = {"folder": str(folder), "files": hashes, "along": along(folder) if own else {}}
-            write_json(run.path / SOURCE, seal(said))
+        parts = agree(group, lambda: {name: digest.result() for name, digest in digests.items()})
+        hashes = dict(sorted(each for part in parts for each in part.items()))
+        agree(group, lambda: _write_source(run, folder, hashes) if rank == 0 else None)
 
-    agree(group, note)
-    return source
+    return replace(source, note=note)
+
+
+def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
+    """Note what the training begins with."""
+    own = run.config.data.tokenizer.path == folder / TOKENIZER
+    files = {CONFIG: run.config.model.init_sha256, **hashes}
+    write_json(run.path / SOURCE, seal({"folder": str(folder), "files": files, "along": along(folder) if own else {}}))
 
 
 def held_by(file: Path) -> Held:

@@ -8,21 +8,22 @@
 
 The folder takes its name by one rename, after everything was synced: whatever is killed in between leaves one whole
 version or none. A rule that fails ends the stage before anything is written. A version that is there already is left
-as it is. `publish.run` is a command of the user's own behind all that; that it ended well is noted in the run
-directory, so that a stage that is tried again does not repeat it.
+as it is. Behind all that come an entry in a model registry (pipeline/publish/registry.py) and `publish.run`, a command
+of the user's own; what ended well is noted in the run directory, so that a stage that is tried again does not repeat
+it.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.files import fsync, intact, read_json, seal, sha256_file, write_atomic, write_json
+from pipeline.base.files import fsync, intact, new_folder, read_json, seal, sha256_file, write_atomic, write_json
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, read_manifest, step_name
@@ -32,20 +33,19 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 SEAL, SUMS = "sluice.json", "SHA256SUMS"
-_RAN = "published.json"
-"""In the run directory: the version behind which `publish.run` ended well."""
+_DONE = "published.json"
+"""In the run directory: what ended well behind the newest version that has its name (see `_further`)."""
+_NOT_YET = {"registered": "publish.mlflow has no entry yet", "version": "publish.run has not ended well yet"}
 
 
 def missing(run: Run) -> str | None:
-    """Why the stage is not done; None when the newest checkpoint is published and the user's command ended well."""
-    step, wanted = newest_step(run.checkpoints), _wanted(run)
+    """Why the stage is not done; None when the newest checkpoint is published and all ended well that comes behind."""
+    step = newest_step(run.checkpoints)
     if not step:
         return "there is no checkpoint yet"
     if (lacking := _lacking(run, step)) is not None:
         return lacking or f"step {step} is not published"
-    if wanted.run is not None and _ran(run) != str(_version(run, step)):
-        return "publish.run has not ended well yet"
-    return None
+    return next((_NOT_YET[key] for key in _further(run, step)), None)
 
 
 def progress(run: Run) -> Progress:
@@ -71,7 +71,7 @@ def look(run: Run) -> None:
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
-    from pipeline.publish.export import export
+    from pipeline.publish.export import write_model
 
     wanted, step = _wanted(run), newest_step(run.checkpoints)
     if not step:
@@ -82,20 +82,18 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
             raise UserError(lacking)
         result = read_result(run, step)
         held = _held_rules(wanted, result, step)
-        version.parent.mkdir(parents=True, exist_ok=True)
-        for left in version.parent.glob(f"*.{version.name}.making*"):  # by an attempt that was killed
+        for left in version.parent.glob(f".{version.name}.*.tmp"):  # by an attempt that was killed
             shutil.rmtree(left)
-        making = version.with_name(f".{version.name}.making")
-        print(export(run, making, str(step), wanted.dtype), flush=True)
-        _complete(run, making, step, result, held)
-        os.rename(making, version)
-        fsync(version.parent)
+        with new_folder(version) as making:
+            print(write_model(run, making, str(step), wanted.dtype), flush=True)
+            _complete(run, making, step, result, held)
         print(f"published {version}", flush=True)
-    if wanted.run is not None and _ran(run) != str(version):
-        code = subprocess.run(["bash", "-c", wanted.run], cwd=version, check=False).returncode
-        if code:
+    for key, what in _further(run, step).items():
+        if key == "registered":
+            _register(run, version, step)
+        elif code := subprocess.run(["bash", "-c", str(wanted.run)], cwd=version, check=False).returncode:
             raise UserError(f"publish.run ended with code {code} in {version}, which is published: {wanted.run}")
-        write_json(run.path / _RAN, {"version": str(version)})
+        write_json(run.path / _DONE, {**_done(run), key: what})
     return Exit.DONE
 
 
@@ -131,12 +129,41 @@ def _lacking(run: Run, step: int) -> str | None:
     return None
 
 
-def _ran(run: Run) -> Any:
+def _further(run: Run, step: int) -> dict[str, Any]:
+    """What is still to do behind the rename, in order, as it is noted once it ended well."""
+    wanted, version, done = _wanted(run), str(_version(run, step)), _done(run)
+    asked: dict[str, Any] = {}
+    if wanted.mlflow is not None:
+        asked["registered"] = [wanted.mlflow.uri, _entry(run), version]
+    if wanted.run is not None:
+        asked["version"] = version
+    return {key: what for key, what in asked.items() if done.get(key) != what}
+
+
+def _done(run: Run) -> dict[str, Any]:
     try:
-        found = read_json(run.path / _RAN)
+        found = read_json(run.path / _DONE)
     except (FileNotFoundError, UserError):
-        return None
-    return found.get("version") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _entry(run: Run) -> str:
+    """The model's name in the registry."""
+    mlflow = _wanted(run).mlflow
+    return (mlflow and mlflow.model) or run.config.run.name
+
+
+def _register(run: Run, version: Path, step: int) -> None:
+    """Enter a version into the registry. Raises UserError where that fails."""
+    from pipeline.publish.registry import register
+
+    mlflow, figures = _wanted(run).mlflow, figures_of(read_result(run, step) or {})
+    assert mlflow is not None
+    sums = [line for line in (version / SUMS).read_text().splitlines(keepends=True) if ".safetensors" in line]
+    weights = sha256("".join(sums).encode()).hexdigest()
+    tags = {"run": run.config.run.name, "step": step, "weights_sha256": weights, **figures}
+    print(register(mlflow.uri, _entry(run), version, tags), flush=True)
 
 
 def _bar(other: Path) -> tuple[str, float]:

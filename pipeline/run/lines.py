@@ -70,7 +70,7 @@ def _fits(line: Any, needs: Mapping[str, Check], may: Mapping[str, Check]) -> bo
 _STEP = {"step": count, "step_time_s": duration}
 _OF_A_STEP = {
     "loss": number, "tokens_per_s": number, "samples_per_s": number, "data_wait_s": number, "exposed_comm_s": number,
-    "checkpoint_s": number, "evaluate_s": number, "held_out_loss": number, "skipped": text,
+    "checkpoint_s": number, "evaluate_s": number, "held_out_loss": number, "skipped": text, "time": number,
 }  # fmt: skip
 
 
@@ -138,6 +138,11 @@ def odd(path: Path, fits: Check) -> str:
     if path.exists():
         with open_regular(path) as file:
             found = sum(line.endswith(b"\n") and not line.isspace() and not fits(parse(line)) for line in file)
+    return left_out(path, found)
+
+
+def left_out(path: Path, found: int) -> str:
+    """That so many lines of a file were left out, in words; "" for none."""
     return f"{path.name}: {found} line{'s' * (found != 1)} left out, torn or not as Sluice writes them" if found else ""
 
 

@@ -1,8 +1,15 @@
-"""AdamW whose weights, or moments, are kept in bf16: 4 to 8 bytes less of each parameter.
+"""AdamW whose weights are kept in bf16, or its moments in bf16 or int8: 4 to 8 bytes less of each parameter.
 
 The arithmetic is fp32, that of torch's AdamW; what is kept in bf16 is rounded up or down at random, so that on average
 it is what fp32 would hold (stochastic rounding; Gupta et al., arXiv 1502.02551, section 3). Rounded to the nearest, a
 weight would not move at all where an update is less than 1/512 of it.
+
+Moments of matrices in int8 share a scale, that of the largest, in each block of 64 along a row (Dettmers et al.,
+arXiv 2110.02861, section 2), and are rounded at random, too: to the nearest, small ones would never decay. A value is
+the square of its level, so that levels of small ones are finer, as there: on the quickstart's gradients the embedding's
+update is off by 2 % of itself then, by 8 % with even levels. Of the second moment the root is kept, whose range is the
+first one's; it never becomes 0 where it was not, for updates are divided by it. Those of vectors, few and cut anywhere,
+stay fp32.
 
 What is drawn is a function of (seed, parameter's name, place in the whole parameter, step): neither a stop nor another
 layout changes it, and it needs no generator's state in a checkpoint. torch's fused AdamW wants one type for all.
@@ -16,10 +23,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline.base.errors import UserError
 from pipeline.config.sections import OptimizerConfig
+from pipeline.config.types import INT8_BLOCK
 from pipeline.model.decoder import local, own_part
 
 _AT_ONCE = 1 << 24
@@ -27,7 +37,7 @@ _AT_ONCE = 1 << 24
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on parameters and moments of fp32 or bf16."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on fp32 or bf16, with moments as `zero_moments` makes them."""
 
     def __init__(
         self, groups: list[dict[str, Any]], config: OptimizerConfig, keys: Mapping[nn.Parameter, int], compiled: bool
@@ -53,7 +63,7 @@ class LeanAdamW(torch.optim.Optimizer):
             for parameter in (one for one in group["params"] if one.grad is not None):
                 state = self.state[parameter]
                 state["step"] += 1
-                parts = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+                parts = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
                 held = [torch.atleast_1d(local(tensor)) for tensor in parts]
                 now = int(state["step"]), group["weight_decay"], held[0].device
                 if now not in made:
@@ -64,8 +74,8 @@ class LeanAdamW(torch.optim.Optimizer):
                     self._places[parameter] = _places(parameter, self.keys[parameter])
                 first, *rest = self._places[parameter]
                 rows = max(1, self._at_once // max(1, held[0][:1].numel()))
-                for pieces in zip(*(tensor.split(rows) for tensor in (*held, first)), strict=True):
-                    self._update(*pieces, rest, *made[now])
+                for pieces in zip(*(tensor.split(rows) for tensor in (first, *held)), strict=True):
+                    self._update(*made[now], rest, *pieces)
 
 
 def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
@@ -75,25 +85,89 @@ def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
     return torch.tensor([1.0, 1 - beta1, 1 - beta2, kept, rate, 1 / math.sqrt(1 - beta2**step), group["eps"]])
 
 
+def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Both moments before the first step, on the ranks and in the shape of `parameter`; with int8 their scales, too.
+
+    Raises UserError as `_zero_scales` does.
+    """
+    names, low = ("exp_avg", "exp_avg_sq"), dtype == torch.int8
+    if low and parameter.ndim < 2:
+        dtype, low = torch.float32, False
+    state = {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+    return state | ({f"{name}_scale": _zero_scales(parameter) for name in names} if low else {})
+
+
+def _zero_scales(parameter: Tensor) -> Tensor:
+    """One for each block of a row, that is of all dimensions but the first: fp32.
+
+    Raises UserError, on all ranks, where a block would lie on two of them.
+    """
+    rows = local(parameter).flatten(1)
+    scales = rows.new_zeros(len(rows), -(-rows.shape[1] // INT8_BLOCK), dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return scales
+    mesh, placements = parameter.device_mesh, parameter.placements
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        in_rows = getattr(placement, "dim", 0) > 0
+        if in_rows and (parameter.ndim > 2 or -(-parameter.shape[1] // size) % INT8_BLOCK):
+            raise UserError(
+                f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale; rows of a parameter of "
+                f"shape {tuple(parameter.shape)} are cut elsewhere over {size} ranks: take bf16, or cut otherwise"
+            )
+    whole = torch.Size((len(parameter), -(-math.prod(parameter.shape[1:]) // INT8_BLOCK)))
+    made = DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1))
+    return made.to(parameter.device)  # with `offload` not the mesh's
+
+
 def _update(
+    numbers: Tensor,
+    step_keys: Tensor,
+    columns: list[Tensor],
+    rows: Tensor,
     weight: Tensor,
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    rows: Tensor,
-    columns: list[Tensor],
-    numbers: Tensor,
-    step_keys: Tensor,
+    *scales: Tensor,
 ) -> None:
     """Update weights and both moments in place; int32 `rows` and `columns` add up to each entry's place."""
     factor, new1, new2, kept, rate, root, eps = numbers.unbind()
     gradient, mean, square = gradient.float() * factor, first.float(), second.float()
+    if scales:
+        mean = mean * mean.abs() * _spread(scales[0], mean)
+        square = ((square + 128).square() * _spread(scales[1], square)).square()
     mean = mean + new1 * (gradient - mean)
     square = square + new2 * (gradient * gradient - square)
     moved = weight.float() * kept - rate * mean / (square.sqrt() * root + eps)
     place = _mix(sum(columns, rows))
-    for kept_in, values, key in zip((weight, first, second), (moved, mean, square), step_keys.unbind(), strict=True):
-        kept_in.copy_(rounded(values, _mix(place ^ key)) if kept_in.dtype == torch.bfloat16 else values)
+    draws = [_mix(place ^ key) for key in step_keys.unbind()]
+    if scales:
+        mean = _in_levels(mean, draws[1], 127, scales[0])
+        deviation = square.sqrt()
+        square = torch.maximum(_in_levels(deviation, draws[2], 255, scales[1]), (deviation > 0).float()) - 128
+    for kept_in, values, draw in zip((weight, first, second), (moved, mean, square), draws, strict=True):
+        kept_in.copy_(rounded(values, draw) if kept_in.dtype == torch.bfloat16 else values)
+
+
+def _in_levels(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Tensor:
+    """Levels, -levels to levels, of fp32 `values`; `scale` becomes what their squares are multiplied with.
+
+    Of the two levels around a value the upper one is taken with the probability that keeps the mean.
+    """
+    rows = values.flatten(1)
+    blocks = F.pad(rows, (0, -rows.shape[1] % INT8_BLOCK)).unflatten(1, (scale.shape[1], INT8_BLOCK))
+    scale.copy_(blocks.abs().amax(dim=2) / levels**2)
+    squares = values.abs() / _spread(scale, values).clamp(min=1e-38)
+    lower = squares.sqrt().floor()
+    chance = (random & 0xFFFFFF).float() / 2**24
+    upper = chance * (2 * lower + 1) < squares - lower * lower
+    return values.sign() * (lower + upper).clamp(max=levels)
+
+
+def _spread(scale: Tensor, values: Tensor) -> Tensor:
+    """Each block's scale for each of its values."""
+    long = scale.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
+    return long[:, : values[:1].numel()].reshape(values.shape)
 
 
 def rounded(values: Tensor, random: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.sections import OptimizerConfig
 from pipeline.config.types import StateConfig
 from pipeline.model.decoder import put, whole
-from pipeline.train.lean_adamw import LeanAdamW
+from pipeline.train.lean_adamw import LeanAdamW, zero_moments
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Kind:
     """Whether it counts each parameter's steps, as `step`."""
     fuses: bool = True
     """Whether torch's fused kernel, where there is one, is taken; it counts on the device."""
-    moment_dtype: torch.dtype | None = None
-    """Type of the moments; None: the parameters'."""
+    zeros: Callable[[Tensor], dict[str, Tensor]] | None = None
+    """Makes them of a parameter; None: in its type."""
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | None) -> torch.optim.Optimizer:
@@ -115,12 +116,12 @@ def make_optimizer(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.state != StateConfig():
-        dtype = torch.bfloat16 if config.state.moments == "bf16" else torch.float32
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
 
         def lean(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
             return LeanAdamW(groups, config, keys or {}, compiled)
 
-        return _make(Kind(lean, KINDS["adamw"].moments, fuses=False, moment_dtype=dtype), parameters, config, device)
+        return _make(Kind(lean, (), fuses=False, zeros=partial(zero_moments, dtype=dtype)), parameters, config, device)
     if config.name != "muon":
         return _make(KINDS[config.name], parameters, config, device)
     matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
@@ -145,7 +146,7 @@ def _make(
     fused = True if kind.fuses and device.type in ("cpu", "cuda") else None
     optimizer = kind.make(groups, config, fused)
     for parameter in parameters:
-        state = {key: torch.zeros_like(parameter, dtype=kind.moment_dtype) for key in kind.moments}
+        state = kind.zeros(parameter) if kind.zeros else {key: torch.zeros_like(parameter) for key in kind.moments}
         if kind.counts:
             state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
         optimizer.state[parameter] = state

@@ -94,8 +94,10 @@ class Trainer:
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
         source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
-        self.checkpointer.describe |= source_identity(run)
         self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
+        if source is not None:
+            source.note()
+        self.checkpointer.describe |= source_identity(run)
         self.evaluator: Evaluator | None = None
         if config.train.evaluate_every is not None:
             self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
@@ -267,6 +269,7 @@ class Trainer:
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
         per_s = self.task.per_step / step_s
         values = {
+            "time": round(time.time(), 3),
             "step_time_s": round(step_s, 6),
             "data_wait_s": round(data_wait_s, 6),
             f"{self.task.unit}_per_s": round(per_s, 1),

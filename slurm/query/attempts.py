@@ -22,6 +22,7 @@ from typing import Any
 
 from pipeline.base.errors import Exit
 from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 
 Event = Mapping[str, Any]
@@ -132,10 +133,11 @@ def refusal(before: Attempts, cause: Exit, progress: bool, limits: RecoveryConfi
     fruitless = before.fruitless + 1
     allowed = limits.fruitless if cause in _BLAMELESS else 0
     if not progress and fruitless > allowed:
+        stage = str((before.started or {}).get("stage"))
         attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        words = f"{attempts} brought no new checkpoint; going on would be a loop"
+        what = "no new checkpoint" if stage not in STAGES or STAGES[stage].trains else "nothing new"
+        words = f"{attempts} brought {what}; going on would be a loop"
         if cause == Exit.TIME_LIMIT:
-            stage = (before.started or {}).get("stage")
             words += f". It takes longer to start and to save than stages.{stage}.time allows"
         return words
     return None

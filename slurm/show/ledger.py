@@ -1,4 +1,4 @@
-"""The ledger: where the hours of a run went, attempt by attempt. Arithmetic only; slurm/show/report.py shows it.
+"""The ledger: where the hours of a run went, attempt by attempt. Arithmetic only; slurm/page/report.py shows it.
 
 Everything comes from events.jsonl and metrics.jsonl, and from `sacct` where there is one (when Slurm really started
 and ended a job). An attempt's account begins where that of the attempt before it ended; for the first one, when
@@ -50,6 +50,8 @@ _IN_STEP = {
     "evaluation": "evaluate_s",
     "checkpoint": "checkpoint_s",
 }
+STEP_KEYS = ("step", "step_time_s", *_IN_STEP.values())
+"""What the ledger asks of the line of a step."""
 _ASKS = ("submitted", "resumed")
 _SILENT = "no word of its end"
 
@@ -159,12 +161,8 @@ def _divide(
     parts, left = attempt.parts, attempt.end - ready
     parts["startup"] = ready - start
     for line in kept:
-        rest = line["step_time_s"]
-        for part, key in _IN_STEP.items():
-            spent = min(max(0.0, line.get(key) or 0.0), rest)
+        for part, spent in step_parts(line).items():
             parts[part] += spent
-            rest -= spent
-        parts["compute"] += rest
     parts["lost"] = sum(line["step_time_s"] for line in lost)
     known = sum(parts[name] for name in _STEPS)
     if known > left:  # clocks of several hosts: what the steps took cannot be more than there was
@@ -175,6 +173,15 @@ def _divide(
     last_save = min(max(0.0, saved - (ready + known)), left - known)
     parts["checkpoint"] += last_save
     parts["ending"] = left - known - last_save
+
+
+def step_parts(line: Event) -> dict[str, float]:
+    """Where the seconds of a step went, by part; they add up to its time."""
+    parts, rest = {"compute": 0.0}, float(line["step_time_s"])
+    for part, key in _IN_STEP.items():
+        parts[part] = min(max(0.0, line.get(key) or 0.0), rest)
+        rest -= parts[part]
+    return parts | {"compute": rest}
 
 
 def _steps_of(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> list[tuple[list[Event], list[Event]]]:

@@ -1,4 +1,4 @@
-"""`status`: how each stage of a run stands, once or as a live table.
+"""`status`: how each stage of a run stands; slurm/show/watch.py shows it live.
 
 What a stage has come to is judged by its outputs together with what Slurm says of its job (`judge`): a job that is
 COMPLETED while an output is missing has failed, and so has one that ended before its supervisor began. Where Slurm
@@ -15,14 +15,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +37,6 @@ from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
 from slurm.query.words import HELD
-from slurm.show.console import lively
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
 
@@ -303,26 +300,3 @@ def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     lookout = Lookout(run)
     console.print(table(run, lookout.look(), lookout.points, console.width), soft_wrap=True)
-
-
-def watch(run: Run, console: Console) -> None:
-    """A live table, until the run is done or nothing of it runs or waits any more; Ctrl-C only stops watching.
-
-    Where no line can be overwritten, the table each time that a stage stands otherwise.
-    """
-    lookout, idle, live = Lookout(run), 0, lively(console)
-    shown: list[tuple[str, str]] = []
-    with Live(console=console, auto_refresh=False) if live else nullcontext() as screen, suppress(KeyboardInterrupt):
-        while idle < IDLE_LOOKS:
-            rows = lookout.look()
-            everything = [*rows, *lookout.points]
-            now, stand = table(run, rows, lookout.points, console.width), [(row.state, row.why) for row in everything]
-            if screen is not None:
-                screen.update(now, refresh=True)
-            elif stand != shown:
-                console.print(now, soft_wrap=True)
-            shown = stand
-            if all(row.state == "done" for row in everything):
-                return
-            idle = 0 if any(row.going for row in everything) else idle + 1
-            time.sleep(LOOK_S)

@@ -21,11 +21,11 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points
+from slurm.page.report import outcome
 from slurm.query import attempts
 from slurm.query.attempts import Attempts
 from slurm.query.site_variables import SETUP_NOT_RUN
 from slurm.show.follow import clock, follow
-from slurm.show.report import outcome
 
 
 def run_chain(run: Run, console: Console) -> Exit:

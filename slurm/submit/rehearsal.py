@@ -11,15 +11,18 @@ from pipeline.config.sections import Config
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.site_variables import refuse_unready
+from slurm.track.sinks import refuse_missing
 
 
 def rehearse(config: Config, on_slurm: bool) -> Run:
     """The run of `config`, made or not, with what the config corrects of one that is made.
 
-    Raises UserError where it cannot be made or corrected, its inputs not be used, or its jobs not be written.
+    Raises UserError where it cannot be made or corrected, its inputs not be used, its jobs not be written, or a
+    library for `track` is not installed.
     Inputs are looked at where they have yet to be read, and not inside a container, whose folders are its own.
     """
     run = Run.rehearse(config)
+    refuse_missing(config)
     if config.site.container is None:
         stages.refuse_inputs(run)
     if on_slurm:

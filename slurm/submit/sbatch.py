@@ -59,7 +59,11 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "wckey": None,
     }
     exports = site_variables(site)
-    more: dict[str, Any] = {key: value for key, value in site.sbatch.items() if value is not False}
+    more: dict[str, Any] = {}
+    if config.track.mail:  # END would come with each requeue, too (sbatch(1), --mail-type)
+        last = stage == list(config.rows)[-1]
+        more = {"mail-user": config.track.mail, "mail-type": f"FAIL,INVALID_DEPEND{',END' if last else ''}"}
+    more |= {key: value for key, value in site.sbatch.items() if value is not False}
     more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     more["export"] = exported(site)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
 from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
+from slurm.track.beside import followers
 
 POLL_S = 0.05
 REQUEST_POLL_S = 0.5
@@ -72,9 +74,10 @@ class Supervisor:
         lock = run.lock(stage, self.task, self.row.patience_s if self.on_slurm else 1.0)
         if lock is None:
             raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
-        ended, progress = self._attempts(lock)
-        os.close(lock)
-        return ended.code if progress is None else self._leave(ended, progress)
+        with nullcontext() if self._one_of_many() else followers(run, stage, self.nodes, self.on_slurm):
+            ended, progress = self._attempts(lock)
+            os.close(lock)
+            return ended.code if progress is None else self._leave(ended, progress)
 
     def _attempts(self, lock: int) -> tuple[Ended, bool | None]:
         """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;

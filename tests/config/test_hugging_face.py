@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.hugging_face import config_json, section_of
 from pipeline.config.read import ConfigError, dump_config, load_config, point_configs
@@ -143,6 +145,10 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
         ({"num_local_experts": 8}, "num_local_experts 8 is not known here"),
         ({"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": -1}, "hidden_size: Input should be greater than 0"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000 is more than 4096, which no model has"),
+        ({"vocab_size": 10**12}, "vocab_size 1000000000000 is more than 16777216"),
+        ({"intermediate_size": 2**21}, "intermediate_size 2097152 is more than 1048576"),
         ({"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
         ({"num_key_value_heads": 3}, "heads (4) is no multiple of kv_heads (3)"),
     ],
@@ -160,6 +166,35 @@ def test_odd_values_are_refused_too() -> None:
             for family in ("llama", "qwen3"):
                 with contextlib.suppress(ValueError, TypeError):  # what a person is told; anything else is a bug
                     ModelConfig(**section_of({**SMALL, "model_type": family, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("more", "window", "first"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, 1),
+        ({"use_sliding_window": True, "sliding_window": 64}, 64, 28),
+        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096, 1),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 4096, None),
+        ({"sliding_window": 64}, None, None),
+        ({"model_type": "mistral", "sliding_window": 64}, 64, None),
+        ({"model_type": "mistral", "sliding_window": None}, None, None),
+        ({"model_type": "llama", "sliding_window": 64}, None, None),  # means nothing to transformers
+    ],
+)
+def test_a_sliding_window_is_written_as_it_was_read(
+    more: dict[str, Any], window: int | None, first: int | None
+) -> None:
+    theirs = {**SMALL, "model_type": "qwen2", **more}
+    section = section_of(theirs)
+    assert (section["sliding_window"], section["max_window_layers"]) == (window, first)
+    if "layer_types" in more and first is None:
+        with pytest.raises(UserError, match="which layers have it"):
+            config_json(ModelConfig(**section), 300, 64, 2, "float32")
+        return
+    written = config_json(ModelConfig(**section), 300, 64, 2, "float32")
+    assert section_of(written) | {"head_dim": None, "max_position_embeddings": None} == section
+    before, after = (transformers.AutoConfig.for_model(**config) for config in (theirs, written))
+    assert getattr(before, "layer_types", None) == getattr(after, "layer_types", None)
 
 
 def folder_with(path: Path, **config: Any) -> Path:
@@ -206,6 +241,7 @@ def test_a_config_is_filled_once(tmp_path: Path) -> None:
         ("data.sequence_length=65", r"data.sequence_length \(65\) is more than model.sliding_window \(64\)"),
         ("data.tokenizer.vocab_size=400", r"model.vocab_size \(300\) is less than the 400 ids"),
         ("model.target=my.model", "init_from .* means nothing here"),
+        ("model.kv_heads=null", "model.kv_heads is null, but .* says 2: leave it out"),
     ],
 )
 def test_what_contradicts_the_folder_is_refused(tmp_path: Path, override: str, told: str) -> None:
@@ -273,15 +309,25 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         ([], [], "has no weight_map"),
         (None, ["pytorch_model.bin"], "pytorch_model.bin is a pickle, which may execute anything and is not opened"),
         (None, [], "needs model.safetensors"),
+        ({"weight_map": {"a": "b.safetensors"}}, ["|b.safetensors"], "b.safetensors is no ordinary file"),
+        ({"weight_map": {"a": "b.safetensors"}}, ["|tokenizer.json", "b.safetensors"], "tokenizer.json is no ordinary"),
+        ({"weight_map": {"a": "b.safetensors"}}, ["|config.json", "b.safetensors"], "config.json is no ordinary file"),
+        ({"weight_map": {"a": "b.safetensors"}}, ["b.safetensors", "config.json"], "config.json: it holds no JSON obj"),
+        (
+            {"weight_map": {"a": "b.safetensors"}}, ["b.safetensors", "tokenizer_config.json"],
+            "tokenizer.json: config.json's eos_token_id 7 is none of added_tokens",
+        ),
     ],
-)
+)  # fmt: skip
 def test_hostile_and_torn_folders_are_refused(tmp_path: Path, index: Any, there: list[str], told: str) -> None:
-    folder = folder_with(tmp_path / "open")
+    """Of `there` each is made empty, what has a `|` before it as a pipe."""
+    folder = folder_with(tmp_path / "open", eos_token_id=7)
     (folder / "model.safetensors").unlink()
     if index is not None:
         write_json(folder / "model.safetensors.index.json", index)
     for name in there:
-        (folder / name).touch()
+        (folder / name.removeprefix("|")).unlink(missing_ok=True)
+        os.mkfifo(folder / name[1:]) if name[0] == "|" else (folder / name).touch()
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\n")
     with pytest.raises(ConfigError) as error:

@@ -130,7 +130,11 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
         ),
         (1, {"train": {"loss_chunk": 8, "precision": "fp16"}}, "does not go with train.precision fp16"),
         (1, {"optimizer": {"state": {"master": "none"}}}, "master none is for train.precision bf16 and fp8, not fp32"),
-        (1, {"optimizer": {"state": {"moments": "int8"}}}, "int8 is not there yet; take bf16"),
+        (
+            2,
+            {"optimizer": {"state": {"moments": "int8"}}, "parallel": {"tensor": 2}},
+            "model.heads × size / 64 (moments: int8), 0.25, is no multiple of parallel.tensor (2)",
+        ),
         (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "muon"}}, "nothing here: optimizer.name is muon"),
         (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "sgd"}}, "nothing here: optimizer.name is sgd"),
         (
@@ -154,7 +158,7 @@ def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says:
 
 
 def test_a_cut_model_of_ones_own_is_not_compiled() -> None:
-    config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True})
+    config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
     assert layout_of(config, 2, 2, 64).tensor == 2, "the decoder is"
     own = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
     with pytest.raises(UserError, match=re.escape("does not go with train.compile on a model of your own")):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.evaluate.result import result_words
 from pipeline.evaluate.task_files import names, read_task
 from pipeline.evaluate.tasks import TaskFile
 from pipeline.publish.export import export
+from pipeline.publish.generate import _of_folder
 from pipeline.run.directory import Run
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
@@ -68,6 +71,61 @@ def reference(folder: Path, length: int, items: list[dict[str, Any]]) -> tuple[l
         plain.append(max(range(len(scores)), key=scores.__getitem__))
         normed.append(max(range(len(scores)), key=lambda at: scores[at] / len(item["choices"][at])))
     return plain, normed
+
+
+LM_EVAL = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+model, tasks = sys.argv[1:]
+lm = HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=1, max_length=32)
+found = simple_evaluate(lm, tasks=["ours"], task_manager=TaskManager(include_path=tasks), log_samples=True)
+samples = [(one["doc_id"], one["acc"], one["acc_norm"]) for one in found["samples"]["ours"]]
+print(json.dumps([found["results"]["ours"], sorted(samples)], default=str))
+"""
+TASK = """
+task: ours
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
+    """On the exported model and the same file, with prompts that do not end with a blank (lm-eval adds another)."""
+    python = os.environ.get("LM_EVAL_PYTHON")
+    if python is None:
+        pytest.fail("LM_EVAL_PYTHON must name a Python with lm-eval; `make test-long` sets it")
+    lines = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
+    file, folder = tmp_path / "choices.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps({**line, "prompt": line["prompt"].rstrip()}) + "\n" for line in lines))
+    (tmp_path / "ours.yaml").write_text(TASK.replace("FILE", str(file)))
+    export(trained, folder, None, "fp32")
+    done = subprocess.run(
+        [python, "-c", LM_EVAL, str(folder), str(tmp_path)], capture_output=True, text=True, timeout=500, cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    theirs, samples = json.loads(done.stdout.splitlines()[-1])
+    model, tokenizer, ends, _ = _of_folder(folder, "the", None, 40)
+    task = TaskFile(file, tokenizer, ends[0], 32, 8, 3, together=False)
+    with torch.no_grad():
+        ours = [task.sums(model, number, number + 1) for number in range(task.count)]
+    assert [[number, one["accuracy"], one["accuracy_norm"]] for number, one in enumerate(ours)] == samples
+    assert len(samples) == len(lines) == 23 and {one for _, one, _ in samples} == {0.0, 1.0}
+    figures = task.result(ours)
+    for key, name in (("accuracy", "acc"), ("accuracy_norm", "acc_norm")):
+        assert figures[f"choices.{key}"] == theirs[f"{name},none"]
+        assert figures[f"choices.{key}_stderr"] == pytest.approx(theirs[f"{name}_stderr,none"], rel=1e-12)
 
 
 def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:

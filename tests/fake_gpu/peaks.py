@@ -7,6 +7,7 @@ step. `plan` is held against them; `make test-gpu-fake` against what they are to
 from __future__ import annotations
 
 NO_MASTER = "optimizer.state={master: none, moments: bf16}"
+EMBEDDING = "'model.embed_tokens.*'"
 RECOMPUTE = "parallel.activation_checkpointing"
 
 PEAKS: list[tuple[float, str, tuple[str, ...]]] = [
@@ -28,4 +29,8 @@ PEAKS: list[tuple[float, str, tuple[str, ...]]] = [
     (41.62, "lm-1b", (f"{RECOMPUTE}=none", "train.precision=fp32", "train.micro_batch=2")),
     (63.99, "lm-1b", (f"{RECOMPUTE}=none", "train.precision=fp16", "train.loss_chunk=null")),
     (42.93, "lm-1b", ("parallel.zero=2", f"{RECOMPUTE}=none")),
+    (36.38, "lm-1b", (f"{RECOMPUTE}=none", "optimizer.state={moments: int8}")),
+    (39.51, "lm-1b", (f"{RECOMPUTE}=none", "optimizer.name=muon")),
+    (20.06, "lm-1b", (f"{RECOMPUTE}=none", f"optimizer.freeze=[{EMBEDDING}, 'model.layers.?.*']")),
+    (67.57, "lm-8b-1gpu", (f"optimizer.freeze=[{EMBEDDING}, 'model.layers.?.*', 'model.layers.1?.*']",)),
 ]

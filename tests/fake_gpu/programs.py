@@ -193,7 +193,8 @@ def attention() -> None:
 
     world = join()
     model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
-    for precision in ("bf16", "fp16", "fp32"):
+    for precision, cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
         with Noting():

@@ -25,8 +25,8 @@ from pipeline.checkpoint import saved
 from pipeline.evaluate.result import newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
+from slurm.page.report import print_report
 from slurm.show.console import Plain
-from slurm.show.report import print_report
 from slurm.show.status import print_status
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank

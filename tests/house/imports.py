@@ -15,7 +15,9 @@ FLOORS = (
     ("pipeline/data",), ("pipeline/checkpoint",), ("pipeline/resilience",), ("pipeline/parallel",),
     ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/publish",), ("pipeline/train",), ("pipeline",),
     ("data_prep/inputs",), ("data_prep/text",), ("data_prep",),
-    ("slurm/query",), ("slurm/show",), ("slurm/submit",), ("slurm/supervise",), ("slurm",), ("submit.py",),
+    ("slurm/query",), ("slurm/show",), ("slurm/track",), ("slurm/page",), ("slurm/submit",), ("slurm/supervise",),
+    ("slurm",),
+    ("submit.py",),
 )  # fmt: skip
 """Rooms from the ground up: a room imports itself and lower ones."""
 BUILDINGS = {"pipeline": {"pipeline"}, "data_prep": {"pipeline", "data_prep"}, "slurm": {"pipeline", "slurm"}}

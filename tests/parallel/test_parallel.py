@@ -34,6 +34,11 @@ CHUNKED = {"loss_chunk": 7}
 """The reference keeps whole logits."""
 HALF_MOMENTS = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16"}}}
 NO_MASTER = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16", "master": "none"}}}
+INT8 = {
+    "optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "int8"}},
+    "model": {"dim": 128, "intermediate_size": 128},
+}
+"""Of rows that tensor parallelism cuts between blocks."""
 _single: dict[str, list[tuple[float, float]]] = {}
 
 
@@ -70,6 +75,7 @@ def test_data_parallel_and_zero() -> None:
         {"parallel": {"zero": 3, "activation_checkpointing": "selective"}},
         {"parallel": {"zero": 3}, "model": TIED, "train": CHUNKED},
         {"parallel": {"zero": 2}, **HALF_MOMENTS},
+        {"parallel": {"zero": 3}, "optimizer": INT8["optimizer"]},
         {"parallel": {"zero": 3, "offload": True, "activation_checkpointing": "full"}},
     )
 
@@ -259,23 +265,23 @@ def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "model"),
     [
-        {"zero": 3},
-        {"zero": 3, "activation_checkpointing": "selective"},
-        {"pipeline": 2},
-        {"pipeline": 2, "activation_checkpointing": "selective"},
-        {"pipeline": 2, "schedule": "gpipe"},
-        {**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"},
-        {"tensor": 2},
-        {"tensor": 2, "activation_checkpointing": "selective"},
-        {"tensor": 2, "sequence": False, "activation_checkpointing": "full"},
+        ({"zero": 3}, {}),
+        ({"zero": 3, "activation_checkpointing": "selective"}, {}),
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2, "activation_checkpointing": "selective"}, {}),
+        ({"pipeline": 2, "schedule": "gpipe"}, {}),
+        ({**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"}, {}),
+        ({"tensor": 2}, {}),
+        ({"tensor": 2, "activation_checkpointing": "selective"}, {"qk_norm": True}),
+        ({"tensor": 2, "sequence": False, "activation_checkpointing": "full"}, {"qk_norm": True, "kv_heads": 2}),
     ],
 )
-def test_compiled_blocks(parallel: dict[str, Any]) -> None:
-    compiled = tiny_config(2, parallel=parallel, train={"compile": True, "micro_batch": 4})
+def test_compiled_blocks(parallel: dict[str, Any], model: dict[str, Any]) -> None:
+    compiled = tiny_config(2, parallel=parallel, model=model, train={"compile": True, "micro_batch": 4})
     results = run_ranks(2, train_rank, [compiled], timeout=LIMIT_S)
-    for ours, theirs in zip(results[0][0], one_process({"train": FEW}), strict=True):
+    for ours, theirs in zip(results[0][0], one_process({"train": FEW, "model": model}), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -343,14 +349,19 @@ def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "sections",
-    [pytest.param(HALF_MOMENTS, marks=pytest.mark.story), pytest.param(NO_MASTER, marks=pytest.mark.long)],
-    ids=["half", "none"],
+    [
+        pytest.param(HALF_MOMENTS, marks=pytest.mark.story),
+        pytest.param(NO_MASTER, marks=pytest.mark.long),
+        pytest.param(INT8, marks=pytest.mark.story),
+    ],
+    ids=["half", "none", "int8"],
 )
 def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, sections: dict[str, Any]) -> None:
     """What is drawn belongs to the entry of the whole parameter. bf16 weights are read back with the same bits."""
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}, {**V, "schedule": "zbv", "zero": 1}, {}]
     low = "master" in sections["optimizer"]["state"]
-    more = {**sections, "train": FEW | {"precision": "bf16" if low else "fp32"}, "model": TIED}
+    more = {**sections, "train": FEW | {"precision": "bf16" if low else "fp32"}}
+    more["model"] = TIED | sections.get("model", {})
     alone = run_ranks(1, train_rank, [tiny_config(1, **more)])[0][0]
     first, *others = [tiny_config(4, **more, parallel=parallel) for parallel in layouts]
     moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
@@ -406,6 +417,7 @@ EXACT = {
     "replicated": ("parallel.tensor=2", "parallel.sequence=false"),
     "chunked": ("parallel.tensor=2", "parallel.pipeline=2", "train.loss_chunk=20"),
     "half moments": ("parallel.zero=3", "optimizer.state.moments=bf16"),
+    "int8 moments": ("parallel.zero=3", "optimizer.state.moments=int8"),
     "no master": BF16,
     "no master in a pipeline": (*BF16, "parallel.pipeline=2", "parallel.zero=1", "model.tie_word_embeddings=true"),
     "muon": ("parallel.zero=3", "optimizer.name=muon"),

@@ -42,7 +42,7 @@ def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
         state = train(place, config, world, 0)[0].state()
         local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
         weights = sum(n for name, n in local.items() if name.startswith("model."))
-        moments = sum(n for name, n in local.items() if "exp_avg" in name)
+        moments = sum(n for name, n in local.items() if "exp_avg" in name or "momentum" in name)
         results.append((weights, moments))
     dist.barrier()  # rank 0 holds the store in which the others may still make groups
     return results
@@ -56,6 +56,10 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     lean = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
     bf16 = FEW | {"precision": "bf16"}
     configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in lean]
+    frozen = {"freeze": ["model.layers.[01].*", "model.norm.weight"], "state": {"moments": "int8"}}
+    wide = model | {"dim": 64, "intermediate_size": 128}
+    configs += [tiny_config(4, parallel={"zero": 2}, model=wide, train=FEW, optimizer=frozen)]
+    configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW, optimizer={"name": "muon"})]
     held = run_ranks(4, held_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = layout_of(config, 4, 4, VOCAB)

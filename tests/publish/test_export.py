@@ -24,11 +24,19 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, write_config
 
 FEATURES = {
-    "llama": "rope_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, "
-    "original_max_position_embeddings: 8}",
-    "qwen2": "attention_bias=qkv",
-    "qwen3": "qk_norm=true",
+    "llama": (
+        "rope_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, "
+        "original_max_position_embeddings: 8}",
+    ),
+    "llama, biases": ("attention_bias=all",),
+    "llama, linear": ("rope_scaling={rope_type: linear, factor: 4.0}",),
+    "mistral": ("sliding_window=32",),
+    "qwen2": ("attention_bias=qkv",),
+    "qwen2, window": ("attention_bias=qkv", "sliding_window=32", "max_window_layers=1"),
+    "qwen3": ("qk_norm=true",),
+    "qwen3, window": ("qk_norm=true", "sliding_window=64", "max_window_layers=0"),
 }
+"""By the family that it is exported as, keys of `model`."""
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +77,16 @@ def exported(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path
     return folder / f"{name}-out", torch.tensor(logits)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.story), "qwen3"])
-def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: Path, family: str) -> None:
+QUICK = ("llama", "qwen2, window")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.story) for k in FEATURES])
+def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tied = f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}"
-    first, logits = exported(tmp_path, data, "first", f"model.{FEATURES[family]}", tied, "model.initializer_range=0.2")
+    family, more = kind.partition(",")[0], [f"model.{key}" for key in FEATURES[kind]]
+    more += [f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}", "model.initializer_range=0.2"]
+    first, logits = exported(tmp_path, data, "first", *more)
     model, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
     assert model.config.model_type == family
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
@@ -147,11 +159,11 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
     assert all(torch.equal(found[name], whole[name].bfloat16()) for name in whole)
     assert json.loads((tmp_path / "pieces/config.json").read_bytes())["torch_dtype"] == "bfloat16"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    # a failure leaves nothing behind
+    # a failure leaves nothing behind, not even folders above
     monkeypatch.setattr(module, "_write_piece", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
-        module.export(run, tmp_path / "broken", None, "fp32")
+        module.export(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
     # by the login node's door, from a checkpoint that is damaged
     checkpoint = run.checkpoints / saved.step_name(1)

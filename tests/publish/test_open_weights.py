@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
 }
+ROUNDING = 4e-5
+"""Of a parameter's gradient. In float32 those of queries and keys, sums that nearly cancel, are up to 2e-5 off, ours
+and transformers' own, beside the same in float64; of all other parameters 2e-6."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor, no sequence": {"tensor": 2, "sequence": False},
@@ -64,8 +69,41 @@ def config_from(folder: Path, ranks: int, **parallel: Any) -> Config:
     return tiny_config(ranks, data={"tokenizer": None}, model={"init_from": str(folder)}, parallel=parallel)
 
 
-def start_rank(where: Place, path: Path, configs: list[Config]) -> list[tuple[list[tuple[float, float]], int]]:
-    """Losses and gradient norms of each config in turn, and how many numbers this rank read of its folder."""
+Arrays = dict[str, Any]
+"""numpy's: a tensor would go from rank to test by a file that ends with the rank."""
+
+
+def first_step(engine: Any, where: Place) -> tuple[Any, Arrays]:
+    """What this rank sees of the first step before it is done: logits of its samples, and whole gradients by names."""
+    from pipeline.model.decoder import whole
+
+    task, seen = engine.task, []
+    loss, part = task.loss, engine.layout.coordinates(where.rank).data
+
+    def watched(outputs: Any, batch: Any) -> Any:
+        seen.append(whole(outputs.detach()).clone())  # its memory is taken for other things
+        return loss(outputs, batch)
+
+    task.loss = watched
+    batch = batches(engine.config)
+    engine.backward({"tokens": batch[0].chunk(engine.layout.data)[part]}, 1)
+    task.loss = loss
+    named = [each for piece in engine.parts for each in task.weights(piece)]
+    gradients = {name: whole(parameter.grad).numpy().copy() for name, parameter in named}
+    engine.optimizer.zero_grad(set_to_none=True)
+    engine.replicas.end(good=False)
+    rows = len(batch[0]) // engine.layout.data  # a pipeline tries one micro-batch out before
+    return torch.cat(seen)[-rows:].numpy() if seen else None, gradients
+
+
+def close(found: Any, expected: torch.Tensor, error: float = 1e-5) -> bool:
+    """To so much of the largest number."""
+    return bool((torch.as_tensor(found) - expected).abs().max() <= error * expected.abs().max())
+
+
+def start_rank(where: Place, path: Path, configs: list[Config]) -> list[tuple[list[tuple[float, float]], int, Any]]:
+    """Losses and gradient norms of each config in turn, how many numbers this rank read of its folder, and what
+    `first_step` says."""
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
@@ -102,13 +140,15 @@ def start_rank(where: Place, path: Path, configs: list[Config]) -> list[tuple[li
         module.safe_open = Counting  # type: ignore[misc, assignment]
         engine = Engine(config, layout, world, task, source=source)
         module.safe_open = opened  # type: ignore[misc]
-        results.append((train_on(engine, where, 0, STEPS), read[0]))
+        first = first_step(engine, where)
+        results.append((train_on(engine, where, 0, STEPS), read[0], first))
     return results
 
 
-def theirs_alone(model: Any, config: Config) -> list[tuple[float, float]]:
-    """Losses and gradient norms of a plain loop over transformers' own model with torch's AdamW."""
-    options, results = config.optimizer, []
+def theirs_alone(model: Any, config: Config) -> tuple[list[tuple[float, float]], tuple[torch.Tensor, Arrays]]:
+    """Losses and gradient norms of a plain loop over transformers' own model with torch's AdamW; logits and gradients
+    of its first step."""
+    options, results, first = config.optimizer, [], None
     by_decay = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
     groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
@@ -117,10 +157,12 @@ def theirs_alone(model: Any, config: Config) -> list[tuple[float, float]]:
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
+        first = first or (logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
         optimizer.step()
         results.append((loss.item(), norm.item()))
-    return results
+    assert first is not None
+    return results, first
 
 
 @pytest.mark.parametrize(
@@ -133,9 +175,11 @@ def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, fam
     model = save(folder, family, "20KB", **FAMILIES[family])
     assert len(list(folder.glob("*.safetensors"))) > 1
     alone = config_from(folder, 1)
-    expected = theirs_alone(model, alone)
-    [[(losses, read)]] = run_ranks(1, start_rank, tmp_path, [alone])
+    expected, (logits, gradients) = theirs_alone(model, alone)
+    [[(losses, read, (seen, found))]] = run_ranks(1, start_rank, tmp_path, [alone])
     assert losses == [pytest.approx(step, rel=1e-5) for step in expected]
+    assert close(seen, logits) and found.keys() == gradients.keys()
+    assert all(close(found[name], gradients[name], ROUNDING) for name in gradients)
     whole = sum(p.numel() for p in model.parameters())
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     assert read == whole
@@ -143,6 +187,12 @@ def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, fam
     for number, layout in enumerate(layouts):
         for rank in ranks:
             assert rank[number][0] == [pytest.approx(step, rel=1e-5) for step in losses], layout
+        parts = [rank[number][2] for rank in ranks]
+        seen = [part for part, _ in parts if part is not None]  # of a pipeline only its last stage has logits
+        assert close(seen[0] if len(seen[0]) == len(logits) else np.concatenate(seen), logits), layout
+        assert {name for _, found in parts for name in found} == gradients.keys(), layout
+        for name, gradient in ((name, gradient) for _, found in parts for name, gradient in found.items()):
+            assert close(gradient, gradients[name], ROUNDING), (layout, name)
         reads = [rank[number][1] for rank in ranks]
         twice = vectors if "tensor" in layout else 0  # norms are alike on tensor parallel ranks
         if layout == "pipeline" and model.config.tie_word_embeddings:
@@ -208,6 +258,7 @@ def test_damaged_and_hostile_folders_are_refused_by_all_ranks(tmp_path: Path) ->
         (bomb := folder("bomb")): "is no safetensors file",
         (twice := folder("twice")): f"{norm} stands in a.safetensors and in model.safetensors",
         (changed := folder("changed")): "config.json was changed since this run was made",
+        (other := folder("other")): "files with its weights were changed since this run was made from it",
     }
     assert inverse.exists()
     content = (torn / "model.safetensors").read_bytes()
@@ -234,6 +285,8 @@ def test_damaged_and_hostile_folders_are_refused_by_all_ranks(tmp_path: Path) ->
     (link / "away").replace(link / "model.safetensors")
     theirs = json.loads((changed / "config.json").read_bytes())
     write_json(changed / "config.json", {**theirs, "rms_norm_eps": 0.5})
+    save_file({name: value + 1 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    os.utime(other / "model.safetensors", (1, 1))  # another second than that of the copy
     for told in run_ranks(2, refused_rank, tmp_path, configs):
         for path, words, expected in zip(cases, told, cases.values(), strict=True):
             assert expected in words, (path.name, words)
@@ -280,3 +333,64 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     (run.path / SOURCE).write_text("{}")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE} is missing or damaged"):
         run_ranks(1, stage_rank, run.path, "train")
+
+
+def memory_rank(where: Place, path: Path, configs: list[Config]) -> dict[str, float]:
+    """By how much more memory than before this rank ever took to import its share of the last config, and that share
+    with AdamW's two moments of it, in GB; the configs before import modules, too."""
+    from benchmarks.convert import measured
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.decoder import local
+    from pipeline.model.task import Task
+    from pipeline.publish.open_weights import open_weights
+    from pipeline.train.engine import Engine
+
+    results: dict[str, float] = {}
+    world = groups.join(where, configs[0])
+    for config in configs:
+        task, layout = Task(config, VOCAB), layout_of(config, world.size, where.local_world_size)
+        with measured(results, "import"):
+            source = open_weights(Run(path, config), task, groups.side_group())
+            engine = Engine(config, layout, world, task, source=source)
+            assert source is not None and engine.parts
+            source.note()
+    return {**results, "share": 3 * sum(local(p).nbytes for part in engine.parts for p in part.parameters()) / 1e9}
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("parallel", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_rank_that_imports_has_its_share_in_memory_and_one_tensor(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Of 0.5 GB in float32, two tensors 67 MB each: were all of it read by each rank, or twice, it would show."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "vocab_size": 16384,
+    }
+    model = save(tmp_path / "open", "llama", **sizes)
+    whole = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
+    largest = max(parameter.nbytes for parameter in model.parameters()) / 1e9
+    del model
+    own = {"init_from": str(tmp_path / "open"), "dim": 1024, "layers": 6, "intermediate_size": 4096}
+    config = tiny_config(2, data={"tokenizer": None}, model=own, parallel=parallel)
+    save(tmp_path / "small", "llama")
+    configs = [config_from(tmp_path / "small", 2, **parallel), config]
+    for found in run_ranks(2, memory_rank, tmp_path, configs):
+        assert found["share"] < 3 * 0.66 * whole
+        assert found["import, memory"] < found["share"] + largest + 0.06, (found, whole, largest)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_three_billion_bytes_become_a_folder_in_two_and_a_tensor(tmp_path: Path) -> None:
+    """And are imported by one process in their own size and a tensor."""
+    from benchmarks import convert
+
+    convert.make_source(tmp_path / "open", 16)
+    run = convert.make_run(tmp_path, tmp_path / "open")
+    size = sum(path.stat().st_size for path in (tmp_path / "open").glob("*.safetensors")) / 1e9
+    largest = 2 * 128256 * 3072 / 1e9
+    assert size > 3
+    assert convert.child("import", run)["import, memory"] < size + largest + 0.1
+    assert convert.child("export", run)["export, memory"] < 2 + largest

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import yaml
 
 from pipeline.base.errors import Exit, UserError
+from pipeline.base.files import sha256_file
 from pipeline.base.place import Place
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
 from pipeline.run.directory import Run
-from tests.support.ranks import place, run_ranks
+from tests.support.ranks import PORTS, place, run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
 
 KILLED = 9
@@ -73,6 +80,8 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     assert (
         "3 steps, last loss" in card and "![training loss" in card and "<polyline" in (version / "loss.svg").read_text()
     )
+    (corpus,) = (Path(name) for name in run.config.data.sources)
+    assert f"corpus.jsonl: {corpus.stat().st_size:,} bytes, sha256 {sha256_file(corpus)}" in card
     AutoModelForCausalLM.from_pretrained(version)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
     assert publish(run) == Exit.DONE
@@ -149,6 +158,68 @@ def test_a_command_of_ones_own_runs_once_it_is_published_until_it_ends_well(want
     (tmp_path / "works").touch()
     assert publish(run) == publish(run) == Exit.DONE and publish_stage.missing(run) is None
     assert (tmp_path / "calls").read_text() == "x\nx\n"
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of MLflow's own server, with SQLite, on loopback."""
+    folder, uri = tmp_path_factory.mktemp("registry"), f"http://127.0.0.1:{next(PORTS)}"
+    command = [sys.executable, "-m", "mlflow", "server", f"--backend-store-uri=sqlite:///{folder}/registry.sqlite"]
+    command += ["--host=127.0.0.1", f"--port={uri.rsplit(':')[-1]}", "--workers=1"]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with suppress(requests.ConnectionError):
+                if requests.get(f"{uri}/health", timeout=10).ok:
+                    break
+            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+        yield uri
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait(timeout=60)
+
+
+@pytest.mark.story
+def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str, tmp_path: Path) -> None:
+    """The server is away at first: the folder is whole, and the next attempt makes only the entry, and one."""
+    from mlflow import MlflowClient
+
+    away = {"uri": f"http://127.0.0.1:{next(PORTS)}", "model": "tiny-model"}
+    run = wanted(mlflow=away)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(UserError, match=r"publish.mlflow: http://127.*made no entry of .*, which is published"):
+            publish(run)
+    version = tmp_path / "models/tiny/step-00000003"
+    before = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
+    assert publish_stage.missing(run) == "publish.mlflow has no entry yet" and "SHA256SUMS" in before
+    run.change([f"publish.mlflow.uri={registry}"])
+    run = Run.open(run.path)
+    for _ in range(2):
+        assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+        (run.path / "published.json").unlink()  # as if it had been killed before that was noted
+    assert before == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
+    server = MlflowClient(tracking_uri=registry, registry_uri=registry)
+    (entry,) = server.search_model_versions("name = 'tiny-model'")
+    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    sums = subprocess.run(
+        "grep safetensors SHA256SUMS | sha256sum", shell=True, cwd=version, capture_output=True, text=True, timeout=30
+    )
+    assert entry.source == f"folder://{version}" and entry.tags["weights_sha256"] == sums.stdout.split()[0]
+    assert (entry.tags["run"], entry.tags["step"]) == ("tiny", "3")
+    assert float(entry.tags["bits_per_byte"]) == result["bits_per_byte"]
+    # another version of the same model, from other weights
+    assert publish(wanted(mlflow={"uri": registry, "model": "tiny-model"}, dtype="bf16", name="half")) == Exit.DONE
+    assert {each.version for each in server.search_model_versions("name = 'tiny-model'")} == {"1", "2"}
+    assert publish(wanted(mlflow={"uri": registry}, name="third")) == Exit.DONE
+    assert [each.name for each in server.search_registered_models()] == ["tiny", "tiny-model"]
+    with pytest.raises(ConfigError, match=r"publish.mlflow.uri: .*write http"):
+        wanted(mlflow={"uri": "http://me:secret@host"})
 
 
 def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:

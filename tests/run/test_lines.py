@@ -18,7 +18,7 @@ from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import lost_lines, own_times_file, rewind
 from pipeline.train.train_stage import progress
-from slurm.show.report import print_report
+from slurm.page.report import print_report
 from slurm.show.status import print_status
 from tests.support.tiny import write_config
 

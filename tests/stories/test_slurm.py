@@ -24,6 +24,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.slurm.track.test_followers import curve, in_float32
 from tests.stories.test_doors import broken_code
 from tests.support.needs import lacking
 from tests.support.tiny import digest, slowed, write_config
@@ -195,18 +196,40 @@ def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Pa
 def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     tmp_path: Path, calm: Path, cluster: Cluster
 ) -> None:
+    """And is published once, whole. The first attempt at that is killed just before the folder has its name: it has
+    brought nothing, so the chain waits for a person."""
+    tracked = "track={tensorboard: true, telemetry_s: 1}"  # which changes no digest
+    publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", tracked)
     config = slow(tmp_path, calm, "low")
-    run = prepared(tmp_path, config)
-    assert submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    run = prepared(tmp_path, config, (*NODES, *publish))
+    stage, line = run / "code/pipeline/base/files.py", "        os.rename(temporary, folder)"
+    text = stage.read_text()
+    assert text.count(line) == 1, "the stage has changed"
+    killed = f"        if not Path('{tmp_path}/killed').exists():\n            Path('{tmp_path}/killed').touch()\n"
+    stage.write_text(text.replace(line, f"{killed}            os.kill(os.getpid(), 9)\n{line}"))
+    assert submit(cluster, tmp_path, str(config), *NODES, *publish).returncode == 0
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt(cluster)
     wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
     wait_for("the evaluation", lambda: evaluated(run), 150)
+    wait_for("a killed attempt", lambda: "failed" in events(run, "publish"), 120)
+    assert (tmp_path / "killed").exists() and not list((tmp_path / "models/low").glob("step-*")), "none"
+    told = submit(cluster, tmp_path, "status", "runs/low").stdout
+    assert "killed by SIGKILL" in told and "this attempt brought nothing new" in told and "resume runs/low" in told
+    assert submit(cluster, tmp_path, "resume", "runs/low").returncode == 0
+    wait_for("the end", lambda: "done" in events(run, "publish"), 150)
+    (version,) = (tmp_path / "models/low").iterdir()
+    assert subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=version, timeout=60).returncode == 0
+    assert version.name == "step-00000040" and events(run, "publish").count("started") == 2
     assert events(run, "train").count("started") >= 2
     restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
     assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert digest(Run(tmp_path / "runs/low")) == digest(Run(calm / "runs/tiny"))
+    losses = {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl")}
+    assert curve(run, "train/loss") == in_float32(losses.items())
+    looks = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
+    assert len(looks) == 4 and min(looks.values()) > 3, looks
 
 
 def test_a_plain_scancel_stays_cancelled(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

@@ -18,8 +18,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from slurm.page.report import gather
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, query
-from slurm.show.report import attempts_of
 from slurm.show.status import Lookout
 from slurm.supervise.launch import SrunRanks
 from tests.cluster import Cluster
@@ -174,12 +174,12 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
             wait_for("the end", lambda run=run: "done" in events(run, "evaluate"))  # type: ignore[misc]
         shown = log.result()
     assert "stopped after step" in shown.stdout and "restored step" in shown.stdout and "step 20/20" in shown.stdout
-    assert re.search(r"train +running +\d+ +n\S*\d", table.text) and re.search(r"train +done", table.text)
+    assert re.search(r"train +running +\d+", table.text) and re.search(r"train +done", table.text)
     assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
     for name in runs:
         assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
     left = Run.open(runs["left"])
-    first, second = (a for a in attempts_of(left, Lookout(left).look()) if a.stage == "train")
+    first, second = (a for a in gather(left, Lookout(left).look()).attempts if a.stage == "train")
     assert first.cause != "done" == second.cause and second.parts["queue"] > 4, "it waits 6 s after a requeue"
     assert sum(sum(a.parts.values()) for a in (first, second)) == pytest.approx(second.end - first.begin)
     assert first.parts["compute"] > 1 and second.parts["compute"] > 3 and second.parts["startup"] > 0.5

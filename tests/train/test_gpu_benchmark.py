@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -86,6 +87,27 @@ def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.Monke
     assert not [each for each in commands if b"time.sleep(60)" in each and str(tmp_path).encode() in each]
 
 
+def test_clocks_are_those_while_steps_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a GPU that counts in its clock when it was asked; before and after the steps it says less and more."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        "assert sys.argv[1:3] == ['--id=0', '--query-gpu=clocks.sm,power.draw,temperature.gpu'], sys.argv\n"
+        "print(f'{time.time()}, [N/A], 61')\n"
+    )
+    smi.chmod(0o700)
+    program = "import json, time; began = time.time(); time.sleep(1); ended = time.time(); time.sleep(2)\n"
+    program += "print(json.dumps({'between': [began, ended], 'began': began, 'ended': ended}))"
+    (tmp_path / "benchmarks/gpu").mkdir(parents=True)
+    (tmp_path / "benchmarks/gpu/steps.py").write_text(program)
+    monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = measure(Row("steps", "steps", ()), 60.0)
+    assert found["began"] - 0.1 < found["clock_mhz"] < found["ended"] and found["temperature_c"] == 61.0
+    assert not found.keys() & {"power_w", "between"}, "what it does not tell is left out"
+
+
 def test_all_that_a_bare_machine_lacks_is_packed() -> None:
     """What the rows import and what comes with it, but for what torch, numpy and h5py bring themselves."""
     heavy = "torch, torch.distributed.checkpoint, torch.distributed.pipelining, torch._dynamo, numpy, h5py"
@@ -126,6 +148,7 @@ def test_the_bar_is_one_in_tokens_and_in_share_of_the_peak() -> None:
 def test_every_row_is_a_config_and_devices_are_known() -> None:
     for row in chain(rows_8b(8, ()), rows_1b(8, ())):
         if row.module != "titan":
-            load_config(ROOT / row.arguments[1], [*row.arguments[2:], "train.global_batch=512"])
+            asked = [key for key in row.arguments[2:] if key != "--flash"]
+            load_config(ROOT / row.arguments[1], [*asked, "train.global_batch=512"])
     assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989.4
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312.0 and peak_of("something else") is None

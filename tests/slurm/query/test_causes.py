@@ -240,7 +240,10 @@ def test_every_failure_has_a_budget() -> None:
     assert refusal(attempts.read([]), Exit.PREEMPTED, False, RecoveryConfig()) is None
     begun = attempts.read([{"event": "started", "stage": "train"}])
     words = refusal(begun, Exit.TIME_LIMIT, False, RecoveryConfig()) or ""
+    assert "no new checkpoint" in words
     assert "loop. It takes longer to start and to save than stages.train.time allows" in words
+    begun = attempts.read([{"event": "started", "stage": "publish"}])
+    assert "brought nothing new" in (refusal(begun, Exit.CRASHED, False, RecoveryConfig()) or "")
 
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from pipeline.base.errors import Exit
 from pipeline.base.place import Place, identify
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from slurm.page import report
 from slurm.query import causes as recovery
 from slurm.query import job as slurm_job
 from slurm.query import states
 from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
-from slurm.show import report
 from slurm.supervise import evaluations, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture

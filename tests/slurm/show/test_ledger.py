@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm.show import html
+from slurm.page.page import page
+from slurm.page.pictures import timeline
 from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
 
 STAGES = ("shard", "train")
@@ -168,8 +169,8 @@ def test_parts_add_up_whatever_the_events(
         before[attempt.stage, attempt.task] = attempt
     ettr, progress = ratios(total(found))
     assert 0 <= ettr <= progress <= 1
-    page = html.page("run <x>", ["run <x>"], html.timeline(found))
-    assert "<x>" not in page and "nan" not in page
+    shown = page("<x>", "run <x>", {"<x>": "<x>"}, {"<x>": [timeline(found)]}, ["<x>"], "<x>")
+    assert "<x>" not in shown and "nan" not in shown
 
 
 def test_two_figures_of_a_known_run() -> None:

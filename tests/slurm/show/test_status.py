@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console
 
 from pipeline.run.directory import Run
+from slurm.page.report import print_report
 from slurm.query import states
 from slurm.query.jobs import Submitted
 from slurm.query.states import Claim, JobState
 from slurm.show import status
+from slurm.show import watch as watching
 from slurm.show.console import Plain
-from slurm.show.report import print_report
 from tests.support.tiny import make_run
 
 STARTED = {"event": "started"}
@@ -131,9 +132,9 @@ def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "jobs_of", jobs_of)
     monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
-    monkeypatch.setattr(status, "LOOK_S", 0.001)
+    monkeypatch.setattr(watching, "LOOK_S", 0.001)
     text = io.StringIO()
-    status.watch(run, Plain(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    watching.watch(run, Plain(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
     assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 

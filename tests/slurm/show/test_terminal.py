@@ -13,11 +13,11 @@ from pipeline.base.errors import printable
 from pipeline.base.files import append_line
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from slurm.page.report import print_report
 from slurm.query import attempts
 from slurm.show.console import Plain
 from slurm.show.doctor import Finding, print_findings
 from slurm.show.logs import show
-from slurm.show.report import print_report
 from slurm.show.status import print_status
 from slurm.submit.here import tell
 from tests.support.tiny import write_config

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from pipeline.base.errors import UserError
 from pipeline.base.place import granted_tasks
-from pipeline.config.job_request import OWN_OPTIONS
 from pipeline.config.masking import exposed, mask, masked
 from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
+from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query import exclusion, topology
@@ -63,6 +63,20 @@ def site_script(folder: Path, site: dict[str, Any], stage: str = "train", *overr
     loaded = config(folder, *overrides)
     loaded = loaded.model_copy(update={"site": SiteConfig.model_validate(site)})
     return script(Run(folder / "runs/tiny"), loaded, stage)
+
+
+def test_slurm_writes_mails_of_failures_and_of_the_end(tmp_path: Path) -> None:
+    kinds = {}
+    for stage in ("prepare", "train", "evaluate"):
+        found = options(site_script(tmp_path, {}, stage, "track.mail=me@example.org"))
+        assert found["mail-user"] == "me@example.org"
+        kinds[stage] = found["mail-type"]
+    assert kinds == {"prepare": "FAIL,INVALID_DEPEND", "train": "FAIL,INVALID_DEPEND"} | {
+        "evaluate": "FAIL,INVALID_DEPEND,END"
+    }
+    assert "mail-user" not in options(site_script(tmp_path, {}))
+    own = {"sbatch": {"mail-type": "ALL", "mail-user": "you@example.org"}}
+    assert options(site_script(tmp_path, own, "train", "track.mail=me@example.org"))["mail-type"] == "ALL"
 
 
 # -- profiles ------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points, points
+from slurm.page.report import gather, print_report
 from slurm.show import status
 from slurm.show.console import Plain
 from slurm.show.ledger import seconds
-from slurm.show.report import attempts_of, print_report
 from slurm.show.status import Lookout, Row, point_table, print_status
 from slurm.submit.dry_run import print_plan
 from tests.cluster import Cluster
@@ -112,7 +112,7 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
-    attempts = attempts_of(run, Lookout(run).look())
+    attempts = gather(run, Lookout(run).look()).attempts
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
     for point, attempt in zip(points(run), attempts, strict=True):
         assert attempt.end == seconds(point.read_events("train", "done")[0])
@@ -139,9 +139,12 @@ def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: P
         point.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
     print_report(run, Plain(width=150, record=True))
     page = (run.path / "report.html").read_text()
-    curves = re.findall(r'<polyline points="([^"]+)"[^>]* stroke="([^"]+)".*?<title>(\d+)</title>', page)
-    assert [name for *_, name in curves] == ["000", "001", "002"] and len({colour for _, colour, _ in curves}) == 3
-    assert curves[1][0].startswith("1,-3.8888") and curves[1][0].endswith(f"24,{-(5 - 24 / 9 - 1)}")
+    figure = re.search(r'<figure data-x="1.0 24.0 0" data-y="0.0 5.0 0">.*?</figure>', page)
+    assert figure and "Loss of the points" in figure[0] and "optimizer step" in figure[0]
+    drawn = re.findall(r'<polyline class="(c\d)".*? points="([^"]+)"><title>(\d+)</title>', figure[0])
+    assert [name for *_, name in drawn] == ["002", "001", "000"] and len({colour for colour, *_ in drawn}) == 3
+    assert drawn[1][1].startswith(f"0.0,{1000 - 200 * (5 - 1 / 9 - 1):.1f} ")
+    assert drawn[1][1].endswith(f" 1000.0,{1000 - 200 * (5 - 24 / 9 - 1):.1f}")
 
 
 def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
@@ -195,7 +198,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
-    training = [a for a in attempts_of(run, Lookout(run).look()) if a.stage == "train"]
+    training = [a for a in gather(run, Lookout(run).look()).attempts if a.stage == "train"]
     assert sum(a.parts["compute"] for a in training) > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
     watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")

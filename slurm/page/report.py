@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from math import nan
 from typing import Any
@@ -16,17 +17,23 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 
 from pipeline.base.files import write_atomic
+from pipeline.base.plot import BUCKETS, Points, thin
+from pipeline.base.yaml12 import dump
+from pipeline.config.masking import masked
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import all_results, newest_result, result_words
 from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
+from pipeline.run.history import History
 from pipeline.run.metrics import own_times
+from slurm.page import sections
+from slurm.page.page import page, table
+from slurm.page.pictures import timeline
 from slurm.query.jobs import uses_slurm
 from slurm.query.states import Claim, call, claims, cluster_name
-from slurm.show import html
 from slurm.show.follow import clock
-from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
+from slurm.show.ledger import PARTS, STEP_KEYS, Attempt, JobRun, ledger, ratios, total
 from slurm.show.status import Lookout, Row, failures, grid, point_table
 
 Rows = list[list[str]]
@@ -39,6 +46,11 @@ def outcome(run: Run) -> RenderableType:
         lookout = Lookout(run)
         lookout.look()
         return Group(*failures(lookout.points), grid(point_table(run, lookout.points)))
+    return judgement(run)
+
+
+def judgement(run: Run) -> str:
+    """What the newest evaluation says, in words."""
     if result := newest_result(run):
         return result_words(result)
     return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words
@@ -61,21 +73,35 @@ def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     return found
 
 
-def attempts_of(run: Run, rows: Iterable[Row]) -> list[Attempt]:
-    """The ledger of a run whose stages stand so; those of a sweep's points follow, the point's number for a task."""
+@dataclass
+class Gathered:
+    """What the files of a run, and of a sweep's points, say; those of a point are forgotten but for its curves."""
+
+    attempts: list[Attempt]
+    steps: History
+    """The run's own."""
+    curves: dict[str, dict[str, Points]]
+    """Of a sweep: loss and held_out_loss over steps, by the names of the points."""
+
+
+def gather(run: Run, rows: Iterable[Row]) -> Gathered:
+    """Read a run whose stages stand so. Its attempts, and those of a sweep's points, the point's number for a task."""
     points = sweep.points(run)
     submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
     jobs, now, events = job_runs(submitted), time.time(), run.read_events()
     going = [row.stage for row in rows if row.state in ("running", "completing")]
-    found = ledger(events, list(lines.read(run.metrics, lines.metric)), stages.own_stages(run), now, going, jobs)
+    steps = History(run.metrics, lines.metric, keep=STEP_KEYS).look()
+    found = Gathered(ledger(events, steps.rows, stages.own_stages(run), now, going, jobs), steps, {})
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
     swept = stages.point_stages()
     for number, point in enumerate(points):
         going = [stage for stage in swept if point.holder(stage)]
-        metrics = list(lines.read(point.metrics, lines.metric))
-        for attempt in ledger([*shared, *point.read_events()], metrics, swept, now, going, jobs):
+        history = History(point.metrics, lines.metric, keep=STEP_KEYS).look()
+        for attempt in ledger([*shared, *point.read_events()], history.rows, swept, now, going, jobs):
             attempt.task = number
-            found.append(attempt)
+            found.attempts.append(attempt)
+        for name in ("loss", "held_out_loss"):
+            found.curves.setdefault(name, {})[point.path.name] = thin(history.curve(name), BUCKETS)
     return found
 
 
@@ -119,7 +145,7 @@ def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
     return [["step", *keys], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
 
 
-def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[RenderableType]:
+def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[str]:
     """What is to be said of the training and the evaluation."""
     if run.config.sweep is None:
         redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
@@ -128,36 +154,37 @@ def _lines(run: Run, training: Sequence[Attempt]) -> Iterator[RenderableType]:
         ettr, progress = ratios(total(training))
         yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
     if run.config.sweep is None:
-        yield outcome(run)
+        yield judgement(run)
     if ratio_of := own_times(run):
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
-    yield from filter(None, (lines.odd(run.events, lines.event), lines.odd(run.metrics, lines.metric)))
+    yield from filter(None, (lines.odd(run.events, lines.event), found.steps.odd_words))
 
 
 def print_report(run: Run, console: Console) -> None:
     """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
     lookout = Lookout(run)
-    attempts = attempts_of(run, lookout.look())
-    training = [a for a in attempts if a.stage == "train"]
-    tables = [_accounts(attempts), _causes(training) if len(training) > 1 else [], point_table(run, lookout.points)]
+    rows = lookout.look()
+    found = gather(run, rows)
+    training = [a for a in found.attempts if a.stage == "train"]
+    accounts, causes = _accounts(found.attempts), _causes(training) if len(training) > 1 else []
+    points = point_table(run, lookout.points)
     results, odd = all_results(run)
-    told = [*failures(lookout.points), *_lines(run, training)]
+    told = [*failures(lookout.points), *_told(run, found, training)]
     told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
-    for part in (run.title, *(grid(cells, console.width) for cells in tables if cells), *told):  # the page has all
+    for part in (run.title, *(grid(cells, console.width) for cells in (accounts, causes, points) if cells), *told):
         console.print(part, soft_wrap=True)
-    curves = {
-        f"{one.path.name}{of}": [
-            (m["step"], m[key]) for m in lines.read(one.metrics, lines.metric) if m.get(key) is not None
-        ]
-        for one in sweep.points(run) or [run]
-        for key, of in (("loss", ""), ("held_out_loss", ", held out"))
+    summary = sections.summary(run, rows, found.attempts, found.steps, points[:2])
+    shown = {
+        "The sweep": [*sections.of_sweep(run, lookout.points, found.curves), table(points)],
+        "The training": sections.of_training(run, found.steps),
+        "The hours": [timeline(found.attempts), table(accounts), table(causes)],
+        "How good it is": [*sections.of_results(results), table(_evaluations(results))],
+        "The machines": sections.of_machines(run, found.attempts),
     }
-    pictures = html.timeline(attempts) + html.loss_curves(curves)
-    page = run.path / "report.html"
-    everything = [run.title, *map(grid, filter(None, tables)), *told]
-    everything += map(grid, filter(None, [_evaluations(results)]))
+    config = dump(masked(run.config.model_dump(mode="json", exclude_defaults=True)))
+    file = run.path / "report.html"
     with suppress(PermissionError):  # somebody else's run
-        write_atomic(page, html.page(run.title, everything, pictures))
-        console.print(f"with pictures: {page}", soft_wrap=True)
+        write_atomic(file, page(run.config.run.name, run.title, summary, shown, told, config))
+        console.print(f"with pictures: {file}", soft_wrap=True)

@@ -1,0 +1,48 @@
+"""An entry in an MLflow model registry for each published version, by MLflow's own client.
+
+A version of the registered model has the folder as its source and says in tags what it is of, so that the same step of
+the same run is entered once, however often somebody tries. A server takes no plain path of a folder as a source (that
+is for its own artifacts), so it is written as `folder:///…`; nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
+"""Seconds of a request, and how often one is tried again; otherwise a server that is away takes MLflow minutes."""
+_SAME = ("run", "step", "weights_sha256")
+
+
+def client(uri: str) -> Any:
+    """A client of the MLflow server at `uri`. Raises UserError where the package is missing."""
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise UserError("publish.mlflow needs MLflow's client: pip install -e '.[mlflow]'") from error
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
+    """Enter the published `folder` as a version of `model`, unless one is there of the same run, step and weights; what
+    was done, in words. Raises UserError, naming the server, where it does not answer or refuses."""
+    server, said = client(uri), {key: str(value) for key, value in tags.items()}
+    from mlflow.exceptions import MlflowException
+
+    try:
+        if not server.search_registered_models(f"name = '{model}'"):
+            server.create_registered_model(model)
+        for known in server.search_model_versions(f"name = '{model}'"):
+            if all(known.tags.get(key) == said[key] for key in _SAME):
+                return f"version {known.version} of {model} at {uri} is it already"
+        entry = server.create_model_version(model, f"folder://{folder}", tags=said)
+    except MlflowException as error:
+        raise UserError(f"publish.mlflow: {uri} made no entry of {folder}, which is published: {error}") from error
+    return f"version {entry.version} of {model} at {uri}"

@@ -1,0 +1,58 @@
+"""Where a run's stages run: by Slurm, in the allocation that this is, or on this machine.
+
+The command line reads the names before anything else, so what costs time to import stands inside.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pipeline.base.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.run.directory import Run
+
+
+class Executor(StrEnum):
+    """Where stages run."""
+
+    AUTO = "auto"
+    """Slurm where its controller answers, the allocation inside salloc, else this machine."""
+    SLURM = "slurm"
+    ALLOCATION = "allocation"
+    LOCAL = "local"
+
+
+def choose(executor: Executor, run: Run | None = None) -> Executor:
+    """What `auto` means here: where `run` was, else what there is.
+
+    Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
+    """
+    from pipeline.base.place import in_allocation
+    from pipeline.run.points import points
+    from slurm.query.jobs import uses_slurm
+    from slurm.query.states import slurm_answers
+
+    inside = in_allocation(os.environ)
+    if executor == Executor.ALLOCATION and not inside:
+        raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
+    if executor == Executor.SLURM and not slurm_answers():
+        raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
+    if executor != Executor.AUTO:
+        return executor
+    if run is not None and uses_slurm(run):
+        return Executor.SLURM
+    if inside:
+        return Executor.ALLOCATION
+    if run is None:
+        return Executor.SLURM if slurm_answers() else Executor.LOCAL
+    started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
+    job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
+    if job and slurm_answers():
+        raise UserError(
+            f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
+            "for jobs of its own, --executor local for this machine"
+        )
+    return Executor.LOCAL

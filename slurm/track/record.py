@@ -1,0 +1,105 @@
+"""What a run's files say, read on from where one stopped: steps, events, evaluations.
+
+metrics.jsonl grows by a line a step, and after a restore is cut back to the restored step. The trainer writes the lines
+that go as `lost_work` into events.jsonl first, then cuts (pipeline/run/metrics.py); so whoever has read that event and
+still finds one of those lines in the file is early, and takes none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.files import open_regular, parse
+from pipeline.evaluate.result import all_results
+from pipeline.run import lines
+from pipeline.run.directory import Run
+from slurm.show.ledger import seconds
+
+Line = dict[str, Any]
+MOST = 500
+"""So many steps are handed over at a time."""
+
+
+def sha256(line: Mapping[str, Any]) -> str:
+    """What tells this line from all others, as 64 hex digits."""
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def _from(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            offset += len(line)
+            yield line, offset
+
+
+class Record:
+    """Reads one run; keeps in mind how far it has read metrics.jsonl, and which lines are lost."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._offset, self._file = 0, 0
+        self._lost: dict[str, int] = {}
+        self._starts: list[tuple[float, Line]] = []
+        for event, _ in self.events(0):
+            self.note(event)
+
+    def note(self, event: Line) -> None:
+        """Take in an event: it says which lines are lost, or that an attempt began."""
+        if event["event"] == "lost_work":
+            self._lost, self._offset = {sha256(line): line["step"] for line in event["lines"]}, 0
+        elif event["event"] == "started" and event["stage"] == "train":
+            self._starts.append((seconds(event), event))
+
+    def events(self, offset: int) -> Iterator[tuple[Line, int]]:
+        """The events from byte `offset` of events.jsonl on, each with the offset behind it."""
+        for text, end in _from(self.run.events, offset):
+            if lines.event(event := parse(text)):
+                yield event, end
+
+    def steps(self, after: int) -> list[Line]:
+        """The next steps behind step `after`, `MOST` at most, in order."""
+        try:
+            file = self.run.metrics.stat()
+        except FileNotFoundError:
+            return []
+        if file.st_ino != self._file or file.st_size < self._offset:
+            self._file, self._offset = file.st_ino, 0
+        found: list[Line] = []
+        for text, end in _from(self.run.metrics, self._offset):
+            line = parse(text)
+            if lines.metric(line) and line["step"] > after:
+                if self._lost and sha256(line) in self._lost:  # not cut yet
+                    self._offset = 0
+                    return [one for one in found if one["step"] < min(self._lost.values())]
+                if self._lost and line["step"] >= min(self._lost.values()):
+                    self._lost = {}  # it was cut, and what comes is new
+                found.append(line)
+            self._offset = end
+            if len(found) == MOST:
+                break
+        return found
+
+    def evaluations(self, told: list[int]) -> list[Line]:
+        """The evaluations of steps that are not among those `told`, without what only says whose they are."""
+        names = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation.glob("step-*[0-9].json")}
+        if names <= set(told):
+            return []
+        fresh = [result for result in all_results(self.run)[0] if result["step"] not in told]
+        return [{key: value for key, value in one.items() if lines.number(value)} for one in islice(fresh, MOST)]
+
+    def start_of(self, line: Line) -> Line:
+        """The `started` event of the attempt that wrote the line of a step; {} where nobody can tell."""
+        at = bisect_right(self._starts, line.get("time") or 0.0, key=lambda start: start[0])
+        return self._starts[at - 1][1] if at else {}

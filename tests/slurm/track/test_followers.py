@@ -1,0 +1,251 @@
+"""Followers: each step once, whatever happens to the training and to them; a sink that fails is no one's trouble."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.base.errors import UserError
+from pipeline.config.read import load_config
+from pipeline.run.machines import energy_kwh
+from slurm.submit.rehearsal import rehearse
+from slurm.track import follower, sinks
+from slurm.track.follower import Follower
+from slurm.track.telemetry import Gpus
+from tests.support.invented import Invented, json_lines
+from tests.support.servers import free_port
+from tests.support.tiny import write_config
+
+
+def curve(run: Path, tag: str) -> list[tuple[int, float]]:
+    """What TensorBoard's own reader finds; its values are float32."""
+    reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [(one.step, one.value) for one in reader.Scalars(tag)]
+
+
+def in_float32(curve: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The same values as TensorBoard keeps them."""
+    return [(step, struct.unpack("f", struct.pack("f", loss))[0]) for step, loss in curve]
+
+
+class Killed(Exception):
+    """A follower that is gone without a word."""
+
+
+WAYS = st.lists(
+    st.sampled_from(["steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill"]),
+    min_size=4, max_size=14,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def invented(tmp_path_factory: pytest.TempPathFactory) -> Invented:
+    folder = tmp_path_factory.mktemp("track")
+    return Invented(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ways=WAYS, number=st.integers(1, 9))
+def test_each_step_stands_once(
+    invented: Invented, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
+) -> None:
+    """TensorBoard ends with what metrics.jsonl ends with; a file for log collectors has the first value of each."""
+    one = invented.anew()
+    file = one.run.config.track.jsonl
+    assert file is not None
+    file.unlink(missing_ok=True)
+    first: dict[int, float] = {}
+    names = ("tensorboard", "jsonl")
+    feeds = {name: Follower(one.run, name) for name in names}
+    for way in " ".join([*ways, "crash steps look"]).split():
+        if way == "steps":
+            one.steps(number)
+        elif way == "look":
+            for feed in feeds.values():
+                feed.catch_up()
+            first = one.losses() | first
+        elif way == "kill":
+            feeds = {name: Follower(one.run, name) for name in names}
+        elif way == "torn":  # handed over, and not remembered: a kill follows
+            with monkeypatch.context() as patch, suppress(Killed):
+                patch.setattr(Follower, "_keep", _die)
+                feeds["tensorboard"].catch_up()
+        else:
+            getattr(one, way)()
+    found = curve(one.run.path, "train/loss")
+    assert found == in_float32(one.losses().items())
+    told = [(line["step"], line["loss"]) for line in json_lines(file) if line["kind"] == "step"]
+    assert dict(told) == first and len(told) == len(first)
+
+
+def _die(*_: object) -> None:
+    raise Killed
+
+
+def test_a_sink_that_fails_is_tried_again_and_no_other_waits(
+    invented: Invented, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = invented.anew()
+    one.steps(3)
+    monkeypatch.setattr(follower, "LOOK_S", 0.05)
+    make, fails = follower.make, iter([True, True])
+    monkeypatch.setattr(follower, "make", lambda *a: _die() if next(fails, False) else make(*a))
+    looks = iter([True] * 60)
+    assert Follower(one.run, "tensorboard").follow(lambda: next(looks, False))
+    assert [step for step, _ in curve(one.run.path, "train/loss")] == [1, 2, 3]
+    assert capsys.readouterr().err.count("test_followers.Killed") == 2
+
+
+class Chat(BaseHTTPRequestHandler):
+    """A chat that is out of order at first."""
+
+    failing = 0
+    heard: ClassVar[list[tuple[str, str]]] = []
+
+    def do_POST(self) -> None:
+        """Take a message, or none."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if type(self).failing > 0:
+            type(self).failing -= 1
+            self.send_error(503)
+            return
+        type(self).heard.append((self.headers["Idempotency-Key"], body["text"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def chat() -> Iterator[str]:
+    Chat.heard.clear()
+    server = HTTPServer(("127.0.0.1", 0), Chat)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/secret"
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Invented(tmp_path, "track={webhook: {variable: CHAT}}")
+    with pytest.raises(UserError, match=r"track\.webhook\.variable: CHAT is not set"):
+        one.crash()
+        Follower(one.run, "webhook").catch_up()
+    monkeypatch.setenv("CHAT", chat)
+    one.run.event("failed", "train", job_id="2", cause="hang", exit_code=1, message="rank 3\nand more")
+    one.run.event("requeued", "train", job_id="2", cause="hang", budget="hang")
+    one.run.event("done", "train", job_id="2")
+    one.run.event("done", "evaluate", job_id="3")
+    Chat.failing = 2
+    for _ in range(2):
+        with pytest.raises(OSError, match="answered 503") as error:
+            Follower(one.run, "webhook").catch_up()
+        assert "secret" not in str(error.value)
+    Follower(one.run, "webhook").catch_up()
+    Follower(one.run, "webhook").catch_up()
+    assert [text.partition(" [")[0] for _, text in Chat.heard] == [
+        "tiny: train failed (crashed): oh", "tiny: train stalled: rank 3", "tiny: done"
+    ]  # fmt: skip
+    assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
+    port = free_port()
+    one = Invented(tmp_path, f"track={{prometheus: {{port: {port}, textfile: {tmp_path}/prom}}}}")
+    feed = Follower(one.run, "prometheus")
+    one.steps(5)
+    gpu = {"index": 3, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
+    look = {"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}
+    (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(look) + "\n")
+    feed.catch_up()
+    one.crash()
+    one.evaluate()
+    one.steps(2)
+    feed.catch_up()
+    text = scraped(port)
+    assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    own = 'run="tiny",sweep=""'
+    assert float(values[f"sluice_step{{{own}}}"]) == 2 and float(values[f"sluice_steps{{{own}}}"]) == 30
+    assert float(values[f"sluice_tokens_total{{{own}}}"]) == 512
+    assert float(values[f'sluice_stops_total{{cause="crashed",{own}}}']) == 1
+    assert float(values[f'sluice_attempts_total{{{own.split(",")[0]},stage="train",sweep=""}}']) == 2
+    assert float(values[f'sluice_evaluation{{figure="loss",{own}}}']) == 2.5
+    of_gpu = f'{{gpu="3",host="node7",{own}}}'
+    assert float(values[f"sluice_gpu_power_watts{of_gpu}"]) == 512.5
+    assert float(values[f"sluice_gpu_utilization_ratio{of_gpu}"]) == 0.5
+    assert float(values[f"sluice_gpu_memory_used_bytes{of_gpu}"]) == 2.5e9
+    lint = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert lint.returncode == 0 and not lint.stderr, lint.stderr
+
+
+def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write_config(tmp_path), ["track={wandb: {project: p}, telemetry_s: 5}"])
+    sinks.refuse_missing(config)
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"track.wandb needs wandb, which is not installed: pip install 'sluice\[wandb"):
+        rehearse(config, on_slurm=False)
+    assert not config.run.root.exists()
+
+
+def test_energy_is_the_power_between_looks(tmp_path: Path) -> None:
+    for host, watts in (("a", 100.0), ("b", 300.0)):
+        looks = [{"time": 1000.0 + 10 * n, "host": host, "gpus": [{"index": 0, "power_w": watts}]} for n in range(361)]
+        looks[200:200] = [{"time": "x"}]
+        (tmp_path / f"telemetry-{host}.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    assert energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
+    assert energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(
+        0.2, rel=0.01
+    )
+    assert energy_kwh(tmp_path / "none", [(0.0, 1e10)]) is None
+
+
+def test_a_gpu_says_what_it_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake NVML, for no GPU is here: one card, which knows nothing of ECC."""
+
+    class NVMLError(Exception):
+        pass
+
+    def lacks(*_: object) -> None:
+        raise NVMLError
+
+    fake = SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda gpu: "NVIDIA H200",
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=97),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=120_000_000_000),
+        nvmlDeviceGetPowerUsage=lambda gpu: 651_500, nvmlDeviceGetTemperature=lambda gpu, where: 66,
+        nvmlDeviceGetClockInfo=lambda gpu, which: 1785, nvmlDeviceGetCurrentClocksEventReasons=lambda gpu: 0x24,
+        nvmlDeviceGetTotalEccErrors=lacks, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0, nvmlClocksEventReasonSwPowerCap=0x4,
+        nvmlClocksThrottleReasonSwThermalSlowdown=0x20,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, fake))
+    told = {"index": 0, "name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
+    told |= {"temperature_c": 66, "sm_clock_mhz": 1785, "throttled": ["power cap", "heat"]}
+    assert Gpus().read() == [told]

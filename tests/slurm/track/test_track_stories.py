@@ -1,0 +1,242 @@
+"""Followers as they run: processes that are killed and stopped, and real servers behind them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.points import make_points
+from slurm.track.follower import Follower
+from slurm.track.sink import identity
+from slurm.track.wandb import steps_in
+from tests.slurm.track.test_followers import curve, in_float32, scraped
+from tests.support.invented import Invented, json_lines
+from tests.support.servers import free_port, mlflow_server, prometheus_server
+from tests.support.tiny import write_config
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.story
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
+        yield uri
+
+
+def curve_of_wandb(run: Run) -> list[tuple[int, float]]:
+    """Step and loss in W&B's offline files."""
+    return [(step, values["loss"]) for step, values in steps_in(run.path / "track", identity(run)) if "loss" in values]
+
+
+def mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
+    """MLflow's client, and the one run there is."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    (found,) = client.search_runs(experiments, f"tags.`sluice.run` = '{identity(run)}'")
+    return client, found
+
+
+def curve_of_mlflow(uri: str, run: Run) -> list[tuple[int, float]]:
+    """Step and loss on the server, in the order in which they came."""
+    client, found = mlflow_run(uri, run)
+    return sorted((one.step, one.value) for one in client.get_metric_history(found.info.run_id, "loss"))
+
+
+class Process:
+    """A follower, in a process of its own, killed and stopped without a word."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._run, self._name = run, name
+        self._log = open(run.path / f"{name}.log", "ab")  # noqa: SIM115
+        self.start()
+
+    def start(self) -> None:
+        """Start it, where none runs."""
+        command = [sys.executable, "-m", "slurm.track", self._name, str(self._run.path)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=self._log)
+
+    def hurt(self, way: str) -> None:
+        """Kill it and start another one; stop it; let it go on."""
+        if way == "kill":
+            self._process.kill()
+            self._process.wait(60)
+            self.start()
+        else:
+            self._process.send_signal(signal.SIGSTOP if way == "stop" else signal.SIGCONT)
+
+    def end(self) -> None:
+        """Let it hand over the rest."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(120)
+        self._process.kill()
+        self._process.wait(60)
+        self._log.close()
+
+
+def note(one: Invented, values: dict[int, set[float]]) -> None:
+    """Add what each step's loss is now to what it was before."""
+    for step, loss in one.losses().items():
+        values[step].add(round(loss, 9))
+
+
+def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
+    port = free_port()
+    track = f"{{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, prometheus: {{port: {port}}}}}"
+    one = Invented(tmp_path, f"track={track}", "train.steps=100000")
+    names, draw, values = (
+        ("tensorboard", "wandb", "mlflow", "prometheus"),
+        random.Random(1),
+        defaultdict[int, set[float]](set),
+    )
+    feeds = {name: Process(one.run, name) for name in names}
+    try:
+        for blow in range(20):
+            one.steps(draw.randint(5, 40))
+            note(one, values)
+            time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
+            feeds[names[blow % 4]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
+            draw.choice([one.save, one.save, one.crash])()
+        one.steps(10)
+        note(one, values)
+        for feed in feeds.values():
+            feed.hurt("go on")
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if f'sluice_step{{run="tiny",sweep=""}} {one.step:.1f}\n' in scraped(port):
+                    break
+            time.sleep(0.5)
+        else:
+            pytest.fail("Prometheus does not come to the last step")
+    finally:
+        for feed in feeds.values():
+            feed.end()
+    assert curve(one.run.path, "train/loss") == in_float32(one.losses().items())
+    for found in (curve_of_wandb(one.run), curve_of_mlflow(mlflow, one.run)):
+        assert [step for step, _ in found] == [*range(1, len(found) + 1)], "each step once, in order"
+        assert len(found) >= one.step
+        assert [(step, loss) for step, loss in found if round(loss, 9) not in values[step]] == []
+
+
+def sluice(*words: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "submit.py"), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -> None:
+    """A training that is stopped and goes on with one rank; the same afterwards by hand, into a sink that is new."""
+    config = write_config(tmp_path, steps=120)
+    track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, telemetry_s: 0.5}}"
+    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", track]
+    with open(tmp_path / "log", "wb") as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    path = tmp_path / "runs/tiny"
+    deadline = time.monotonic() + 300
+    while not (path / "metrics.jsonl").exists() or len((path / "metrics.jsonl").read_bytes().splitlines()) < 20:
+        assert time.monotonic() < deadline and first.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(200) == 75, (tmp_path / "log").read_text()
+    done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run.open(path)
+    losses = {line["step"]: line["loss"] for line in json_lines(run.metrics)}
+    assert [*losses] == [*range(1, 121)]
+    done = sluice("track", str(path))
+    assert done.returncode == 0 and done.stdout.count("up to date") == 3, done.stdout + done.stderr
+    assert "wandb sync" in done.stdout
+    assert curve(path, "train/loss") == in_float32(losses.items())
+    assert curve_of_wandb(run) == curve_of_mlflow(mlflow, run) == [*losses.items()]
+    client, there = mlflow_run(mlflow, run)
+    assert there.info.status == "FINISHED" and there.data.params["train.steps"] == "120"
+    assert there.data.metrics["evaluation/loss"] == pytest.approx(curve(path, "evaluation/loss")[0][1], abs=1e-3)
+    assert {one.path for one in client.list_artifacts(there.info.run_id)} >= {"config.yaml", "evaluation"}
+    looks = json_lines(next(path.glob("telemetry-*.jsonl")))
+    assert len(looks) > 3 and all(0 <= look["cpu_percent"] <= 100 and look["memory_gb"] > 0 for look in looks)
+    done = sluice("track", str(path), "--to", "jsonl", f"track.jsonl={tmp_path}/all.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [line for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
+
+
+def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None:
+    track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: sweep}}}}"
+    sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
+    run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
+    for number, point in enumerate(make_points(run)):
+        one = Invented.of(point)
+        one.steps(number + 3)
+        one.crash()
+        one.steps(number + 7)
+        for name in ("tensorboard", "wandb", "mlflow"):
+            assert Follower(point, name).follow(lambda: False)
+        losses = [*one.losses().items()]
+        assert curve(point.path, "train/loss") == in_float32(losses) and len(losses) == number + 7
+        assert [step for step, _ in curve_of_wandb(point)] == [step for step, _ in losses]
+        assert curve_of_mlflow(mlflow, point) == losses
+        found = mlflow_run(mlflow, point)[1]
+        assert found.info.run_name == f"tiny-{number:03d}" and found.data.tags["sluice.sweep"] == "tiny"
+        assert found.data.params["run.seed"] == str(4 + number % 2)
+
+
+def queries(board: Any) -> Iterator[str]:
+    """Every query of a dashboard."""
+    for panel in board["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+        yield from queries(panel) if "panels" in panel else ()
+
+
+def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
+    board = json.loads((ROOT / "dashboards/sluice.json").read_text())
+    port = free_port()
+    one = Invented(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
+    gpu = {"index": 0, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
+    gpu["temperature_c"] = 61
+    looks = [{"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}]
+    (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(looks[0]) + "\n")
+    one.steps(5)
+    one.crash()
+    one.run.event("straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
+    one.steps(3)
+    one.evaluate()
+    feed = Process(one.run, "prometheus")
+    asked = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in queries(board)]
+    assert len(asked) >= 10
+    try:
+        with prometheus_server(tmp_path, port) as uri:
+            deadline, empty = time.monotonic() + 90, asked
+            while empty and time.monotonic() < deadline:
+                time.sleep(1)
+                one.steps(1)
+                empty = [query for query in empty if not answered(uri, query)]
+            assert not empty, "no data"
+    finally:
+        feed.end()
+
+
+def answered(uri: str, query: str) -> bool:
+    """Whether Prometheus has data for a query; an error fails the test."""
+    with urllib.request.urlopen(f"{uri}/api/v1/query?query={urllib.parse.quote(query)}", timeout=20) as answer:
+        found = json.load(answer)
+    assert found["status"] == "success", query
+    return bool(found["data"]["result"])

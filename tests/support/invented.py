@@ -1,0 +1,101 @@
+"""A run whose files are written as a training would, without one: for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.files import write_json
+from pipeline.config.read import load_config
+from pipeline.run import lines
+from pipeline.run.directory import Run
+from pipeline.run.metrics import Metrics, lost_lines, rewind
+from tests.support.tiny import write_config
+
+
+class Invented:
+    """Writes steps, saves, restores: what a trainer writes, in its order (pipeline/train/trainer.py)."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.run = Run.create(load_config(write_config(folder), overrides))
+        self.anew()
+
+    @classmethod
+    def of(cls, run: Run) -> Invented:
+        """Written into a run that is made, such as a point of a sweep."""
+        one = cls.__new__(cls)
+        one.run = run
+        return one.anew()
+
+    def anew(self) -> Invented:
+        """As if nothing had been done."""
+        for name in ("track", "tensorboard", "evaluation"):
+            shutil.rmtree(self.run.path / name, ignore_errors=True)
+        self.run.evaluation.mkdir()
+        self.run.metrics.unlink(missing_ok=True)
+        self.run.events.unlink(missing_ok=True)
+        self.step, self.attempt, self._saved, self.to_cut = 0, 0, 0, False
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self.attempt += 1
+        self.run.event("started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
+        self._metrics = Metrics(self.run.metrics)
+
+    def steps(self, number: int) -> None:
+        """Go so many steps."""
+        for _ in range(number):
+            self.step += 1
+            loss = 10.0 / self.step + self.attempt
+            line = {
+                "step": self.step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "samples_consumed": 8 * self.step,
+                "tokens": 256 * self.step, "time": round(time.time(), 6), "step_time_s": 0.01, "tokens_per_s": 256.0,
+                "data_wait_s": 0.0, "exposed_comm_s": 0.001, "checkpoint_s": 0.002, "memory_gb": 1.5,
+            }  # fmt: skip
+            self._metrics.write(line)
+
+    def save(self) -> None:
+        """A checkpoint of the newest step is there."""
+        self._saved = self.step
+        self.run.event("saved", "train", step=self.step, seconds=0.1)
+
+    def lose(self) -> None:
+        """The next attempt begins, and notes what it will cut; until it does, nothing behind the save counts."""
+        self.to_cut = True
+        self.run.event("failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
+        self.begin()
+        if lost := lost_lines(self.run.metrics, self._saved):
+            self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+
+    def cut(self) -> None:
+        """It cuts, and goes on from there."""
+        rewind(self.run.metrics, self._saved)
+        self.step, self.to_cut = self._saved, False
+        self._metrics = Metrics(self.run.metrics)
+        self.run.event("restored", "train", step=self.step, seconds=0.1)
+
+    def crash(self) -> None:
+        """Both."""
+        self.lose()
+        self.cut()
+
+    def evaluate(self) -> None:
+        """The newest step was evaluated."""
+        file = self.run.evaluation / f"step-{self.step:08d}.json"
+        write_json(file, {"step": self.step, "loss": 2.5, "checkpoint": "none"})
+
+    def losses(self) -> dict[int, float]:
+        """What counts of metrics.jsonl now."""
+        last = self._saved if self.to_cut else self.step
+        found = lines.read(self.run.metrics, lines.metric)
+        return {line["step"]: line["loss"] for line in found if line["step"] <= last}
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
