@@ -43,9 +43,8 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     front: dict[str, Any] = {"license": wanted.license} if wanted.license else {}
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if config.model.init_from is not None:
-        cached = re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from))  # a folder of the Hub's cache
-        front["base_model"] = "/".join(cached.groups()) if cached else config.model.init_from.name
+    if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):  # a folder of the Hub's cache
+        front["base_model"] = "/".join(cached.groups())  # of another nobody knows the Hub's name
     task = {"type": "text-generation" if config.model.target is None else "other"}
     metrics = [{"type": key, "name": key, "value": value} for key, value in figures.items()]
     if metrics:
@@ -82,11 +81,11 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
     if steps:
         seconds, ranks = sum(line["step_time_s"] for line in steps), run.config.stages.train.ranks
         told.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
-        told.append(f"{seconds / 3600:.2f} hours of steps, each counted once, on {ranks} ranks as the config asks")
+        told.append(f"{seconds / 3600:.3g} hours of steps, each counted once; ranks: {ranks}, as the config asks")
     energy = energy_kwh(run.path, [(0.0, inf)])
     told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
-    start = source_of(run).get("files", {})
-    return told + [f"began with {name}: sha256 {digest}" for name, digest in start.items()]
+    start, folder = source_of(run).get("files", {}), run.config.model.init_from
+    return told + [f"began with {folder and folder.name}/{name}: sha256 {digest}" for name, digest in start.items()]
 
 
 def _data(run: Run) -> list[str]:

@@ -20,6 +20,8 @@ from pipeline.base.place import Place
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
+from pipeline.publish.card import write_card
+from pipeline.publish.generate import _of_run
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.support.layouts import BATCHES, STEPS, VOCAB, batches, tiny_config, train_on
@@ -312,10 +314,11 @@ def make_run(folder: Path, name: str, source: Path, steps: int) -> Run:
 
 
 def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> None:
-    source = tmp_path / "open"
+    source = tmp_path / "models--some--open/snapshots/0123"  # as a cache of the Hub has it
     save(source, "qwen3", vocab_size=320, **FAMILIES["qwen3"])  # more rows than the tokenizer has ids
     (source / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 300, "<|end|>"))
     write_json(source / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    write_json(source / "generation_config.json", {"eos_token_id": [0, 7]})
     calm, run = make_run(tmp_path, "calm", source, 8), make_run(tmp_path, "run", source, 4)
     assert run_ranks(2, stage_rank, calm.path, "train") == [Exit.DONE] * 2
     assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
@@ -327,9 +330,16 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
     assert digest(run) == digest(calm)
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    assert _of_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
     # the weights that it began with are part of what it is
     note = read_json(calm.path / SOURCE)
     assert set(note["files"]) == {"config.json", "model.safetensors"}
+    run.change([f"publish={{to: {tmp_path}}}"])
+    write_card(Run.open(run.path), tmp_path, 8, None, [])
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model: some/open\n" in card
+    for name, sha256 in note["files"].items():
+        assert f"began with 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
     (run.path / SOURCE).write_text("{}")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE} is missing or damaged"):
         run_ranks(1, stage_rank, run.path, "train")

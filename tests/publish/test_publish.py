@@ -62,6 +62,8 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     rules = {"bits_per_byte": {"max": 50}, "loss": {"min": 0.1}}
     run = wanted(license="apache-2.0", data_license="CC0", description="A test.", rules=rules, name="small")
     assert publish_stage.missing(run) == "step 3 is not published"
+    looks = [{"time": float(second), "host": "n1", "gpus": [{"index": 0, "power_w": 360e3}]} for second in (100, 110)]
+    (run.path / "telemetry-n1.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
     assert publish(run) == Exit.DONE
     assert publish_stage.missing(run) is None
     version = tmp_path / "models/small/step-00000003"
@@ -80,6 +82,10 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     assert (
         "3 steps, last loss" in card and "![training loss" in card and "<polyline" in (version / "loss.svg").read_text()
     )
+    steps = [json.loads(line)["step_time_s"] for line in run.metrics.read_text().splitlines()]
+    assert f"{sum(steps) / 3600:.3g} hours of steps" in card and "1 kWh of the GPUs" in card
+    assert "base_model" not in front
+    assert run.commit is None or f"code: {run.commit}" in card
     (corpus,) = (Path(name) for name in run.config.data.sources)
     assert f"corpus.jsonl: {corpus.stat().st_size:,} bytes, sha256 {sha256_file(corpus)}" in card
     AutoModelForCausalLM.from_pretrained(version)
