@@ -135,7 +135,7 @@ def look(asked: argparse.Namespace) -> None:
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
     else:
-        from pipeline.parallel.plan import plan
+        from pipeline.planning.plan import plan
 
         path = Path(asked.target)
         for line in plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)):

@@ -7,7 +7,7 @@ What it waits for passes inside torch, mostly out of sight. It is told where tha
 - all other layouts over our MPI group: the time blocked in its waits (pipeline/mpi/work.py).
 
 Elsewhere nothing is said: over Gloo the waits of FSDP2, DTensor and pipelines are torch's, and on GPUs the host does
-not wait. What a rank sends needs no measuring: `traffic` of pipeline/parallel/plan.py.
+not wait. What a rank sends needs no measuring: `traffic` of pipeline/parallel/traffic.py.
 """
 
 from __future__ import annotations

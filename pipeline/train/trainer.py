@@ -33,7 +33,7 @@ from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
 from pipeline.model.task import Batch, task_of
-from pipeline.parallel.plan import traffic
+from pipeline.parallel.traffic import traffic
 from pipeline.publish.open_weights import open_weights
 from pipeline.resilience.guard import Guard, recent
 from pipeline.resilience.stop import Agreement, Clock, SaveRequest

@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def go_on(place: Place, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.verify import verify
-    from pipeline.parallel.plan import plan
+    from pipeline.planning.plan import plan
     from pipeline.run.failure import explain
 
     try:

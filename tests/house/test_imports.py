@@ -55,7 +55,7 @@ def test_names_are_met_once() -> None:
     [
         ("pipeline/base/files.py", "from pipeline.config.sections import Config", "arrow"),
         ("pipeline/run/metrics.py", "from slurm.query.states import call", "arrow"),
-        ("pipeline/parallel/plan.py", "from data_prep.text.units import cut", "arrow"),
+        ("pipeline/parallel/traffic.py", "from data_prep.text.units import cut", "arrow"),
         ("slurm/query/states.py", "from slurm.show.status import judge", "arrow"),
         ("pipeline/config/types.py", "from pipeline.config.sections import Config", "circle"),
         ("slurm/show/status.py", "import numpy", "heavy"),

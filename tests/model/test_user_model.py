@@ -25,7 +25,7 @@ from pipeline.checkpoint.saved import step_name
 from pipeline.config.read import load_config
 from pipeline.config.user_model import find, found_for
 from pipeline.data.order import deal
-from pipeline.parallel.plan import plan
+from pipeline.planning.plan import plan
 from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run

@@ -11,7 +11,7 @@ import pytest
 from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
-from pipeline.parallel.plan import traffic
+from pipeline.parallel.traffic import traffic
 from tests.parallel.test_replicas import engine_of
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.mpirun import mpirun

@@ -17,7 +17,7 @@ from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.data.manifest import load_manifest, steps_of
 from pipeline.data.samples import TokenDataset
-from pipeline.parallel.plan import traffic
+from pipeline.parallel.traffic import traffic
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.support.layouts import tiny_config

@@ -22,7 +22,9 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder
 from pipeline.model.recompute import recompute
 from pipeline.model.task import Task
-from pipeline.parallel.plan import Action, actions, memory, plan, timeline
+from pipeline.planning.memory import memory
+from pipeline.planning.plan import plan
+from pipeline.planning.timeline import Action, actions, timeline
 from submit import main
 from tests.fake_gpu.peaks import PEAKS
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED

@@ -1,0 +1,1 @@
+"""What a training will need and how fast it will be, before it is queued."""

@@ -1,0 +1,107 @@
+"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from traceback import extract_tb
+
+from pipeline.base.errors import UserError, printable
+from pipeline.config.layout import Layout, layout_of
+from pipeline.config.sections import Config
+from pipeline.config.user_model import UserModel, found_for
+from pipeline.data.manifest import steps_words
+from pipeline.parallel.traffic import traffic
+from pipeline.planning.memory import Memory, memory
+from pipeline.planning.timeline import Action, actions, timeline
+from pipeline.run.code import CODE_ROOT
+
+COLUMNS = 100
+"""Width of the timeline's picture; a longer one is cut."""
+GB = 1e9
+
+
+def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterator[int]:
+    """Values of each pipeline rank's stages of a model of the user's own, which is built without memory."""
+    import torch
+
+    options = config.model.all_options
+    for rank in range(layout.pipeline):
+        try:
+            module = facts.load(facts.root.parent)
+            with torch.device("meta"):
+                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+            count = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # it is anybody's code
+            at = extract_tb(error.__traceback__)[-1]
+            told = f"{facts.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+            raise UserError(printable(f"model.target: {told}")) from error
+        yield count
+
+
+def _room(config: Config, ranks: Sequence[Memory]) -> str:
+    """What is left of a GPU, in words. Raises UserError where it is nothing."""
+    size = (config.site.gpu_memory_gib or 0) * 2**30
+    needs = [part.gathered + part.activations if config.parallel.offload else part.total for part in ranks]
+    most = max(needs)
+    if most > size:
+        raise UserError(
+            f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, and a GPU has {size / GB:.1f} "
+            f"(site.gpu_memory_gib {config.site.gpu_memory_gib:g}): lower train.micro_batch "
+            f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
+            "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
+        )
+    return f"a GPU has {size / GB:.3f} GB: {(size - most) / GB:.3f} are left for fragmentation and the libraries' own"
+
+
+def plan(config: Config) -> Iterator[str]:
+    """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
+    facts = found_for(config, [Path.cwd(), CODE_ROOT])
+    layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    parallel = config.parallel
+    zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
+    yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    if config.train.epochs is not None:
+        yield steps_words(config, config.run.root / config.run.name / "data")
+    if config.data.tokenizer.kind == "file" and config.model.vocab_size is None:
+        yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
+    yield ""
+    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
+    for rank in range(layout.world):
+        at = layout.coordinates(rank)
+        blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
+        words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
+    single = [[Action("F", 0, 0), Action("B", 0, 0)]]  # one micro-batch after the other: the first is like all
+    orders = actions(layout) if layout.pipeline > 1 else single
+    if layout.pipeline > 1:
+        rows = timeline(orders, layout.stages)
+        idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
+        yield ""
+        yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
+        yield f"gradients of inputs and of weights; · is waiting, {100 * idle:.0f} % if all stages take the same time"
+        yield from (f"{rank:>5} {row[:COLUMNS]}{'…' if len(row) > COLUMNS else ''}" for rank, row in enumerate(rows))
+    if facts is not None:
+        yield ""
+        yield f"{facts.target}: memory and communication are not estimated"
+        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tensor > 1 else "")
+        yield from (f"{rank:>5} {count:>15,}" for rank, count in enumerate(_own_parameters(config, layout, facts)))
+        return
+    yield ""
+    yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
+    heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
+    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>9}" for head in heads)
+    found = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    for rank, part in enumerate(found):
+        sizes = (part.weights, part.gathered, part.gradients, part.optimizer, part.activations, part.total)
+        yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
+    if parallel.offload:
+        yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
+    if config.site.gpu_memory_gib is not None:
+        yield _room(config, found)
+    yield ""
+    yield "a rank sends in a step"
+    sent = list(traffic(config, layout, vocab))
+    yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])
