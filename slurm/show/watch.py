@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import signal
 import statistics
 import sys
 import termios
@@ -98,6 +99,7 @@ def watch(run: Run, console: Console) -> None:
     lookout, idle, live = Lookout(run), 0, lively(console)
     history, shown = History(run.metrics, lines.metric), list[tuple[str, str]]()
     stages: Callable[[int], Group] | None = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it gets the first screen back, too
     with Screen(console) if live else nullcontext() as screen, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()

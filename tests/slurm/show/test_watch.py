@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import struct
 import termios
 import time
@@ -108,10 +109,13 @@ def test_one_screen_that_never_scrolls_and_sends_little(run: Run, tmp_path: Path
     end(terminal, b"q")
 
 
-def end(terminal: Terminal, key: bytes) -> None:
-    """Press a key: the terminal is as it was, and the last table stays below the command."""
+def end(terminal: Terminal, key: bytes | signal.Signals) -> None:
+    """Press a key, or send a signal: the terminal is as it was, and the last table stays below the command."""
     assert not termios.tcgetattr(terminal.fd)[3] & termios.ECHO
-    os.write(terminal.fd, key)
+    if isinstance(key, bytes):
+        os.write(terminal.fd, key)
+    else:
+        os.kill(terminal.pid, key)
     until(terminal, lambda sent: "\x1b[?1049l" in sent)
     sent = terminal.seen.decode()
     assert all(sent.count(f"\x1b[?{mode}h") == sent.count(f"\x1b[?{mode}l") for mode in (25, 7, 1049)), "all set back"
@@ -121,7 +125,8 @@ def end(terminal: Terminal, key: bytes) -> None:
     assert terminal.wait(60) == 0
 
 
-def test_ctrl_c_leaves_as_q_does(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [b"\x03", signal.SIGTERM])
+def test_what_ends_it_leaves_as_q_does(run: Run, tmp_path: Path, key: bytes | signal.Signals) -> None:
     terminal = Terminal(tmp_path, "status", str(run.path), "--watch")
     until(terminal, lambda sent: "q: stop watching" in sent)
-    end(terminal, b"\x03")
+    end(terminal, key)
