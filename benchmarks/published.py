@@ -46,7 +46,8 @@ TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # fused kernels by hand, those of Transformer Engine and cuDNN, tensor parallelism beside products
     (r"nemo|dgxc|mlperf|megascale|megatron-bridge|transformer.?engine",
      {"fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
-    (r"megatron|zero bubble|deepspeed|axonn|gpt-neox|colossal|bloom",
+    (r"zero bubble", {"fused": True, "scores": True, "each_micro_batch": False}),
+    (r"megatron|deepspeed|axonn|gpt-neox|colossal|bloom",
      {"fused": True, "native": False, "each_micro_batch": False}),
     (r"maxtext|jax|levanter|paxml", {"fused": True, "native": True, "hide_tensor": True}),
     (r"nanotron", {"hide_data": False, "each_micro_batch": False}),
@@ -109,7 +110,9 @@ def _schedule(text: str, virtual: int) -> str:
 def _experts(row: dict[str, str], layers: int, hidden: int, attention: int) -> dict[str, Any]:
     """Experts of a mixture, from its notes and from how many weights it has and uses."""
     notes = f"{row.get('moe_notes') or ''} {row.get('notes') or ''}"
-    if not (row.get("moe_notes") or _number(row, "ep", 1) > 1 or re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)):
+    if not (
+        row.get("moe_notes") or _number(row, "ep", 1) > 1 or re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)
+    ):
         return {}
     found = re.search(r"(\d+)\s*(?:routed\s*)?experts", notes, re.I) or re.search(r"(\d+)x\d", row["model"])
     top = re.search(r"top-?\s*(\d+)", notes, re.I)
@@ -119,6 +122,17 @@ def _experts(row: dict[str, str], layers: int, hidden: int, attention: int) -> d
     count = int(found.group(1)) if found else 64
     active = int(top.group(1)) if top else max(1, round(count * used / whole))
     return {"experts": count, "active": active, "ffn": max(1, round(used / (active * layers * 3 * hidden)))}
+
+
+def _balanced(work: Workload) -> tuple[int, ...]:
+    """Blocks of each stage where the output layer counts as what it costs."""
+    block, head = work.attention_weights + work.expert_weights, work.vocab * work.hidden
+    costs, sizes = [0] * (work.pipeline - 1) + [head], [0] * work.pipeline
+    for _ in range(work.layers):
+        cheapest = costs.index(min(costs))
+        sizes[cheapest] += 1
+        costs[cheapest] += block
+    return tuple(sizes)
 
 
 def row_of(row: dict[str, str]) -> Row:
@@ -136,17 +150,32 @@ def row_of(row: dict[str, str]) -> Row:
     if zero == 3 and context > 1 and shard == data * context:
         shard = data
     shard = shard if zero else 1
-    micro = int(_number(row, "micro_batch", 1))
+    each = _number(row, "global_batch_seqs", 0) / data / pipeline  # torch's pipelines: as many micro-batches as ranks
+    micro = int(_number(row, "micro_batch", max(1, each) if zero == 3 and pipeline > 1 else 1))
     batch = int(_number(row, "global_batch_seqs", data * micro * (8 * pipeline if pipeline > 1 else 1)))
     source = f"{row['source']} {row.get('id') or ''}"
     traits = next(made for pattern, made in TRAITS if re.search(pattern, source, re.IGNORECASE))
+    traits = {"fused": row.get("compile") == "yes", **traits}
     notes, checkpointing = row.get("notes") or "", row.get("activation_ckpt") or ""
     virtual = int(_number(row, "virtual_stages", 1)) if pipeline > 1 else 1
     if "nterleaved" in (row.get("schedule") or "") and virtual == 1 and pipeline > 1:
         virtual = 2
-    recompute = "half" if re.search("op|layer", checkpointing) or ("selective" in checkpointing and not traits) else ""
+    recompute = (
+        "half"
+        if re.search("op|layer", checkpointing) or ("selective" in checkpointing and not traits.get("native"))
+        else ""
+    )
     ffn = int(_number(row, "ffn", 8 / 3 * hidden if matrices == 3 else 4 * hidden))
     attention = hidden * (hidden // heads) * 2 * (heads + kv_heads)
+    traits["hide_tensor"] = traits.get("hide_tensor", False) or "AsyncTP" in notes
+    if _number(row, "year", 2024) <= 2022:
+        traits["scores"] = True
+    if checkpointing == "selective" and traits["fused"] and row.get("compile") != "yes":
+        recompute = "attention"  # Megatron's
+    if "mp mode pure" in notes.lower():
+        traits["reduce_bytes"] = 2
+    if made := _experts(row, layers, hidden, attention):
+        traits |= made
     work = Workload(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=int(_number(row, "vocab", 50304)),
         sequence=int(_number(row, "seq_len")), micro_batch=micro, global_batch=batch, matrices=matrices,
@@ -156,13 +185,9 @@ def row_of(row: dict[str, str]) -> Row:
         precision=_precision(row.get("precision") or "bf16"), recompute=recompute or checkpointing or "none",
         split_sequence=tensor > 1 and row.get("sequence_parallel") != "no",
     )  # fmt: skip
-    traits = {"fused": row.get("compile") == "yes", **traits}
-    traits["hide_tensor"] = traits.get("hide_tensor", False) or "AsyncTP" in notes
-    if "mp mode pure" in notes.lower():
-        traits["reduce_bytes"] = 2
-    if (made := _experts(row, layers, hidden, attention)) :
-        traits |= made
     work = replace(work, **traits)
+    if "nanotron" in source:
+        work = replace(work, stage_layers=_balanced(work))
     machine = _machine(row)
     if work.precision not in machine.achievable and work.precision not in ("bf16", "fp16"):
         raise Refused(f"{machine.gpu} has no {work.precision}")

@@ -6,9 +6,11 @@ operator (Korthikanti et al., arXiv 2205.05198, section 4), with fused attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from pipeline.planning.timeline import orders_of
+from pipeline.planning.timeline import Action, orders_of
 from pipeline.planning.workload import Workload
 
 FRAGMENTS = 1.05
@@ -34,45 +36,30 @@ class Footprint:
 
 
 def footprint(work: Workload) -> Footprint:
-    """What the fullest rank of a training holds."""
+    """What the fullest rank of a training holds: of the first and the last of its pipeline the one with more."""
+    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline))
+    ends = sorted({0, work.pipeline - 1})
+    return max((_of_rank(work, rank, orders[rank]) for rank in ends), key=lambda found: found.total)
+
+
+def _of_rank(work: Workload, rank: int, order: Sequence[Action]) -> Footprint:
     experts = work.expert_weights * max(1, work.experts) / work.expert
     block = (work.attention_weights + experts) / work.tensor
-    table = work.vocab * work.hidden / work.tensor * (2 if work.pipeline == 1 and not work.tied else 1)
-    held = work.layers / work.pipeline * block + table
+    tables = 2 if work.pipeline == 1 and not work.tied else 1
+    table = work.vocab * work.hidden / work.tensor * tables
+    own = {action.stage for action in order}
+    held = sum(work.stages[stage] for stage in own) * block + table
     share = work.shard * work.context if work.zero else 1
     tokens = work.micro_batch * work.sequence / work.context
-    width, stream = work.low_bytes, work.hidden / (work.tensor if work.split_sequence else 1)
-    query, shared = work.heads * work.head / work.tensor, work.kv_heads * work.head / work.tensor
-    inner = work.ffn * work.active / work.tensor
-    gated = (3 if work.fused else 4) if work.matrices == 3 else 2
-    kept = {
-        "none": (4 if work.fused else 6) * stream + 2 * query + 2 * shared + gated * inner,
-        "selective": 2 * stream + 2 * query + 2 * shared + (work.matrices - 1) * inner,
-        "half": 2 * stream + 1.5 * query + shared + (work.matrices - 1) * inner / 2,
-        "full": stream,
-    }
-    most = _most_in_flight(work) * work.layers / len(work.stages)
-    again = kept["none"] if work.recompute != "none" else 0.0
-    logits = tokens * work.vocab / work.tensor * (8 if work.fused else 12)
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    most = max(accumulate(change[action.kind] * work.stages[action.stage] for action in order))
+    again = work.kept_values("none") if work.recompute != "none" else 0.0
+    logits = tokens * work.vocab / work.tensor * (8 if work.native else 12)
     return Footprint(
         weights=held * work.weight_bytes / share,
-        gathered=width * (min(held, 2 * block + table) if work.zero == 3 else held),
-        gradients=held * work.gradient_bytes / (share if work.zero >= 2 and work.each_micro_batch else 1),
+        gathered=work.low_bytes * (min(held, 2 * block + table) if work.gathers_blocks else held),
+        gradients=held * work.gradient_bytes / (share if work.gathers_blocks else 1),
         optimizer=held * work.optimizer_bytes / share,
-        activations=width * tokens * (most * kept[work.recompute] + again),
-        logits=logits if work.pipeline == 1 else 0.0,
+        activations=work.low_bytes * tokens * (most * work.kept_values(work.recompute) + again),
+        logits=logits if len(work.stages) - 1 in own else 0.0,
     )
-
-
-def _most_in_flight(work: Workload) -> int:
-    """Micro-batches times stages that the fullest rank keeps for backward."""
-    if work.pipeline == 1:
-        return 1
-    most = 0
-    batches = min(work.micro_batches, 4 * work.pipeline)
-    for order in orders_of(work.schedule, work.pipeline, work.virtual_stages, batches):
-        held = 0
-        for action in order:
-            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            most = max(most, held)
-    return most

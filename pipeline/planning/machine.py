@@ -63,6 +63,11 @@ class Machine(Section):
         raise UserError(f"{self.gpu} has no {precision}; it has {', '.join(self.achievable)}")
 
     @property
+    def mature(self) -> bool:
+        """Whether any framework's kernels are as good as those that were made for this GPU."""
+        return self.attention.portable == self.attention.native
+
+    @property
     def peak_bf16(self) -> float:
         """FLOP/s that MFU is a share of."""
         return self.peak.get("bf16") or self.peak.get("fp16") or max(self.peak.values())

@@ -29,15 +29,15 @@ class Constants:
 
     matmul: float = 0.85
     """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
-    portable: float = 0.85
+    portable: float = 0.88
     """And that libraries not made for this GPU get of that."""
-    attention: float = 0.9
+    attention: float = 0.7
     """Share of the machine's attention figure over forward and backward."""
-    memory: float = 0.85
+    memory: float = 0.86
     """Share of the memory's bandwidth."""
     eager: float = 2.0
     """Times that unfused operators move what fused ones do."""
-    link: float = 0.75
+    link: float = 0.77
     """Share of a link's bandwidth."""
     launch: float = 6e-6
     """Seconds of host time per kernel."""
@@ -93,15 +93,15 @@ class _Rank:
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
         """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
-        native = 1.0 if self.work.native else self.constants.portable
+        native = 1.0 if self.work.native or self.machine.mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
         waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
         width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
         size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
         return max(2 * waves * inner / rate, self.moved(size))
 
-    def products(self) -> tuple[float, float]:
-        """Of one block, forward and backward."""
+    def products(self) -> tuple[float, float, float]:
+        """Of one block: forward, backward, and the last product of forward, which no backward wants again."""
         work, tokens, precision = self.work, self.tokens, self.work.precision
         query, shared = work.heads * work.head // work.tensor, work.kv_heads * work.head // work.tensor
         shapes: list[tuple[float, float, float, float]] = [(tokens, query + 2 * shared, work.hidden, 1)]
@@ -113,14 +113,16 @@ class _Rank:
         forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
         inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
         weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
-        return forward, inputs + weights
+        m, n, k, times = shapes[-1]
+        return forward, inputs + weights, self.product(m, n, k, precision) * times
 
     def attention(self) -> float:
         """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
         work, figures = self.work, self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)  # exponentials; blocks half masked
-        return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate
+        moved = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
+        return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate + self.moved(moved)
 
     def between(self) -> float:
         """What is between products in the forward of one block: norms, sums, activation, rotation, casts."""
@@ -141,9 +143,14 @@ class _Rank:
 
     def block(self) -> tuple[float, float]:
         """Computing of one block: forward, backward with what is made again."""
-        forward, backward = self.products()
+        forward, backward, last = self.products()
         attention, between = self.attention(), self.between()
-        again = {"selective": between, "half": between + forward / 2, "full": between + forward + attention}
+        again = {
+            "attention": attention,
+            "selective": between,
+            "half": between + forward / 2,
+            "full": between + forward - last + attention,
+        }
         first = max(forward + attention + between, self.launches())
         second = backward + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
         return first, max(second, 2 * self.launches())
@@ -230,7 +237,7 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     micro = work.micro_batches
     data, gathered, reduced = _data_per_block(rank)
     exposed = 0.0
-    if work.zero == 3:  # each micro-batch gathers, and reduces, every block while its neighbour computes
+    if work.gathers_blocks:  # each micro-batch gathers, and reduces, every block while its neighbour computes
         forward, wait = _beside(forward, gathered, constants)
         backward, more = _beside(backward, gathered + reduced * work.each_micro_batch, constants)
         exposed = (wait + more) * work.layers / work.pipeline * micro
@@ -242,7 +249,7 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
-    if work.hide_data and work.zero < 3:
+    if work.hide_data and not work.gathers_blocks:
         data = max(data - busy / micro, 0.1 * data)
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
@@ -284,7 +291,7 @@ def _data_per_block(rank: _Rank) -> tuple[float, float, float]:
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced
-    once = gather(weights * work.low_bytes, group, machine, link) * (work.zero < 3)
+    once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
     once += gather(weights * work.reduce_bytes, group, machine, link)
     replicas = rank.group(work.replicate, stride * work.shard)
     once += all_reduce(weights / shards * work.reduce_bytes, replicas, machine, link)

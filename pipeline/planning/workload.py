@@ -52,11 +52,13 @@ class Workload:
     """Blocks of each stage; (): as even as can be."""
     precision: str = "bf16"
     recompute: str = "none"
-    """none; selective: what is between matrix products; half: that and half of these; full."""
+    """none; attention; selective: what is between matrix products; half: that and half of these; full."""
     fused: bool = False
     """Whether what is between matrix products is fused: by a compiler, or by hand."""
     native: bool = False
     """Whether kernels were made for this GPU, and not for the one before."""
+    scores: bool = False
+    """Whether attention writes its scores to memory, as it did before FlashAttention."""
     split_sequence: bool = True
     """Whether tensor parallel ranks split the residual stream."""
     hide_tensor: bool = False
@@ -96,11 +98,12 @@ class Workload:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
+        """Blocks of each stage; of what is left over the first and the last, with embedding and output, get least."""
         count = self.pipeline * self.virtual_stages
-        return self.stage_layers or tuple(
-            self.layers * (at + 1) // count - self.layers * at // count for at in range(count)
-        )
+        each, over = divmod(self.layers, count)
+        first = count - 1 - over if over < count - 1 else 0
+        taking = range(max(1, first // 2 + 1), count)[:over] if over < count - 1 else range(1, count)
+        return self.stage_layers or tuple(each + (at in taking) for at in range(count))
 
     @property
     def attention_weights(self) -> int:
@@ -117,6 +120,29 @@ class Workload:
         """Of the whole model, without vectors."""
         blocks = self.attention_weights + self.expert_weights * max(1, self.experts)
         return self.layers * blocks + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
+        return self.zero == 3 and self.pipeline == 1
+
+    def kept_values(self, recompute: str) -> float:
+        """Values of a token that one block keeps for backward (Korthikanti et al., arXiv 2205.05198, section 4)."""
+        stream = self.hidden / (self.tensor if self.split_sequence else 1)
+        query, shared = (heads * self.head / self.tensor for heads in (self.heads, self.kv_heads))
+        inner = self.ffn * self.active / self.tensor
+        gated = (3 if self.fused else 4) if self.matrices == 3 else 2
+        whole = (4 if self.fused else 6) * stream + 2 * query + 2 * shared + gated * inner
+        if not self.fused:  # autograd keeps what was gathered for the products, by hand it is gathered again
+            whole += 2 * (self.hidden - stream)
+        scores = 2.5 * self.heads / self.tensor * self.sequence if self.scores else 0.0
+        return {
+            "none": whole + scores,
+            "attention": whole,
+            "selective": 2 * stream + 2 * query + 2 * shared + (self.matrices - 1) * inner,
+            "half": (whole + stream) / 2,
+            "full": stream,
+        }[recompute]
 
     @property
     def flops_per_token(self) -> float:
