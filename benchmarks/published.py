@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import UserError
 from pipeline.planning.footprint import footprint
 from pipeline.planning.machine import Link, Machine, load_machine
+from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
 
 
@@ -40,7 +42,8 @@ GPUS = (
     (r"GB300", "gb300"), (r"GB200", "gb200"), (r"B200|B100|B300", "b200"), (r"H200|GH200", "h200"), (r"H20\b", "h20"),
     (r"H800", "h800"), (r"H100.*(96GB|HBM2e)", "h100-96"), (r"H100.*PCI", "h100-pcie"), (r"H100", "h100"),
     (r"A800", "a800-80"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"MI300|MI325", "mi300x"),
-    (r"V100", "v100-32"),
+    (r"V100", "v100-32"), (r"MI250", "mi250x"), (r"v6e|trillium", "tpu-v6e"), (r"v5p", "tpu-v5p"),
+    (r"v5e|v5.?lite", "tpu-v5e"), (r"TPU.?v?4", "tpu-v4"),
 )  # fmt: skip
 TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # fused kernels by hand, those of Transformer Engine and cuDNN, tensor parallelism beside products
@@ -49,6 +52,7 @@ TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"zero bubble", {"fused": True, "scores": True, "each_micro_batch": False}),
     (r"megatron|deepspeed|axonn|gpt-neox|colossal|bloom",
      {"fused": True, "native": False, "each_micro_batch": False}),
+    (r"deepseek", {"fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
     (r"maxtext|jax|levanter|paxml", {"fused": True, "native": True, "hide_tensor": True}),
     (r"nanotron", {"hide_data": False, "each_micro_batch": False}),
     (r"", {}),
@@ -62,8 +66,10 @@ def rows_of(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             try:
-                taken.append(row_of(row))
-            except (ValueError, ArithmeticError, KeyError) as error:
+                made = row_of(row)
+                predict(made.work, made.machine)
+                taken.append(made)
+            except (UserError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
                 refused.append((row.get("id") or "?", str(error)))
     return taken, refused
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pipeline.planning.timeline import Action, orders_of
 from pipeline.planning.workload import Workload
 
-FRAGMENTS = 1.05
+FRAGMENTS = 1.08
 """What an allocator holds beyond the tensors, to what they are."""
 
 
@@ -36,16 +36,16 @@ class Footprint:
 
 
 def footprint(work: Workload) -> Footprint:
-    """What the fullest rank of a training holds: of the first and the last of its pipeline the one with more."""
+    """What the fullest rank of a training holds: of the first two and the last of its pipeline the one with most."""
     orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline))
-    ends = sorted({0, work.pipeline - 1})
+    ends = {0, min(1, work.pipeline - 1), work.pipeline - 1}
     return max((_of_rank(work, rank, orders[rank]) for rank in ends), key=lambda found: found.total)
 
 
 def _of_rank(work: Workload, rank: int, order: Sequence[Action]) -> Footprint:
     experts = work.expert_weights * max(1, work.experts) / work.expert
     block = (work.attention_weights + experts) / work.tensor
-    tables = 2 if work.pipeline == 1 and not work.tied else 1
+    tables = 2 if work.pipeline == 1 and not work.tied else rank in (0, work.pipeline - 1)
     table = work.vocab * work.hidden / work.tensor * tables
     own = {action.stage for action in order}
     held = sum(work.stages[stage] for stage in own) * block + table

@@ -62,7 +62,7 @@ class Workload:
     split_sequence: bool = True
     """Whether tensor parallel ranks split the residual stream."""
     hide_tensor: bool = False
-    """Whether tensor parallel communication runs beside the matrix products, in pieces."""
+    """Whether tensor and expert parallel communication runs beside the matrix products, in pieces."""
     hide_data: bool = True
     """Whether data parallel communication runs beside forward and backward."""
     each_micro_batch: bool = True
