@@ -58,7 +58,7 @@ def _of_rank(work: Workload, rank: int, order: Sequence[Action]) -> Footprint:
     return Footprint(
         weights=held * work.weight_bytes / share,
         gathered=work.low_bytes * (min(held, 2 * block + table) if work.gathers_blocks else held),
-        gradients=held * work.gradient_bytes / (share if work.gathers_blocks else 1),
+        gradients=held * work.gradient_bytes / (share if work.reduces_blocks else 1),
         optimizer=held * work.optimizer_bytes / share,
         activations=work.low_bytes * tokens * (most * work.kept_values(work.recompute) + again),
         logits=logits if len(work.stages) - 1 in own else 0.0,

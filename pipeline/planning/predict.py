@@ -17,7 +17,7 @@ from pipeline.planning.machine import Machine
 from pipeline.planning.timeline import Action, orders_of, replay
 from pipeline.planning.workload import Workload
 
-REPLAYED = 4
+REPLAYED = 2
 """Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
 TILE = 128 * 256
 """Outputs of a matrix product that one multiprocessor computes at a time."""
@@ -209,7 +209,8 @@ def _span(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> tuple[float, float]:
     """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
-    most = min(batches, REPLAYED * ranks + batches % ranks)
+    turn = batches // max(1, batches // ranks)
+    most = min(batches, REPLAYED * turn + batches % turn)
     orders = orders_of(schedule, ranks, virtual, most)
     half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
@@ -238,11 +239,11 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     micro = work.micro_batches
     data, gathered, reduced = _data_per_block(rank)
     exposed = 0.0
-    if work.gathers_blocks:  # each micro-batch gathers, and reduces, every block while its neighbour computes
-        forward, wait = _beside(forward, gathered, constants)
-        backward, more = _beside(backward, gathered + reduced * work.each_micro_batch, constants)
-        exposed = (wait + more) * work.layers / work.pipeline * micro
-        data = 0.0 if work.each_micro_batch else data
+    # each micro-batch gathers, or reduces, every block while its neighbour computes
+    forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
+    each = gathered * work.gathers_blocks + reduced * work.reduces_blocks
+    backward, more = _beside(backward, each, constants)
+    exposed = (wait + more) * work.layers / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
     back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(stages))
@@ -250,7 +251,7 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
-    if work.hide_data and not work.gathers_blocks:
+    if work.hide_data:
         data = max(data - busy / micro, 0.1 * data)
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
@@ -293,7 +294,7 @@ def _data_per_block(rank: _Rank) -> tuple[float, float, float]:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced
     once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
-    once += gather(weights * work.reduce_bytes, group, machine, link)
+    once += gather(weights * work.reduce_bytes, group, machine, link) * (not work.reduces_blocks)
     replicas = rank.group(work.replicate, stride * work.shard)
     once += all_reduce(weights / shards * work.reduce_bytes, replicas, machine, link)
     return once, gathered, reduced

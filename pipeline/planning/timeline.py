@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipeline.config.layout import Layout
@@ -26,6 +27,7 @@ def actions(layout: Layout) -> list[list[Action]]:
     return orders_of(layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
 
 
+@lru_cache(maxsize=256)
 def orders_of(schedule: str, pipeline: int, virtual: int, batches: int) -> list[list[Action]]:
     """What each of `pipeline` ranks does in one step, in order. Schedules that split backward are torch's own."""
     if schedule in _ONE_STAGE:
@@ -76,28 +78,34 @@ def replay(
     orders: Sequence[Sequence[Action]], stages: int, duration: Callable[[Action], float]
 ) -> list[list[tuple[Action, float]]]:
     """Each rank's actions with their starts: as soon as it is free and the neighbouring stages have delivered."""
-    ends: dict[tuple[bool, int, int], float] = {}  # (forward?, stage, micro-batch) -> when it is done
+    ahead: list[dict[int, float]] = [{} for _ in range(stages)]  # micro-batch -> when its forward is done
+    back: list[dict[int, float]] = [{} for _ in range(stages)]
     done: list[list[tuple[Action, float]]] = [[] for _ in orders]
     free = [0.0 for _ in orders]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            while len(done[rank]) < len(order):
-                action = order[len(done[rank])]
+            made, start = done[rank], free[rank]
+            for action in order[len(made) :]:
                 kind, stage, micro = action
-                start = free[rank]
+                if kind == "F":
+                    ready = ahead[stage - 1].get(micro) if stage else 0.0
+                elif kind == "W":
+                    ready = 0.0
+                else:
+                    ready = ahead[stage].get(micro)
+                    if ready is not None and stage + 1 < stages:
+                        ready = back[stage + 1].get(micro)
+                if ready is None:
+                    break
+                start = max(start, ready)
+                made.append((action, start))
+                start += duration(action)
                 if kind != "W":
-                    needs = [(True, stage, micro)] if kind != "F" else [(True, stage - 1, micro)] if stage else []
-                    needs += [(False, stage + 1, micro)] if kind != "F" and stage + 1 < stages else []
-                    if any(need not in ends for need in needs):
-                        break
-                    start = max([start, *(ends[need] for need in needs)])
-                free[rank] = start + duration(action)
-                if kind != "W":
-                    ends[(kind == "F", stage, micro)] = free[rank]
-                done[rank].append((action, start))
+                    (ahead if kind == "F" else back)[stage][micro] = start
                 moved = True
+            free[rank] = start
     if any(len(made) < len(order) for made, order in zip(done, orders, strict=True)):
         raise RuntimeError("the schedule waits for itself")
     return done

@@ -126,6 +126,11 @@ class Workload:
         """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
         return self.zero == 3 and self.pipeline == 1
 
+    @property
+    def reduces_blocks(self) -> bool:
+        """Whether gradients are reduced block by block in each micro-batch."""
+        return self.zero >= 2 and self.pipeline == 1 and self.each_micro_batch
+
     def kept_values(self, recompute: str) -> float:
         """Values of a token that one block keeps for backward (Korthikanti et al., arXiv 2205.05198, section 4)."""
         stream = self.hidden / (self.tensor if self.split_sequence else 1)
