@@ -6,9 +6,9 @@ Each row is predicted with the constants of pipeline/planning/predict.py. The ta
 the source is predicted by constants that were fitted to all other sources. `--fit` prints constants fitted to all rows;
 `--write` writes the table to benchmarks/results/plan.md. Rows that cannot be taken are listed with the reason.
 
-The fit is a maximum a posteriori: each constant has a prior (its physical value in `PRIOR`, 20 % wide), each source
-has the same weight, and the residual of a row is the logarithm of predicted over printed tokens/s, with the weight
-1/|residual| beyond 5 % so that a few odd rows do not rule.
+The fit is a maximum a posteriori: each constant has a prior (its physical value in `PRIOR`, 20 % wide), a source
+counts by the root of its rows, and the residual of a row is the logarithm of predicted over printed tokens/s, expected
+to be 10 %, and weighed by 1/|residual| beyond 5 % so that a few odd rows do not rule.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.footprint import footprint
 from benchmarks.published import Row, rows_of
 from benchmarks.table import write_table
-from pipeline.planning.footprint import footprint
 from pipeline.planning.predict import DEFAULT, Constants, Prediction, predict
 
 PRIOR = Constants(
     matmul=0.85, portable=0.85, attention=0.8, memory=0.85, eager=2.0, link=0.75, launch=6e-6, hidden=0.6,
     beside=0.15, jitter=0.01,
 )  # fmt: skip
-WIDTH = 0.2
+WIDTH, NOISE = 0.2, 0.1
 
 
 def predicted(row: Row, constants: Constants = DEFAULT) -> float:
@@ -68,9 +68,8 @@ def _solve(
     """Logarithms that make offset + slopes @ logs small, by rows' weights, and stay near the prior."""
     counts = Counter(row.source for row in rows)
     share = np.array([1 / np.sqrt(counts[row.source]) for row in rows])
-    noise = 0.1
     for _ in range(10):
-        weight = share / np.maximum(0.05, np.abs(found)) / noise * 0.1
+        weight = share / (NOISE * np.maximum(0.05, np.abs(found)))
         left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(prior)) / WIDTH**2
         logs = np.linalg.solve(left, prior / WIDTH**2 - slopes.T @ (weight * offset))
         found = offset + slopes @ logs

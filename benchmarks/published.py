@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.footprint import footprint
 from pipeline.base.errors import UserError
-from pipeline.planning.footprint import footprint
 from pipeline.planning.machine import Link, Machine, load_machine
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload

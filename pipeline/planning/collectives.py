@@ -62,15 +62,11 @@ def all_to_all(size: float, group: Group, machine: Machine, share: float = 1.0, 
     away = (1 - group.in_node / group.ranks) * min(1.0, group.nodes / copies)
     inside = size * (group.in_node - 1) / group.ranks / (machine.inside.bandwidth * share)
     between = size * away / (machine.between.bandwidth * share)
-    return max(inside, between) + send_latency(group, machine) * (group.ranks > 1)
+    link = machine.between if group.nodes > 1 else machine.inside
+    return max(inside, between) + link.latency * (group.ranks > 1)
 
 
 def send(size: float, neighbours: Group, machine: Machine, share: float = 1.0) -> float:
     """Seconds of a message to the next rank of a group."""
     link = machine.between if neighbours.in_node == 1 else machine.inside
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
-
-
-def send_latency(group: Group, machine: Machine) -> float:
-    """Seconds of an empty message within a group."""
-    return (machine.between if group.nodes > 1 else machine.inside).latency

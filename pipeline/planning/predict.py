@@ -29,19 +29,19 @@ class Constants:
 
     matmul: float = 0.87
     """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
-    portable: float = 0.87
+    portable: float = 0.89
     """And that libraries not made for this GPU get of that."""
-    attention: float = 0.69
+    attention: float = 0.6
     """Share of the machine's attention figure over forward and backward."""
-    memory: float = 0.865
+    memory: float = 0.93
     """Share of the memory's bandwidth."""
-    eager: float = 1.95
+    eager: float = 1.75
     """Times that unfused operators move what fused ones do."""
-    link: float = 0.76
+    link: float = 0.78
     """Share of a link's bandwidth."""
     launch: float = 6e-6
     """Seconds of host time per kernel."""
-    hidden: float = 0.6
+    hidden: float = 0.64
     """Share of tensor parallel communication that runs beside products where it is cut into pieces."""
     beside: float = 0.15
     """Slow-down of computing while a collective runs beside it, for it takes multiprocessors and memory."""

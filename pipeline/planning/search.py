@@ -20,7 +20,6 @@ from pipeline.base.errors import UserError, printable
 from pipeline.config.layout import Layout, LayoutError, layout_of
 from pipeline.config.parallel import DataParallel
 from pipeline.config.sections import Config
-from pipeline.planning.footprint import FRAGMENTS
 from pipeline.planning.machine import Machine
 from pipeline.planning.memory import memory
 from pipeline.planning.predict import Prediction, predict
@@ -33,6 +32,8 @@ SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb
 """With their stages per rank. `gpipe` is never better than 1f1b, and torch's others hardly than these."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 GB = 1e9
+FRAGMENTS = 1.08
+"""What an allocator holds, to what its tensors are; published peaks agree best with it (benchmarks/footprint.py)."""
 
 
 @dataclass(frozen=True)

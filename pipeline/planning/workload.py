@@ -71,10 +71,6 @@ class Workload:
     """Of a weight on the wire, and of a value of the stream."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
-    weight_bytes: float = 4
-    """Of a weight between steps; 6: with a copy in the low precision that is always there."""
-    gradient_bytes: float = 4
-    optimizer_bytes: float = 8
 
     @property
     def head(self) -> int:
@@ -116,12 +112,6 @@ class Workload:
         return self.matrices * self.hidden * self.ffn
 
     @property
-    def parameters(self) -> int:
-        """Of the whole model, without vectors."""
-        blocks = self.attention_weights + self.expert_weights * max(1, self.experts)
-        return self.layers * blocks + self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @property
     def gathers_blocks(self) -> bool:
         """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
         return self.zero == 3 and self.pipeline == 1
@@ -130,24 +120,6 @@ class Workload:
     def reduces_blocks(self) -> bool:
         """Whether gradients are reduced block by block in each micro-batch."""
         return self.zero >= 2 and self.pipeline == 1 and self.each_micro_batch
-
-    def kept_values(self, recompute: str) -> float:
-        """Values of a token that one block keeps for backward (Korthikanti et al., arXiv 2205.05198, section 4)."""
-        stream = self.hidden / (self.tensor if self.split_sequence else 1)
-        query, shared = (heads * self.head / self.tensor for heads in (self.heads, self.kv_heads))
-        inner = self.ffn * self.active / self.tensor
-        gated = (3 if self.fused else 4) if self.matrices == 3 else 2
-        whole = (4 if self.fused else 6) * stream + 2 * query + 2 * shared + gated * inner
-        if not self.fused:  # autograd keeps what was gathered for the products, by hand it is gathered again
-            whole += 2 * (self.hidden - stream)
-        scores = 2.5 * self.heads / self.tensor * self.sequence if self.scores else 0.0
-        return {
-            "none": whole + scores,
-            "attention": whole,
-            "selective": 2 * stream + 2 * query + 2 * shared + (self.matrices - 1) * inner,
-            "half": (whole + stream) / 2,
-            "full": stream,
-        }[recompute]
 
     @property
     def flops_per_token(self) -> float:
@@ -162,8 +134,6 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""
     model, train, parallel = config.model, config.train, config.parallel
     low = train.precision != "fp32"
-    kept = 2 if config.optimizer.state.master == "none" else 4
-    moments = {"fp32": 8, "bf16": 4, "int8": 2}[config.optimizer.state.moments]
     return Workload(
         layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
         vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
@@ -172,6 +142,5 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
         zero=layout.zero, schedule=layout.schedule, virtual_stages=layout.virtual_stages,
         stage_layers=tuple(map(len, layout.stage_layers)), precision=train.precision,
         recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence,
-        each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4, reduce_bytes=4,
-        weight_bytes=kept, gradient_bytes=kept, optimizer_bytes=moments,
+        each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
     )  # fmt: skip
