@@ -147,7 +147,11 @@ def main() -> None:
         figures += [quantile(others, 0.5), quantile(others, 0.9)]
         words = f"{quantile(memory, 0.5):.1f} % of {len(memory)}" if memory else "-"
         lines.append([source, str(len(own)), *(f"{figure:.1f} %" for figure in figures), words])
-    note = "Prediction against print, tokens/s of one GPU."
+    note = (
+        "Tokens/s of one GPU: predicted with pipeline/planning/predict.py's constants, against what was printed; and "
+        "with constants that were fitted to all other sources. `python -m benchmarks.plan FILE.csv --write` (the rows "
+        "are not part of this repository). Worst rows and why: docs/planning.md."
+    )
     header = ["source", "rows", "median error", "signed", "p90", "median, fitted without it", "p90, so", "memory"]
     lines.append(["all", str(len(rows)), *(f"{x:.1f} %" for x in (quantile(list(errors.values()), 0.5),
         100 * float(np.median(list(errors.values()))), quantile(list(errors.values()), 0.9), quantile(apart, 0.5),

@@ -107,7 +107,13 @@ def _precision(text: str) -> str:
 
 
 def _schedule(text: str, virtual: int) -> str:
-    for pattern, name in ((r"zb.?v", "zbv"), (r"zb-?2p", "zb2p"), (r"zb", "zb1p"), (r"gpipe|afab", "gpipe")):
+    for pattern, name in (
+        (r"dualpipe", "dualpipe_v"),
+        (r"zb.?v", "zbv"),
+        (r"zb-?2p", "zb2p"),
+        (r"zb", "zb1p"),
+        (r"gpipe|afab", "gpipe"),
+    ):
         if re.search(pattern, text, re.IGNORECASE) and "1F1B" not in text:
             return name
     return "interleaved_1f1b" if virtual > 1 else "1f1b"
@@ -165,6 +171,8 @@ def row_of(row: dict[str, str]) -> Row:
     notes, checkpointing = row.get("notes") or "", row.get("activation_ckpt") or ""
     virtual = int(_number(row, "virtual_stages", 1)) if pipeline > 1 else 1
     if "nterleaved" in (row.get("schedule") or "") and virtual == 1 and pipeline > 1:
+        virtual = 2
+    if re.search("dualpipe|zb.?v", row.get("schedule") or "", re.IGNORECASE):
         virtual = 2
     recompute = (
         "half"

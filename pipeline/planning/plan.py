@@ -67,8 +67,10 @@ def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> I
     whole = found.tokens_per_gpu * layout.world
     yield f"{whole:,.0f} of all; MFU {100 * found.mfu:.1f} % (attention counted whole); how well: docs/planning.md"
     names = ("compute", "tensor", "pipeline", "data", "bubble", "optimizer")
-    shares = (f"{name} {100 * getattr(found, name) / found.step:.1f} %" for name in names)
-    yield f"of the step {', '.join(shares)} (tensor, pipeline, data: communication that nothing hides)"
+    shares = {name: getattr(found, name) / found.step for name in names}
+    shares["the slowest rank"] = 1 - sum(shares.values())
+    words = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= 5e-4)
+    yield f"of the step {words} (tensor, pipeline, data: communication that nothing hides)"
 
 
 def choose(config: Config, machine: Machine, nodes: str | None, write: Path | None, said: list[str]) -> Iterator[str]:

@@ -232,6 +232,8 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     rank, stages = _Rank(work, machine, constants), work.stages
     forward, backward = rank.block()
     tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
+    if work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
+        expert = max(0.0, expert - forward)
     talk = tensor + context + expert
     again = talk if work.recompute == "full" else 0.0
     head_forward, head_backward = rank.head()

@@ -42,6 +42,8 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
         {"model": "x-A3B", "ep": "8", "params_b": "30", "n_matmul_b": "9"},
         {"pp": "8", "dp_total": "8", "dp_shard_degree": "8", "zero_stage": "1", "schedule": "interleaved 1F1B",
          "virtual_stages": "2", "source": "NeMo"},
+        {"pp": "8", "dp_total": "8", "dp_shard_degree": "8", "zero_stage": "1", "schedule": "DualPipe", "ep": "8",
+         "params_b": "30", "n_matmul_b": "9", "global_batch_seqs": "256"},
         {"pp": "8", "dp_total": "8", "zero_stage": "0", "schedule": "ZB-2p", "micro_batch": "", "activation_ckpt": ""},
     ]  # fmt: skip
     refused = [
