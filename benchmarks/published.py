@@ -42,18 +42,17 @@ GPUS = (
     (r"GB300", "gb300"), (r"GB200", "gb200"), (r"B200|B100|B300", "b200"), (r"H200|GH200", "h200"), (r"H20\b", "h20"),
     (r"H800", "h800"), (r"H100.*(96GB|HBM2e)", "h100-96"), (r"H100.*PCI", "h100-pcie"), (r"H100", "h100"),
     (r"A800", "a800-80"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"MI300|MI325", "mi300x"),
-    (r"V100", "v100-32"), (r"MI250", "mi250x"), (r"v6e|trillium", "tpu-v6e"), (r"v5p", "tpu-v5p"),
+    (r"V100", "v100-32"), (r"MI350|MI355", "mi355x"), (r"gaudi", "gaudi2"), (r"MI250", "mi250x"),
+    (r"v6e|trillium", "tpu-v6e"), (r"v5p", "tpu-v5p"),
     (r"v5e|v5.?lite", "tpu-v5e"), (r"TPU.?v?4", "tpu-v4"),
 )  # fmt: skip
 TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # fused kernels by hand, those of Transformer Engine and cuDNN, tensor parallelism beside products
-    (r"nemo|dgxc|mlperf|megascale|megatron-bridge|transformer.?engine",
-     {"fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
-    (r"zero bubble", {"fused": True, "scores": True, "each_micro_batch": False}),
-    (r"megatron|deepspeed|axonn|gpt-neox|colossal|bloom",
-     {"fused": True, "native": False, "each_micro_batch": False}),
-    (r"deepseek", {"fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
-    (r"maxtext|jax|levanter|paxml", {"fused": True, "native": True, "hide_tensor": True}),
+    (r"nemo|dgxc|mlperf|megascale|megatron-bridge|transformer.?engine|deepseek",
+     {"by_hand": True, "fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
+    (r"zero bubble", {"by_hand": True, "fused": True, "scores": True, "each_micro_batch": False}),
+    (r"megatron|deepspeed|axonn|gpt-neox|colossal|bloom", {"by_hand": True, "fused": True, "each_micro_batch": False}),
+    (r"maxtext|jax|levanter|paxml", {"by_hand": True, "fused": True, "native": True, "hide_tensor": True}),
     (r"nanotron", {"hide_data": False, "each_micro_batch": False}),
     (r"", {}),
 )  # fmt: skip
@@ -67,7 +66,11 @@ def rows_of(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
         for row in csv.DictReader(file):
             try:
                 made = row_of(row)
-                predict(made.work, made.machine)
+                try:
+                    predict(made.work, made.machine)
+                except (RuntimeError, LookupError, ValueError):  # batches that its schedule does not take: the nearest
+                    made = replace(made, work=replace(made.work, schedule="1f1b", virtual_stages=1, stage_layers=()))
+                    predict(made.work, made.machine)
                 taken.append(made)
             except (UserError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
                 refused.append((row.get("id") or "?", str(error)))
@@ -147,6 +150,15 @@ def _balanced(work: Workload) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _recompute(text: str, traits: dict[str, Any]) -> str:
+    """What a framework means by its word for recomputation."""
+    if re.search(r"full|block|uniform|yes", text, re.IGNORECASE):
+        return "full"
+    if re.search(r"selective\((op|layer)", text) or ("selective" in text and not traits.get("by_hand")):
+        return "half"  # torch's: every other product, or block
+    return "attention" if re.search(r"selective|attn|attention|mlp|partial", text, re.IGNORECASE) else "none"
+
+
 def row_of(row: dict[str, str]) -> Row:
     """One row. Raises Refused, and ValueError, for what cannot be taken."""
     tokens = _number(row, "tokens_per_s_per_gpu", _number(row, "tokens_per_s_per_gpu_derived", 0))
@@ -165,7 +177,10 @@ def row_of(row: dict[str, str]) -> Row:
     each = _number(row, "global_batch_seqs", 0) / data / pipeline  # torch's pipelines: as many micro-batches as ranks
     micro = int(_number(row, "micro_batch", max(1, each) if zero == 3 and pipeline > 1 else 1))
     batch = int(_number(row, "global_batch_seqs", data * micro * (8 * pipeline if pipeline > 1 else 1)))
+    batch = max(1, batch // (data * micro)) * data * micro
     source = f"{row['source']} {row.get('id') or ''}"
+    if "megatron" in source.lower() and _number(row, "year", 2024) >= 2024:
+        source += " mlperf"  # since then it has Transformer Engine and its overlaps, as NeMo
     traits = next(made for pattern, made in TRAITS if re.search(pattern, source, re.IGNORECASE))
     traits = {"fused": row.get("compile") == "yes", **traits}
     notes, checkpointing = row.get("notes") or "", row.get("activation_ckpt") or ""
@@ -174,18 +189,11 @@ def row_of(row: dict[str, str]) -> Row:
         virtual = 2
     if re.search("dualpipe|zb.?v", row.get("schedule") or "", re.IGNORECASE):
         virtual = 2
-    recompute = (
-        "half"
-        if re.search("op|layer", checkpointing) or ("selective" in checkpointing and not traits.get("native"))
-        else ""
-    )
     ffn = int(_number(row, "ffn", 8 / 3 * hidden if matrices == 3 else 4 * hidden))
     attention = hidden * (hidden // heads) * 2 * (heads + kv_heads)
     traits["hide_tensor"] = traits.get("hide_tensor", False) or "AsyncTP" in notes
     if _number(row, "year", 2024) <= 2022:
         traits["scores"] = True
-    if checkpointing == "selective" and traits["fused"] and row.get("compile") != "yes":
-        recompute = "attention"  # Megatron's
     if "mp mode pure" in notes.lower():
         traits["reduce_bytes"] = 2
     if made := _experts(row, layers, hidden, attention):
@@ -196,9 +204,10 @@ def row_of(row: dict[str, str]) -> Row:
         tied=row.get("tied_embeddings") == "1", tensor=tensor, pipeline=pipeline, context=context,
         expert=int(_number(row, "ep", 1)), replicate=max(1, data // shard), shard=shard, zero=zero,
         schedule=_schedule(row.get("schedule") or "", virtual), virtual_stages=virtual,
-        precision=_precision(row.get("precision") or "bf16"), recompute=recompute or checkpointing or "none",
+        precision=_precision(row.get("precision") or "bf16"), recompute=_recompute(checkpointing, traits),
         split_sequence=tensor > 1 and row.get("sequence_parallel") != "no",
     )  # fmt: skip
+    traits.pop("by_hand", None)
     work = replace(work, **traits)
     if "nanotron" in source:
         work = replace(work, stage_layers=_balanced(work))
