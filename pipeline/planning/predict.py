@@ -254,7 +254,8 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     else:
         span = busy = micro * (sum(ahead) + sum(back))
     if work.hide_data:
-        data = max(data - busy / micro, 0.1 * data)
+        taken = (gathered * work.gathers_blocks + each) * work.layers / work.pipeline  # of the last micro-batch's time
+        data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
     optimizer = rank.moved(local * 30) * (1 if work.fused else constants.eager)

@@ -186,6 +186,19 @@ def test_context_parallel_is_hidden_by_long_attention() -> None:
     assert predict(short, slow).context > 0 and predict(long, slow).context == 0
 
 
+@pytest.mark.parametrize("batches", [1, 4])
+def test_on_a_slow_network_zero_3_is_its_traffic(batches: int) -> None:
+    """Each micro-batch gathers bf16 weights forward and backward, and reduces fp32 gradients: 8 bytes per weight."""
+    slow = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
+    work = replace(SMALL, vocab=1, shard=64, zero=3, global_batch=64 * 2 * batches)
+    weights = 16 * (work.attention_weights + work.expert_weights)
+    found = predict(work, slow, PERFECT)
+    assert found.step == pytest.approx(batches * 8 * weights * 63 / 64 / 8e8, rel=1e-3)
+    assert found.data == pytest.approx(found.step - found.compute, rel=1e-6)
+    once = predict(replace(work, each_micro_batch=False), slow, PERFECT)
+    assert once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
+
+
 def test_zero_3_under_a_pipeline_gathers_once() -> None:
     slow = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
     alone = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
