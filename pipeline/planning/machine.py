@@ -62,6 +62,10 @@ class Machine(Section):
                 return self.achievable[name]
         raise UserError(f"{self.gpu} has no {precision}; it has {', '.join(self.achievable)}")
 
+    def in_nodes_of(self, ranks: int) -> Machine:
+        """The same with so many GPUs in a node; where links inside reach beyond a node, as a rack's do, it stays."""
+        return self if self.gpus_per_node > 8 else self.model_copy(update={"gpus_per_node": ranks})
+
     @property
     def mature(self) -> bool:
         """Whether any framework's kernels are as good as those that were made for this GPU."""

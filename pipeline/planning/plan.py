@@ -62,7 +62,7 @@ def _room(config: Config, ranks: Sequence[Memory]) -> str:
 
 def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
     """What a step takes on a machine."""
-    found = predict(workload_of(config, layout, vocab), machine)
+    found = predict(workload_of(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
     yield f"predicted for {machine.gpu}: a step in {found.step:.3g} s, {found.tokens_per_gpu:,.0f} tokens/s of a GPU,"
     whole = found.tokens_per_gpu * layout.world
     yield f"{whole:,.0f} of all; MFU {100 * found.mfu:.1f} % (attention counted whole); how well: docs/planning.md"

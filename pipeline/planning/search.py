@@ -84,7 +84,7 @@ class Choice:
 def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterator[Choice]:
     """Every layout on `nodes` nodes, predicted, in no order."""
     per_node, batch = config.stages.train.tasks_per_node, config.train.global_batch
-    world = nodes * per_node
+    world, machine = nodes * per_node, machine.in_nodes_of(per_node)
     tensors, pipelines = _divisors(world, per_node), _divisors(world, config.model.layers)
     for tensor, pipeline in product(tensors, pipelines):
         data, left = divmod(world, tensor * pipeline)

@@ -205,6 +205,12 @@ def test_zero_3_under_a_pipeline_gathers_once() -> None:
     assert predict(alone, slow).data > 4 * predict(replace(alone, pipeline=2), slow).data
 
 
+def test_a_node_has_as_many_gpus_as_the_site_says() -> None:
+    assert H100.in_nodes_of(4).gpus_per_node == 4 and load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
+    spread = replace(SMALL, tensor=8)
+    assert predict(spread, H100.in_nodes_of(4)).tensor > 2 * predict(spread, H100).tensor
+
+
 def test_a_config_is_translated_whole() -> None:
     more = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)

@@ -57,7 +57,9 @@ def everything() -> list[tuple[float, float]]:
         layout = layout_of(config, vocab_size=VOCAB)
         orders = actions(layout)
         size = max(memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
-        found.append((predict(workload_of(config, layout, VOCAB), H100).tokens_per_gpu, FRAGMENTS * size))
+        found.append(
+            (predict(workload_of(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu, FRAGMENTS * size)
+        )
     return found
 
 
