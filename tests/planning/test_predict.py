@@ -208,7 +208,7 @@ def test_zero_3_under_a_pipeline_gathers_once() -> None:
 def test_a_node_has_as_many_gpus_as_the_site_says() -> None:
     assert H100.in_nodes_of(4).gpus_per_node == 4 and load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
     spread = replace(SMALL, tensor=8)
-    assert predict(spread, H100.in_nodes_of(4)).tensor > 2 * predict(spread, H100).tensor
+    assert predict(spread, H100.in_nodes_of(4)).tensor > 1.5 * predict(spread, H100).tensor
 
 
 def test_a_config_is_translated_whole() -> None:
