@@ -131,6 +131,8 @@ def _experts(row: dict[str, str], layers: int, hidden: int, attention: int) -> d
         return {}
     found = re.search(r"(\d+)\s*(?:routed\s*)?experts", notes, re.I) or re.search(r"(\d+)x\d", row["model"])
     top = re.search(r"top-?\s*(\d+)", notes, re.I)
+    if not row.get("n_matmul_b") and found:  # the MLP's width is that of an expert
+        return {"experts": int(found.group(1)), "active": int(top.group(1)) if top else 2}
     vocab = _number(row, "vocab", 50304) * hidden
     whole = _number(row, "params_b") * 1e9 - 2 * vocab - layers * attention
     used = _number(row, "n_matmul_b") * 1e9 - vocab - layers * attention

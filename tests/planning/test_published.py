@@ -40,6 +40,7 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
         {"gpu": "H800", "precision": "fp8"}, {"gpu": "TPU v5p"}, {"gpu": "A100-40GB", "vocab": ""},
         {"cp": "4", "dp_total": "16", "dp_shard_degree": "16"},
         {"model": "Mixtral-8x7B", "ep": "8", "moe_notes": "8 experts, top-2", "params_b": "46.7", "n_matmul_b": "12.7"},
+        {"model": "8x7B", "n_matmul_b": ""},
         {"model": "x-A3B", "ep": "8", "params_b": "30", "n_matmul_b": "9"},
         {"pp": "8", "dp_total": "8", "dp_shard_degree": "8", "zero_stage": "1", "schedule": "interleaved 1F1B",
          "virtual_stages": "2", "source": "NeMo"},
@@ -60,7 +61,7 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
     for (name, why), (number, (_, told)) in zip(others, enumerate(refused, len(taken)), strict=True):
         assert name == str(number) and told in why
     assert all(500 < predicted(row) < 50_000 for row in rows)
-    mixture, other = rows[10].work, rows[11].work
+    mixture, other = rows[10].work, rows[12].work
     assert (mixture.experts, mixture.active, mixture.expert) == (8, 2, 8) and 12e3 < mixture.ffn < 15e3
     assert other.experts * other.expert_weights * 32 == pytest.approx(27.6e9, rel=0.1)
 
