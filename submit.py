@@ -326,10 +326,21 @@ def doctor(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")], overrides: Overrides = None
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")],
+    overrides: Overrides = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="predict the speed on it: one of configs/machines, a file")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="the fastest layouts that fit, instead of the config's own")
+    ] = False,
+    nodes: Annotated[str | None, typer.Option(metavar="N|N..M", help="with --best: on so many nodes")] = None,
+    write: Annotated[bool, typer.Option("--write", help="with --best: the first, as a config beside CONFIG")] = False,
 ) -> None:
-    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
-    raise _child("plan", str(config), *(overrides or []))
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed."""
+    named = [f"--{key}={value}" for key, value in (("machine", machine), ("nodes", nodes)) if value is not None]
+    asked = [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
+    raise _child("plan", str(config), *named, *asked, *(overrides or []))
 
 
 @app.command()

@@ -7,6 +7,7 @@
     python -m pipeline export RUN DIR [--step N] [--dtype bf16]   a checkpoint's weights as safetensors
     python -m pipeline generate RUN|FOLDER --prompt=TEXT [--max-tokens N] [--temperature T]   what it goes on with
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
+    python -m pipeline plan CONFIG --machine h100 [--best [--nodes 2..64] [--write]]   and its speed; the best layouts
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -112,6 +113,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: the likeliest token each time")
     parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="only the likeliest of this probability")
     parser.add_argument("--seed", metavar="S", type=int, default=1, help="of what is drawn")
+    parser.add_argument("--machine", metavar="NAME|FILE", help="plan: what to predict for")
+    parser.add_argument("--best", action="store_true", help="plan: the fastest layouts that fit")
+    parser.add_argument("--nodes", metavar="N|N..M", help="plan --best: on so many nodes")
+    parser.add_argument("--write", action="store_true", help="plan --best: the first, as a config beside CONFIG")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -135,10 +140,21 @@ def look(asked: argparse.Namespace) -> None:
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
     else:
-        from pipeline.planning.plan import plan
+        from pipeline.planning.machine import load_machine
+        from pipeline.planning.plan import choose, plan
 
         path = Path(asked.target)
-        for line in plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)):
+        config = Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)
+        name = asked.machine or config.site.machine
+        machine = load_machine(name) if name else None
+        lines = plan(config, machine)
+        if asked.best:
+            if machine is None or (asked.write and path.is_dir()):
+                raise UserError(
+                    "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
+                )
+            lines = choose(config, machine, asked.nodes, path if asked.write else None, asked.overrides)
+        for line in lines:
             print(line)
 
 

@@ -161,6 +161,8 @@ class SiteConfig(Section):
     """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB, as `nvidia-smi` says (MiB / 1024): `plan` refuses a layout that needs more."""
+    machine: str | None = None
+    """What `plan` predicts for: a name in configs/machines, such as `h100`, or the absolute path of such a file."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
     gpu_type: str | None = None

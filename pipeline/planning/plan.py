@@ -1,4 +1,4 @@
-"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication."""
+"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication, speed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.traffic import traffic
+from pipeline.planning.machine import Machine
 from pipeline.planning.memory import Memory, memory
+from pipeline.planning.predict import predict
+from pipeline.planning.search import node_counts, search, write_choice
 from pipeline.planning.timeline import Action, actions, timeline
+from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
 
 COLUMNS = 100
@@ -56,7 +60,32 @@ def _room(config: Config, ranks: Sequence[Memory]) -> str:
     return f"a GPU has {size / GB:.3f} GB: {(size - most) / GB:.3f} are left for fragmentation and the libraries' own"
 
 
-def plan(config: Config) -> Iterator[str]:
+def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
+    """What a step takes on a machine."""
+    found = predict(workload_of(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
+    yield f"predicted for {machine.gpu}: a step in {found.step:.3g} s, {found.tokens_per_gpu:,.0f} tokens/s of a GPU,"
+    whole = found.tokens_per_gpu * layout.world
+    yield f"{whole:,.0f} of all; MFU {100 * found.mfu:.1f} % (attention counted whole); how well: docs/planning.md"
+    names = ("compute", "tensor", "pipeline", "data", "bubble", "optimizer")
+    shares = {name: getattr(found, name) / found.step for name in names}
+    shares["the slowest rank"] = 1 - sum(shares.values())
+    words = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= 5e-4)
+    yield f"of the step {words} (tensor, pipeline, data: communication that nothing hides)"
+
+
+def choose(config: Config, machine: Machine, nodes: str | None, write: Path | None, said: list[str]) -> Iterator[str]:
+    """The lines of `--best`; `write`: the config beside which the first is written, with the overrides `said`."""
+    if config.model.target is not None:
+        raise UserError("--best is for the decoder, whose sizes it knows; not for model.target")
+    vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
+    lines, first = search(config, machine, vocab, node_counts(nodes or str(config.stages.train.most_nodes)))
+    yield f"layouts on {machine.gpu}; tokens/s are of one GPU, GB of its fullest"
+    yield from lines
+    if write is not None:
+        yield f"written: {write_choice(first, write, said)}"
+
+
+def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
@@ -105,3 +134,6 @@ def plan(config: Config) -> Iterator[str]:
     yield "a rank sends in a step"
     sent = list(traffic(config, layout, vocab))
     yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])
+    if machine is not None:
+        yield ""
+        yield from predicted(config, layout, vocab, machine)

@@ -727,7 +727,11 @@ def test_schema_knows_extends_and_descriptions() -> None:
     )
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "machines"),  # of tests/planning
+    ids=lambda path: str(path.relative_to(CONFIGS)),
+)
 def test_examples(path: Path, tmp_path: Path) -> None:
     """Each example is a whole run or a section's content, and tells editors which schema it follows."""
     match = re.match(r"# yaml-language-server: \$schema=([^#\s]+)(?:#/\$defs/(\w+))?\n", path.read_text())

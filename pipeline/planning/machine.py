@@ -1,0 +1,95 @@
+"""A machine as the prediction sees it: one GPU, the links inside a node, those between nodes.
+
+`configs/machines/NAME.yaml` has some; a file of one's own, with the same keys, describes any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import yaml
+from pydantic import PositiveFloat, PositiveInt, ValidationError
+
+from pipeline.base.errors import UserError, printable
+from pipeline.config.types import Section
+from pipeline.run.code import CODE_ROOT
+
+MACHINES = CODE_ROOT / "configs" / "machines"
+
+
+class Link(Section):
+    """One GPU's way to others."""
+
+    bandwidth: PositiveFloat
+    """Bytes per second in one direction."""
+    latency: PositiveFloat
+    """Seconds of one message, and of one hop of a collective."""
+
+
+class Attention(Section):
+    """FLOP/s of fused attention, forward, causal, heads of 128."""
+
+    portable: PositiveFloat
+    """Of FlashAttention 2, which most frameworks take."""
+    native: PositiveFloat
+    """Of kernels that were made for this GPU: cuDNN's, FlashAttention 3."""
+
+
+class Machine(Section):
+    """What a file of a machine says."""
+
+    gpu: str
+    memory_gib: PositiveFloat
+    bandwidth: PositiveFloat
+    """Bytes per second of the GPU's memory."""
+    multiprocessors: PositiveInt
+    peak: dict[str, PositiveFloat]
+    """FLOP/s by precision, dense, of the vendor's sheet."""
+    achievable: dict[str, PositiveFloat]
+    """FLOP/s of a long matrix product."""
+    attention: Attention
+    gpus_per_node: PositiveInt
+    """GPUs that share the links inside."""
+    inside: Link
+    between: Link
+
+    def rate(self, precision: str) -> float:
+        """Achievable FLOP/s; of fp16 and bf16 one stands for the other. Raises UserError where it has none."""
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(precision, precision)
+        for name in (precision, other):
+            if name in self.achievable:
+                return self.achievable[name]
+        raise UserError(f"{self.gpu} has no {precision}; it has {', '.join(self.achievable)}")
+
+    def in_nodes_of(self, ranks: int) -> Machine:
+        """The same with so many GPUs in a node; where links inside reach beyond a node, as a rack's do, it stays."""
+        return self if self.gpus_per_node > 8 else self.model_copy(update={"gpus_per_node": ranks})
+
+    @property
+    def mature(self) -> bool:
+        """Whether any framework's kernels are as good as those that were made for this GPU."""
+        return self.attention.portable == self.attention.native
+
+    @property
+    def peak_bf16(self) -> float:
+        """FLOP/s that MFU is a share of."""
+        return self.peak.get("bf16") or self.peak.get("fp16") or max(self.peak.values())
+
+
+def load_machine(name: str) -> Machine:
+    """The machine NAME of configs/machines, or in file `name`. Raises UserError with the way out."""
+    known = sorted(path.stem for path in MACHINES.glob("*.yaml"))
+    path = MACHINES / f"{name}.yaml" if name in known else Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
+        told = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(printable(f"{name}: no such machine or file{told} There are {', '.join(known)}"))
+    try:
+        return Machine.model_validate(yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(printable(f"{path}: {error}")) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(printable(f"{path}: {where}: {first['msg']}; configs/machines/h100.yaml is complete")) from None

@@ -1,0 +1,303 @@
+"""Step time of a training on a machine, from first principles: no torch, no measurement, milliseconds to compute.
+
+Each operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009); each
+collective α·hops + bytes/β (collectives.py). A block's operators add up, forward and backward, to the durations with
+which the pipeline's own timeline is replayed (timeline.py). What runs beside computing costs what is longer than it.
+`Constants` are all that is fitted; docs/planning.md says to what, and how well that does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+
+from pipeline.planning.collectives import Group, all_reduce, all_to_all, gather, send
+from pipeline.planning.machine import Machine
+from pipeline.planning.timeline import Action, orders_of, replay
+from pipeline.planning.workload import Workload
+
+REPLAYED = 2
+"""Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
+TILE = 128 * 256
+"""Outputs of a matrix product that one multiprocessor computes at a time."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say. Fitted by `python -m benchmarks.plan`, which starts at what is known of kernels."""
+
+    matmul: float = 0.87
+    """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
+    portable: float = 0.89
+    """And that libraries not made for this GPU get of that."""
+    attention: float = 0.6
+    """Share of the machine's attention figure over forward and backward."""
+    memory: float = 0.93
+    """Share of the memory's bandwidth."""
+    eager: float = 1.75
+    """Times that unfused operators move what fused ones do."""
+    link: float = 0.78
+    """Share of a link's bandwidth."""
+    launch: float = 6e-6
+    """Seconds of host time per kernel."""
+    hidden: float = 0.64
+    """Share of tensor parallel communication that runs beside products where it is cut into pieces."""
+    beside: float = 0.15
+    """Slow-down of computing while a collective runs beside it, for it takes multiprocessors and memory."""
+    jitter: float = 0.01
+    """Step time that each doubling of the nodes adds: the slowest rank is waited for."""
+
+
+DEFAULT = Constants()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step on the busiest rank."""
+
+    step: float
+    tokens_per_gpu: float
+    """Tokens per second of one GPU."""
+    mfu: float
+    """Model FLOP/s as a share of the GPU's bf16 peak, attention counted whole."""
+    compute: float
+    tensor: float
+    """Exposed communication of each group: nothing runs beside it."""
+    context: float
+    expert: float
+    pipeline: float
+    data: float
+    bubble: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A workload on a machine: durations of the pieces of its step."""
+
+    work: Workload
+    machine: Machine
+    constants: Constants
+
+    @property
+    def tokens(self) -> float:
+        return self.work.micro_batch * self.work.sequence / self.work.context
+
+    def group(self, ranks: int, stride: int) -> Group:
+        return Group.of(ranks, stride, self.machine)
+
+    def moved(self, size: float) -> float:
+        """Seconds in which `size` bytes are read or written."""
+        return size / (self.machine.bandwidth * self.constants.memory)
+
+    def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
+        """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
+        native = 1.0 if self.work.native or self.machine.mature else self.constants.portable
+        rate = self.machine.rate(precision) * self.constants.matmul * native
+        waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
+        width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
+        size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
+        return max(2 * waves * inner / rate, self.moved(size))
+
+    def products(self) -> tuple[float, float, float]:
+        """Of one block: forward, backward, and the last product of forward, which no backward wants again."""
+        work, tokens, precision = self.work, self.tokens, self.work.precision
+        query, shared = work.heads * work.head // work.tensor, work.kv_heads * work.head // work.tensor
+        shapes: list[tuple[float, float, float, float]] = [(tokens, query + 2 * shared, work.hidden, 1)]
+        shapes += [(tokens, work.hidden, query, 1)]
+        here = max(1, work.experts // work.expert)  # experts on this rank, and rows for each
+        rows = tokens * work.active * work.expert / work.experts if work.experts else tokens
+        inner = work.ffn / work.tensor
+        shapes += [(rows, inner * (work.matrices - 1), work.hidden, here), (rows, work.hidden, inner, here)]
+        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
+        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
+        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
+        m, n, k, times = shapes[-1]
+        return forward, inputs + weights, self.product(m, n, k, precision) * times
+
+    def attention(self) -> float:
+        """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
+        work, figures = self.work, self.machine.attention
+        rate = (figures.native if work.native else figures.portable) * self.constants.attention
+        rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)  # exponentials; blocks half masked
+        moved = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
+        return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate + self.moved(moved)
+
+    def between(self) -> float:
+        """What is between products in the forward of one block: norms, sums, activation, rotation, casts."""
+        work = self.work
+        stream = work.hidden / (work.tensor if work.split_sequence else 1)
+        acted = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
+        turned = 2 * (work.heads + work.kv_heads) * work.head
+        size = 10 * stream + (acted + turned) / work.tensor
+        size *= work.low_bytes * (1 if work.fused else self.constants.eager)
+        if work.precision in ("fp8", "fp4"):  # inputs of products are read and written as a row and as a column
+            size += 4 * (2 * work.hidden + (work.heads * work.head + work.ffn * work.active) / work.tensor)
+        return self.moved(size * self.tokens)
+
+    def launches(self) -> float:
+        """Host time of one block's forward."""
+        kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
+        return kernels * self.constants.launch
+
+    def block(self) -> tuple[float, float]:
+        """Computing of one block: forward, backward with what is made again."""
+        forward, backward, last = self.products()
+        attention, between = self.attention(), self.between()
+        again = {
+            "attention": attention,
+            "selective": between,
+            "half": between + forward / 2,
+            "full": between + forward - last + attention,
+        }
+        first = max(forward + attention + between, self.launches())
+        second = backward + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
+        return first, max(second, 2 * self.launches())
+
+    def head(self) -> tuple[float, float]:
+        """Output layer and loss: forward, backward."""
+        work, columns = self.work, self.work.vocab / self.work.tensor
+        precision = work.precision if work.precision == "fp32" else "bf16"
+        shape = (self.tokens, columns, float(work.hidden))
+        loss = self.moved(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
+        m, n, k = shape
+        forward = self.product(m, n, k, precision)
+        return forward + loss / 2, self.product(m, k, n, precision) + self.product(k, n, m, precision) + loss / 2
+
+    def tensor(self) -> float:
+        """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
+        work, group = self.work, self.group(self.work.tensor, 1)
+        size = self.tokens * work.hidden * work.low_bytes
+        time = 4 * gather(size, group, self.machine, self.constants.link)
+        return time * (1 - self.constants.hidden if work.hide_tensor else 1)
+
+    def context(self) -> float:
+        """Keys and values of one block's forward that go round, as far as attention does not hide them."""
+        work, group = self.work, self.group(self.work.context, self.work.tensor)
+        size = 2 * self.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
+        round_trip = gather(size * work.context, group, self.machine, self.constants.link)
+        return max(0.0, round_trip - self.attention() * (1 - 1 / work.context))
+
+    def expert(self) -> float:
+        """Tokens of one block's forward to their experts and back."""
+        work = self.work
+        size = self.tokens * work.active * work.hidden * work.low_bytes / work.tensor
+        group = self.group(work.expert, work.tensor)
+        time = 2 * all_to_all(size, group, self.machine, self.constants.link, work.active) * (work.expert > 1)
+        return time * (1 - self.constants.hidden if work.hide_tensor else 1)
+
+    def sent(self) -> float:
+        """One message between pipeline stages, where the rank waits for it."""
+        work = self.work
+        size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
+        stride = work.tensor * work.context * work.data
+        neighbours = self.group(work.pipeline, stride)
+        return send(size, neighbours, self.machine, self.constants.link)
+
+    def stage_weights(self) -> float:
+        """Weights of the largest pipeline rank after tensor and expert parallelism."""
+        work = self.work
+        experts = work.expert_weights * max(1, work.experts) / work.expert
+        layers = work.layers / work.pipeline
+        table = work.vocab * work.hidden * (1 if work.pipeline > 1 or work.tied else 2)
+        return (layers * (work.attention_weights + experts) + table) / work.tensor
+
+
+@lru_cache(maxsize=4096)
+def _span(
+    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+) -> tuple[float, float]:
+    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+    turn = batches // max(1, batches // ranks)
+    most = min(batches, REPLAYED * turn + batches % turn)
+    orders = orders_of(schedule, ranks, virtual, most)
+    half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
+
+    def duration(action: Action) -> float:
+        return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
+
+    done = replay(orders, len(forward), duration)
+    starts = [made[0][1] for made in done]
+    ends = [made[-1][1] + duration(made[-1][0]) for made in done]
+    busy = max(sum(map(duration, order)) for order in orders)
+    span = max(ends) - min(starts)
+    if schedule == "zb2p":  # its ranks do not wait for each other between steps (section 4 there)
+        span = max(end - start for start, end in zip(starts, ends, strict=True))
+    return span + busy * (batches - most) / most, busy * batches / most
+
+
+def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Prediction:
+    """Step time and what it is made of. Raises UserError where the machine lacks the precision."""
+    rank, stages = _Rank(work, machine, constants), work.stages
+    forward, backward = rank.block()
+    tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
+    if work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
+        expert = max(0.0, expert - forward)
+    talk = tensor + context + expert
+    again = talk if work.recompute == "full" else 0.0
+    head_forward, head_backward = rank.head()
+    waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
+    micro = work.micro_batches
+    data, gathered, reduced = _data_per_block(rank)
+    exposed = 0.0
+    # each micro-batch gathers, or reduces, every block while its neighbour computes
+    forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
+    each = gathered * work.gathers_blocks + reduced * work.reduces_blocks
+    backward, more = _beside(backward, each, constants)
+    exposed = (wait + more) * work.layers / work.pipeline * micro
+    last = len(stages) - 1
+    ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
+    back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(stages))
+    if work.pipeline > 1:
+        span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
+    else:
+        span = busy = micro * (sum(ahead) + sum(back))
+    if work.hide_data:
+        taken = (gathered * work.gathers_blocks + each) * work.layers / work.pipeline  # of the last micro-batch's time
+        data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
+    exposed += data
+    local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
+    optimizer = rank.moved(local * 30) * (1 if work.fused else constants.eager)
+    nodes = max(1, work.world / machine.gpus_per_node)
+    step = (span + data + optimizer) * (1 + constants.jitter * log2(nodes))
+    tokens = work.global_batch * work.sequence / work.world / step
+    times = work.layers / work.pipeline * micro * (3 if work.recompute == "full" else 2)
+    return Prediction(
+        step=step,
+        tokens_per_gpu=tokens,
+        mfu=tokens * work.flops_per_token / machine.peak_bf16,
+        compute=busy - times * talk - exposed + data - 2 * waited * micro,
+        tensor=times * tensor,
+        context=times * context,
+        expert=times * expert,
+        pipeline=2 * waited * micro,
+        data=exposed,
+        bubble=span - busy,
+        optimizer=optimizer,
+    )
+
+
+def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+    """Computing with communication beside it: how long both take, and how much of that is waiting."""
+    slow = compute + constants.beside * min(compute, communication)
+    return max(slow, communication), max(0.0, communication - slow)
+
+
+def _data_per_block(rank: _Rank) -> tuple[float, float, float]:
+    """Data parallel communication: of a whole step once; of ZeRO 3 for a block, gathered and reduced."""
+    work, machine, link = rank.work, rank.machine, rank.constants.link
+    stride, weights = work.tensor * work.context, rank.stage_weights()
+    shards, inner = work.shard * work.context, work.tensor
+    group = rank.group(shards, inner)
+    block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
+    gathered = gather(block * work.low_bytes, group, machine, link)
+    reduced = gather(block * work.reduce_bytes, group, machine, link)
+    if not work.zero:
+        whole = rank.group(work.data * work.context, inner)
+        return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced
+    once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
+    once += gather(weights * work.reduce_bytes, group, machine, link) * (not work.reduces_blocks)
+    replicas = rank.group(work.replicate, stride * work.shard)
+    once += all_reduce(weights / shards * work.reduce_bytes, replicas, machine, link)
+    return once, gathered, reduced

@@ -1,0 +1,192 @@
+"""`plan CONFIG --best`: the layouts of a config's model on a machine, the fastest that fit first.
+
+All that pipeline/config/layout.py allows of tensor, pipeline, schedule, stages per rank, data and ZeRO, micro-batch and
+recomputation are predicted (milliseconds for each: nothing is left out by a heuristic); then, from the fastest on,
+memory is counted until enough are found that fit. So what is faster and does not fit is known by name, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.base.errors import UserError, printable
+from pipeline.config.layout import Layout, LayoutError, layout_of
+from pipeline.config.parallel import DataParallel
+from pipeline.config.sections import Config
+from pipeline.planning.machine import Machine
+from pipeline.planning.memory import memory
+from pipeline.planning.predict import Prediction, predict
+from pipeline.planning.timeline import actions
+from pipeline.planning.workload import workload_of
+
+SHOWN = 10
+"""Layouts that fit and are shown; of those that do not, half as many."""
+SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
+"""With their stages per rank. `gpipe` is never better than 1f1b, and torch's others hardly than these."""
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+GB = 1e9
+FRAGMENTS = 1.08
+"""What an allocator holds, to what its tensors are; published peaks agree best with it (benchmarks/footprint.py)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout, predicted."""
+
+    config: Config
+    layout: Layout
+    found: Prediction
+    nodes: int
+
+    def bytes_needed(self, vocab: int) -> float:
+        """Of the fullest rank, with what the allocator holds beyond the tensors."""
+        orders = actions(self.layout)
+        ranks = range(self.layout.pipeline)
+        return FRAGMENTS * max(memory(self.config, self.layout, rank, vocab, orders[rank]).total for rank in ranks)
+
+    def words(self) -> str:
+        """The layout in a few words."""
+        made, layout = self.config.parallel, self.layout
+        zero = f" zero {layout.zero}" + (f" over {layout.shard}" if layout.replicate > 1 else "") if layout.zero else ""
+        turns = f" {layout.schedule}" + (f" × {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
+        again = "" if made.activation_checkpointing == "none" else f", {made.activation_checkpointing} again"
+        batch = f"micro-batch {self.config.train.micro_batch}"
+        return f"{layout.words()}{turns * (layout.pipeline > 1)}{zero}, {batch}{again}"
+
+    def why(self) -> str:
+        """What its step loses to other things than computing."""
+        found = self.found
+        names = ("tensor", "pipeline", "data", "bubble", "optimizer")
+        lost = sorted(((getattr(found, name) / found.step, name) for name in names), reverse=True)
+        return ", ".join(f"{name} {100 * share:.0f} %" for share, name in lost if share >= 0.005) or "computing only"
+
+    def values(self) -> dict[str, Any]:
+        """The keys of a config that make it."""
+        parallel, layout = self.config.parallel, self.layout
+        data: Any = "auto"
+        if layout.replicate > 1 and layout.shard > 1:
+            data = {"replicate": layout.replicate, "shard": layout.shard}
+        keys = ("tensor", "pipeline", "zero", "schedule", "virtual_stages", "activation_checkpointing")
+        return {
+            "parallel": {"data": data, **{key: getattr(parallel, key) for key in keys}},
+            "train": {"micro_batch": self.config.train.micro_batch},
+            "stages": {"train": {"nodes": self.nodes}},
+        }
+
+
+def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterator[Choice]:
+    """Every layout on `nodes` nodes, predicted, in no order."""
+    per_node, batch = config.stages.train.tasks_per_node, config.train.global_batch
+    world, machine = nodes * per_node, machine.in_nodes_of(per_node)
+    tensors, pipelines = _divisors(world, per_node), _divisors(world, config.model.layers)
+    for tensor, pipeline in product(tensors, pipelines):
+        data, left = divmod(world, tensor * pipeline)
+        shards = {data, per_node // tensor} if per_node % tensor == 0 and data * tensor % per_node == 0 else {data}
+        schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
+        levels = (1, 2, 3) if pipeline == 1 else (1,)  # a pipeline keeps weights and gradients whole during a step
+        zeros = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
+        kinds = ("none", "selective", "full")
+        for micro, (zero, shard), (schedule, virtual) in product(MICRO_BATCHES, zeros, schedules):
+            if left or batch % (data * micro) or pipeline * virtual > config.model.layers:
+                continue
+            for kind in kinds:
+                made: Any = DataParallel(replicate=data // shard, shard=shard) if 1 < shard < data else "auto"
+                parallel = config.parallel.model_copy(
+                    update={
+                        "tensor": tensor, "pipeline": pipeline, "data": made, "zero": zero, "schedule": schedule,
+                        "virtual_stages": virtual, "activation_checkpointing": kind,
+                    }
+                )  # fmt: skip
+                train = config.train.model_copy(update={"micro_batch": micro})
+                other = config.model_copy(update={"parallel": parallel, "train": train})
+                with suppress(LayoutError):
+                    layout = layout_of(other, world, per_node, vocab)
+                    yield Choice(other, layout, predict(workload_of(other, layout, vocab), machine), nodes)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def best(found: Sequence[Choice], vocab: int, limit: float, most: int = SHOWN) -> tuple[list[Choice], list[Choice]]:
+    """The fastest `most` that fit into `limit` bytes, and those faster than the last of them that do not."""
+    fit: list[Choice] = []
+    over: list[Choice] = []
+    for choice in sorted(found, key=lambda made: -made.found.tokens_per_gpu):
+        (fit if choice.bytes_needed(vocab) <= limit else over).append(choice)
+        if len(fit) == most:
+            break
+    return fit, over
+
+
+def search(config: Config, machine: Machine, vocab: int, nodes: Sequence[int]) -> tuple[list[str], Choice]:
+    """What `--best` prints, and its first. Raises UserError where nothing fits."""
+    limit = (config.site.gpu_memory_gib or machine.memory_gib) * 2**30
+    lines, firsts = [], []
+    for count in nodes:
+        found = list(choices(config, machine, vocab, count))
+        fit, over = best(found, vocab, limit, SHOWN if len(nodes) == 1 else 1)
+        if fit:
+            firsts.append(fit[0])
+        lines += [_line(choice, vocab) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
+        if len(nodes) == 1:
+            near = sorted(over, key=lambda choice: choice.bytes_needed(vocab))[: SHOWN // 2]
+            lines += ["", f"faster, or as fast, but they do not fit into {limit / GB:.1f} GB"] if near else []
+            for choice in near:
+                lines.append(f"{_line(choice, vocab)}: {(choice.bytes_needed(vocab) - limit) / GB:.1f} GB too much")
+    if not firsts:
+        raise UserError(
+            f"no layout on {', '.join(map(str, nodes))} nodes fits into {limit / GB:.1f} GB: more nodes (--nodes), "
+            "another train.global_batch, or set train.loss_chunk or optimizer.state"
+        )
+    head = f"{'nodes':>5} {'step s':>8} {'tokens/s':>9} {'MFU':>5} {'GB':>6}   layout (what its step loses)"
+    return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world)
+
+
+def _line(choice: Choice, vocab: int) -> str:
+    found, size = choice.found, choice.bytes_needed(vocab) / GB
+    numbers = (
+        f"{choice.nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size:>6.1f}"
+    )
+    return f"{numbers}   {choice.words()} ({choice.why()})"
+
+
+def node_counts(text: str) -> list[int]:
+    """`4`, or `2..64`: from the first on, doubled, and the last. Raises UserError."""
+    first, _, last = text.partition("..")
+    if not first.isdecimal() or (last and not last.isdecimal()) or not 0 < int(first) <= int(last or first) <= 16384:
+        raise UserError(printable(f"--nodes {text}: write a number, or a range such as 2..64"))
+    counts = [int(first)]
+    while counts[-1] * 2 < int(last or first):
+        counts.append(counts[-1] * 2)
+    return sorted({*counts, int(last or first)})
+
+
+def write_choice(choice: Choice, path: Path, overrides: Sequence[str]) -> Path:
+    """A config beside `path` that extends it by a choice; `path` stays as it is. Raises UserError where one exists."""
+    values: dict[str, Any] = {"extends": path.name}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        *sections, last = key.split(".")
+        into = values
+        for section in sections:
+            into = into.setdefault(section, {})
+        into[last] = yaml.safe_load(text)
+    for section, made in choice.values().items():
+        into = values.setdefault(section, {})
+        into.update(made if section != "stages" else {"train": {**into.get("train", {}), **made["train"]}})
+    target = path.with_name(f"{path.stem}-best.yaml")
+    try:
+        with target.open("x") as file:
+            file.write(f"# Chosen by `plan {path.name} --best`: {choice.words()}\n")
+            yaml.safe_dump(values, file, sort_keys=False)
+    except FileExistsError:
+        raise UserError(printable(f"{target} exists: move it away, and ask again")) from None
+    return target

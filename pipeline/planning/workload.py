@@ -1,0 +1,146 @@
+"""What is trained and how it is split, as the prediction sees it: of a config, or of a published run of any framework.
+
+A plain dataclass, so that nothing of Sluice's config has to fit: other MLPs, experts, context parallel, float4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.layout import Layout
+from pipeline.config.sections import Config
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training. Sizes are of the whole model and the whole step."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    """Width of the MLP; with experts, of one expert."""
+    vocab: int
+    sequence: int
+    """Tokens."""
+    micro_batch: int
+    """Sequences of one forward on one data parallel rank."""
+    global_batch: int
+    """Sequences of one step."""
+    head_size: int = 0
+    """0: hidden / heads."""
+    matrices: int = 3
+    """Matrices of an MLP: 3 gated (SwiGLU), 2 not."""
+    tied: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    experts: int = 0
+    """Experts of each block; 0: a dense MLP."""
+    active: int = 1
+    """Experts that a token visits, shared ones included."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Ranks, of the data parallel ones, that split the experts."""
+    replicate: int = 1
+    shard: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    """Blocks of each stage; (): as even as can be."""
+    precision: str = "bf16"
+    recompute: str = "none"
+    """none; attention; selective: what is between matrix products; half: that and half of these; full."""
+    fused: bool = False
+    """Whether what is between matrix products is fused: by a compiler, or by hand."""
+    native: bool = False
+    """Whether kernels were made for this GPU, and not for the one before."""
+    scores: bool = False
+    """Whether attention writes its scores to memory, as it did before FlashAttention."""
+    split_sequence: bool = True
+    """Whether tensor parallel ranks split the residual stream."""
+    hide_tensor: bool = False
+    """Whether tensor and expert parallel communication runs beside the matrix products, in pieces."""
+    hide_data: bool = True
+    """Whether data parallel communication runs beside forward and backward."""
+    each_micro_batch: bool = True
+    """Whether ZeRO 2 and 3 reduce gradients after each micro-batch."""
+    low_bytes: int = 2
+    """Of a weight on the wire, and of a value of the stream."""
+    reduce_bytes: int = 4
+    """Of a gradient on the wire."""
+
+    @property
+    def head(self) -> int:
+        """Width of one head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def data(self) -> int:
+        """Data parallel ranks."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step on each data parallel rank."""
+        return max(1, self.global_batch // (self.data * self.micro_batch))
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Blocks of each stage; of what is left over the first and the last, with embedding and output, get least."""
+        count = self.pipeline * self.virtual_stages
+        each, over = divmod(self.layers, count)
+        first = count - 1 - over if over < count - 1 else 0
+        taking = range(max(1, first // 2 + 1), count)[:over] if over < count - 1 else range(1, count)
+        return self.stage_layers or tuple(each + (at in taking) for at in range(count))
+
+    @property
+    def attention_weights(self) -> int:
+        """Of one block."""
+        return self.hidden * self.head * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one MLP, or one expert."""
+        return self.matrices * self.hidden * self.ffn
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
+        return self.zero == 3 and self.pipeline == 1
+
+    @property
+    def reduces_blocks(self) -> bool:
+        """Whether gradients are reduced block by block in each micro-batch."""
+        return self.zero >= 2 and self.pipeline == 1 and self.each_micro_batch
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a token, forward and backward: 6 per weight that multiplies, and attention with the causal
+        half left in, as most print it (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        blocks = self.attention_weights + self.expert_weights * self.active
+        attention = 12 * self.layers * self.heads * self.head * self.sequence
+        return 6 * (self.layers * blocks + self.vocab * self.hidden) + attention
+
+
+def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
+    """What a config trains, in this layout."""
+    model, train, parallel = config.model, config.train, config.parallel
+    low = train.precision != "fp32"
+    return Workload(
+        layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
+        vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
+        global_batch=train.global_batch, head_size=model.head_size, tied=model.tie_word_embeddings,
+        tensor=layout.tensor, pipeline=layout.pipeline, replicate=layout.replicate, shard=layout.shard,
+        zero=layout.zero, schedule=layout.schedule, virtual_stages=layout.virtual_stages,
+        stage_layers=tuple(map(len, layout.stage_layers)), precision=train.precision,
+        recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence,
+        each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
+    )  # fmt: skip

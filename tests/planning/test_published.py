@@ -1,0 +1,99 @@
+"""`python -m benchmarks.plan FILE.csv`: rows are taken or refused in words; a program can read the last line."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import fit, main, predicted, rank_of_layouts, without
+from benchmarks.published import rows_of
+from pipeline.planning.predict import DEFAULT
+
+ROW = {
+    "id": "a", "source": "made up", "year": "2024", "model": "m", "params_b": "8", "layers": "32", "hidden": "4096",
+    "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB",
+    "gpus": "64", "gpus_per_node": "8", "dp_total": "64", "dp_shard_degree": "64", "zero_stage": "3", "tp": "1",
+    "pp": "1", "cp": "1", "ep": "1", "micro_batch": "1", "global_batch_seqs": "128", "precision": "bf16",
+    "activation_ckpt": "selective", "compile": "yes", "mlp_mats": "3", "tokens_per_s_per_gpu": "7000", "mem_gb": "40",
+}  # fmt: skip
+"""A row of columns that published figures have; the others may be missing."""
+
+
+def write(path: Path, *rows: dict[str, str]) -> Path:
+    made = [ROW | {"id": str(number)} | row for number, row in enumerate(rows)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in made for key in row)))
+        writer.writeheader()
+        writer.writerows(made)
+    return path
+
+
+def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
+    taken: list[dict[str, str]] = [
+        {},
+        {"tokens_per_s_per_gpu": "", "tokens_per_s_per_gpu_derived": "6500"},
+        {"gpu": "H20"}, {"gpu": "GB200 NVL72", "precision": "fp4"}, {"gpu": "V100-32GB", "precision": "fp16"},
+        {"gpu": "MI300X", "activation_ckpt": "recompute_modules=[core_attn, mlp]"},
+        {"gpu": "H800", "precision": "fp8"}, {"gpu": "TPU v5p"}, {"gpu": "A100-40GB", "vocab": ""},
+        {"cp": "4", "dp_total": "16", "dp_shard_degree": "16"},
+        {"model": "Mixtral-8x7B", "ep": "8", "moe_notes": "8 experts, top-2", "params_b": "46.7", "n_matmul_b": "12.7"},
+        {"model": "8x7B", "n_matmul_b": ""},
+        {"model": "x-A3B", "ep": "8", "params_b": "30", "n_matmul_b": "9"},
+        {"pp": "8", "dp_total": "8", "dp_shard_degree": "8", "zero_stage": "1", "schedule": "interleaved 1F1B",
+         "virtual_stages": "2", "source": "NeMo"},
+        {"pp": "8", "dp_total": "8", "dp_shard_degree": "8", "zero_stage": "1", "schedule": "DualPipe", "ep": "8",
+         "params_b": "30", "n_matmul_b": "9", "global_batch_seqs": "256"},
+        {"pp": "8", "dp_total": "8", "zero_stage": "0", "schedule": "ZB-2p", "micro_batch": "", "activation_ckpt": ""},
+    ]  # fmt: skip
+    refused = [
+        ({"layers": ""}, "no layers is printed"),
+        ({"tokens_per_s_per_gpu": ""}, "no tokens/s is printed"),
+        ({"gpu": "Ascend 910B"}, "no machine file for Ascend 910B"),
+        ({"gpu": "A100-80GB", "precision": "fp8"}, "has no fp8"),
+        ({"seq_len": "long"}, "seq_len is 'long'"),
+        ({"micro_batch": "0"}, "by zero"),
+    ]
+    rows, others = rows_of(write(tmp_path / "f.csv", *taken, *(row for row, _ in refused)))
+    assert [row.id for row in rows] == [str(number) for number in range(len(taken))]
+    for (name, why), (number, (_, told)) in zip(others, enumerate(refused, len(taken)), strict=True):
+        assert name == str(number) and told in why
+    assert all(500 < predicted(row) < 50_000 for row in rows)
+    mixture, other = rows[10].work, rows[12].work
+    assert (mixture.experts, mixture.active, mixture.expert) == (8, 2, 8) and 12e3 < mixture.ffn < 15e3
+    assert other.experts * other.expert_weights * 32 == pytest.approx(27.6e9, rel=0.1)
+
+
+def test_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "f.csv", {}, {"source": "other", "gpus": "128", "mem_gb": ""}, {"layers": ""})
+    monkeypatch.setattr("sys.argv", ["benchmarks.plan", str(path)])
+    main()
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert before == "not taken: 1 of 3 rows"
+    number = r"\d+\.\d"
+    assert re.fullmatch(
+        rf"median error {number} %, p90 {number} %, memory {number} %, rank -?\d\.\d\d over 2 rows", last
+    )
+
+
+def test_the_fit_finds_what_made_the_rows(tmp_path: Path) -> None:
+    """Rows that were computed with other constants: fitted to them, the prediction meets them; a source can go."""
+    from dataclasses import replace
+
+    layouts = [
+        {"gpus": str(gpus), "seq_len": length, "dp_total": str(gpus), "dp_shard_degree": str(gpus), "source": source,
+         "global_batch_seqs": str(2 * gpus), "compile": compiled}
+        for gpus in (8, 64) for length in ("2048", "32768") for compiled in ("yes", "no") for source in ("x", "y")
+    ]  # fmt: skip
+    rows, _ = rows_of(write(tmp_path / "f.csv", *layouts))
+    true = replace(DEFAULT, matmul=0.75, attention=0.6, eager=2.3)
+    rows = [replace(row, tokens=predicted(row, true)) for row in rows]
+    constants, slopes, offset = fit(rows)
+    worst = max(abs(predicted(row, constants) / row.tokens - 1) for row in rows)
+    assert worst < 0.03 < max(abs(predicted(row) / row.tokens - 1) for row in rows)
+    alone = without(rows, "x", slopes, offset, constants)
+    assert alone.matmul == pytest.approx(constants.matmul, rel=0.02)
+    assert rank_of_layouts(rows, [row.tokens for row in rows]) == pytest.approx(1.0)
+    assert rank_of_layouts(rows, [-row.tokens for row in rows]) == pytest.approx(-1.0)

@@ -1,0 +1,132 @@
+"""The search for layouts: nothing better is left out, what it writes is what it found, and the command says it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.gpu import ROOT
+from pipeline.base.errors import UserError
+from pipeline.config.layout import layout_of
+from pipeline.config.read import ConfigError, config_from_mapping, load_config
+from pipeline.planning.machine import load_machine
+from pipeline.planning.memory import memory
+from pipeline.planning.predict import predict
+from pipeline.planning.search import FRAGMENTS, best, choices, node_counts, search, write_choice
+from pipeline.planning.timeline import actions
+from pipeline.planning.workload import workload_of
+from submit import main
+
+H100 = load_machine("h100")
+VOCAB = 32000
+BASE: dict[str, Any] = {
+    "run": {"name": "small"},
+    "data": {"sequence_length": 2048, "tokenizer": {"vocab_size": VOCAB}},
+    "model": {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 4, "intermediate_size": 5632},
+    "train": {"steps": 2, "global_batch": 32, "micro_batch": 1, "precision": "bf16"},
+    "stages": {"train": {"nodes": 2, "tasks_per_node": 4}},
+}
+
+
+def everything() -> list[tuple[float, float]]:
+    """Tokens/s and bytes of every layout that a user could write by hand, by way of the config's own rules."""
+    found = []
+    sizes, schedules = (1, 2, 4, 8), (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
+    kinds, shards = ("none", "selective", "full"), (1, 2, 4, 8)
+    every = product(sizes, sizes, schedules, range(4), shards, (1, 2, 4, 8, 16), kinds)
+    for tensor, pipeline, (schedule, virtual), zero, shard, micro, kind in every:
+        data = 8 // (tensor * pipeline)
+        if tensor * pipeline > 8 or shard > data or (zero == 0) != (shard == 1) or (pipeline > 1 and zero > 1):
+            continue
+        if (pipeline == 1 and schedule != "1f1b") or 32 % micro or shard not in (1, data, 4 // tensor):
+            continue
+        parallel = {
+            "tensor": tensor, "pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual, "zero": zero,
+            "data": {"replicate": data // shard, "shard": shard}, "activation_checkpointing": kind,
+        }  # fmt: skip
+        try:
+            config = config_from_mapping(
+                BASE | {"parallel": parallel, "train": {**BASE["train"], "micro_batch": micro}}, "here"
+            )
+        except ConfigError:
+            continue
+        layout = layout_of(config, vocab_size=VOCAB)
+        orders = actions(layout)
+        size = max(memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
+        found.append(
+            (predict(workload_of(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu, FRAGMENTS * size)
+        )
+    return found
+
+
+def test_the_best_are_those_of_brute_force() -> None:
+    config = config_from_mapping(BASE, "here")
+    found, by_hand = list(choices(config, H100, VOCAB, 2)), everything()
+    assert len(found) == len(by_hand) > 200
+    tight = sorted(size for _, size in by_hand)[len(by_hand) // 4]
+    for limit in (tight, 80e9):
+        fit, over = best(found, VOCAB, limit)
+        wanted = sorted((tokens for tokens, size in by_hand if size <= limit), reverse=True)[:10]
+        assert [choice.found.tokens_per_gpu for choice in fit] == pytest.approx(wanted)
+        assert all(choice.bytes_needed(VOCAB) > limit for choice in over)
+    assert not over  # 80 GB are enough for all that is fast
+
+
+def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("# mine\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}}))
+    before, more = path.read_text(), ["train.global_batch=64", "model.layers=4"]
+    _, first = search(load_config(path, more), H100, VOCAB, [1, 2, 4])
+    written = write_choice(first, path, more)
+    made = load_config(written)
+    assert layout_of(made) == first.layout and made.stages.train.nodes == first.nodes
+    assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
+        64, 4, first.config.train.micro_batch,
+    )  # fmt: skip
+    assert path.read_text() == before
+    with pytest.raises(UserError, match=r"my-best.yaml exists: move it away"):
+        write_choice(first, path, more)
+
+
+def test_where_nothing_fits_it_says_so() -> None:
+    config = config_from_mapping(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
+    with pytest.raises(UserError, match=r"no layout on 2 nodes fits into 0.5 GB: more nodes \(--nodes\)"):
+        search(config, H100, VOCAB, [2])
+
+
+@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2..64", [2, 4, 8, 16, 32, 64]), ("3..7", [3, 6, 7])])
+def test_counts_of_nodes(text: str, counts: list[int]) -> None:
+    assert node_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["0", "a", "4..2", "2..", "..4", "-1", "99999"])
+def test_wrong_counts_of_nodes_are_refused(text: str) -> None:
+    if text == "2..":
+        assert node_counts(text) == [2]
+        return
+    with pytest.raises(UserError, match="write a number, or a range such as"):
+        node_counts(text)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(BASE | {"site": {"machine": "h100"}}))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(path), *words])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return (int(stopped.value.code or 0), *capfd.readouterr())
+
+    code, out, _ = run("train.global_batch=64")
+    assert code == 0 and "predicted for H100 SXM5 80 GB: a step in" in out
+    code, out, _ = run("--best", "--nodes=1", "--write", "--machine", "a100-80")
+    assert code == 0 and "layouts on A100 SXM4 80 GB" in out and f"written: {tmp_path}/my-best.yaml" in out
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "configs/lm-8b.yaml"
+    code, _, err = run("--best")
+    assert code == 2 and "--best needs --machine NAME or site.machine" in err
