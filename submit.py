@@ -141,8 +141,8 @@ def resume(
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = Executor.AUTO,
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
-    enlarge train.steps; before a training has saved, any key."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, data.max_rejected, data.verify
+    and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.submit.chain import begin_anew
@@ -150,7 +150,7 @@ def resume(
     opened = _open(run)
     opened.refuse_foreign()
     chosen = choose(executor, opened)
-    asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
+    asked_anew = any(not change.startswith(("recovery.", "goodput.")) for change in overrides or ())
     with opened.alone():  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
             opened.refuse_running(running(opened))
@@ -326,9 +326,19 @@ def doctor(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")], overrides: Overrides = None
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")],
+    overrides: Overrides = None,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="what failures cost, and how often to save; its figures: goodput.*")
+    ] = False,
+    nodes: Annotated[str | None, typer.Option(help="--goodput: on how many nodes, such as 16,2048 or 2..64")] = None,
 ) -> None:
-    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication."""
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication; or what failures cost."""
+    if goodput:
+        from slurm.show.expected import print_goodput
+
+        print_goodput(config, overrides or (), nodes, console)
+        return
     raise _child("plan", str(config), *(overrides or []))
 
 

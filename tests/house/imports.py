@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     ("pipeline/base",), ("pipeline/config",), ("pipeline/mpi",), ("pipeline/run",), ("pipeline/comm",),
     ("pipeline/data",), ("pipeline/checkpoint",), ("pipeline/resilience",), ("pipeline/parallel",),
-    ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/publish",), ("pipeline/train",), ("pipeline",),
+    ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/publish",), ("pipeline/train",),
+    ("pipeline/planning",), ("pipeline",),
     ("data_prep/inputs",), ("data_prep/text",), ("data_prep",),
     ("slurm/query",), ("slurm/show",), ("slurm/track",), ("slurm/page",), ("slurm/submit",), ("slurm/supervise",),
     ("slurm",),
