@@ -331,15 +331,19 @@ def plan(
     goodput: Annotated[
         bool, typer.Option("--goodput", help="what failures cost, and how often to save; its figures: goodput.*")
     ] = False,
+    rehearse: Annotated[
+        int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
+    ] = None,
     nodes: Annotated[str | None, typer.Option(help="--goodput: on how many nodes, such as 16,2048 or 2..64")] = None,
 ) -> None:
-    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication; or what failures cost."""
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication;
+    or what failures cost, or what a rank does."""
     if goodput:
         from slurm.show.expected import print_goodput
 
         print_goodput(config, overrides or (), nodes, console)
         return
-    raise _child("plan", str(config), *(overrides or []))
+    raise _child("plan", str(config), *(overrides or []), *([] if rehearse is None else [f"--rehearse={rehearse}"]))
 
 
 @app.command()

@@ -7,6 +7,7 @@
     python -m pipeline export RUN DIR [--step N] [--dtype bf16]   a checkpoint's weights as safetensors
     python -m pipeline generate RUN|FOLDER --prompt=TEXT [--max-tokens N] [--temperature T]   what it goes on with
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
+                                                        (--rehearse RANK: that rank, built and stepped without values)
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -111,6 +112,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=100, help="how far at most")
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: the likeliest token each time")
     parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="only the likeliest of this probability")
+    parser.add_argument("--rehearse", metavar="RANK", type=int, help="plan: build and step this rank, without values")
     parser.add_argument("--seed", metavar="S", type=int, default=1, help="of what is drawn")
     return parser.parse_intermixed_args(arguments)
 
@@ -135,10 +137,17 @@ def look(asked: argparse.Namespace) -> None:
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
     else:
-        from pipeline.parallel.plan import plan
-
         path = Path(asked.target)
-        for line in plan(Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)):
+        config = Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)
+        if asked.rehearse is not None:
+            from pipeline.planning.rehearse import rehearse
+
+            lines = rehearse(config, asked.rehearse)
+        else:
+            from pipeline.parallel.plan import plan
+
+            lines = plan(config)
+        for line in lines:
             print(line)
 
 
