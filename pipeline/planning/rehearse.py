@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.base.errors import UserError
@@ -40,6 +41,7 @@ from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.model.decoder import local
 from pipeline.model.task import Task
+from pipeline.parallel import data_parallel
 from pipeline.parallel.plan import GB, actions, memory, traffic
 from pipeline.train import engine as engines
 
@@ -126,12 +128,16 @@ class Account(TorchDispatchMode):
             return NotImplemented  # it comes again as what it is made of
         result = self.call(func, args, kwargs or {})
         for tensor in _tensors(result):
-            if tensor.device.type != "meta":
+            if self.counts(tensor):
                 self._took(tensor.untyped_storage())
         name = func.__name__.split(".")[0]
         if func.namespace in ("c10d", "_c10d_functional") and name in _OPERATIONS:
             self._sends(_OPERATIONS[name], args, args[0] if func.namespace == "c10d" else result)
         return result
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether it takes memory: DTensor asks for shapes with fake ones."""
+        return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what an operator does."""
@@ -154,6 +160,12 @@ class Account(TorchDispatchMode):
 class _Fake(Account):
     """The same of a rank that stands alone: what it sends or receives is done at once, and no number is known."""
 
+    asked_for_shapes = False
+    """Whether DTensor asks, with whole tensors of its own, for the shapes of what an operator gives."""
+
+    def counts(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.device.type != "meta" and not self.asked_for_shapes
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0
@@ -173,7 +185,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _stand_ins(config: Config, layout: Layout) -> Iterator[None]:
+def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
     """What is done otherwise than on a real rank, because it asks for values or for peers."""
 
     def outside(function: Any) -> Any:
@@ -183,16 +195,24 @@ def _stand_ins(config: Config, layout: Layout) -> Iterator[None]:
 
         return call
 
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        account.asked_for_shapes = True
+        try:
+            return shapes(*args, **kwargs)
+        finally:
+            account.asked_for_shapes = False
+
     def own_group(ranks: list[int], **options: Any) -> Any:  # tens of thousands of others take minutes
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
-        for owner, name in (
-            (engines, "make_mesh"),
-            (device_mesh.DeviceMesh, "__init__"),
-            (Task, "build"),
-        ):  # ranks are numbers
+        real = ((engines, "make_mesh"), (device_mesh.DeviceMesh, "__init__"))  # ranks are numbers
+        meta = ((Task, "build"), (Task, "cut"), (data_parallel, "shard"))  # there are no values yet in any case
+        for owner, name in (*real, *meta):
             stack.enter_context(patch.object(owner, name, outside(getattr(owner, name))))
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
         stack.enter_context(patch.object(device_mesh, "new_group", own_group))
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
         if layout.pipeline > 1:
@@ -253,7 +273,8 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with _stand_ins(config, layout), FakeTensorMode(allow_non_fake_inputs=True), _Fake() as account:
+        account = _Fake()
+        with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
             world = World(rank, size, torch.device("cpu"), "fake")
             task = Task(config, vocab)
             engine = engines.Engine(config, layout, world, task, fresh=False)
