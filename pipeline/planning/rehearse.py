@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from pipeline.base.errors import UserError
 from pipeline.comm.groups import World
@@ -136,8 +136,8 @@ class Account(TorchDispatchMode):
         return result
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether it takes memory: DTensor asks for shapes with fake ones."""
-        return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        """Whether it takes memory: wrappers of others take none, and DTensor asks for shapes with fake ones."""
+        return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what an operator does."""
@@ -160,21 +160,36 @@ class Account(TorchDispatchMode):
 class _Fake(Account):
     """The same of a rank that stands alone: what it sends or receives is done at once, and no number is known."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, Any] = {}
+
     asked_for_shapes = False
     """Whether DTensor asks, with whole tensors of its own, for the shapes of what an operator gives."""
 
     def counts(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.device.type != "meta" and not self.asked_for_shapes
+        return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.asked_for_shapes
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0
+        if func.namespace == "_c10d_functional":
+            return self._held_until_waited_for(func, args, kwargs)
         if func.namespace != "c10d":
             return func(*args, **kwargs)
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(args[0])
         work = _create_work_from_future(done).boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _held_until_waited_for(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A real collective keeps what it reads until somebody waits for what it gives; that is no copy."""
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._held.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        result = func(*args, **kwargs)
+        self._held |= {tensor.untyped_storage()._cdata: args[0] for tensor in _tensors(result)}
+        return result
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -21,16 +21,8 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import config_from_mapping, load_config, overridden
 from pipeline.config.recovery import GoodputConfig
 from pipeline.config.sections import Config
-from pipeline.planning.goodput import (
-    DAY_S,
-    Conditions,
-    best_interval_s,
-    count_bounds,
-    daly_s,
-    effective_ratio,
-    job_failure_rate,
-    young_s,
-)
+from pipeline.planning import goodput as formulas
+from pipeline.planning.goodput import DAY_S, Conditions, best_interval_s, effective_ratio, job_failure_rate
 from pipeline.planning.simulation import Pool, expect, good_intervals_s
 from pipeline.run import lines
 from pipeline.run.directory import Run
@@ -43,9 +35,8 @@ _NO_FAILURE = (
     "storage", "bad_checkpoint",
 )  # fmt: skip
 """Ends of attempts that are planned, a person's, or a person's to mend; all others count as failures."""
-_RSC = "assumed: RSC-1's, arXiv 2410.21680"
-_PAPERS: dict[str, tuple[float, str]] = {
-    "failures": (6.5, _RSC),
+_ASSUMED: dict[str, tuple[float, str]] = {
+    "failures": (6.5, "assumed: RSC-1's, arXiv 2410.21680"),
     "restart_s": (600.0, "assumed: 5 to 20 minutes on RSC-1, arXiv 2410.21680"),
     "wait_s": (60.0, "assumed: the nodes are kept"),
     "save_s": (60.0, "assumed"),
@@ -82,7 +73,7 @@ def measured(
     node_days = sum(_node_days(one, per_node) for one in attempts)
     failed = [one for one in attempts if one.cause not in _NO_FAILURE]
     if failed and node_days:
-        low, high = (1000 * bound / node_days for bound in count_bounds(len(failed)))
+        low, high = (1000 * bound / node_days for bound in formulas.count_bounds(len(failed)))
         words = f"measured: {len(failed)} in {node_days:.3g} node-days; 95 % between {low:.3g} and {high:.3g}"
         found["failures"] = Known(1000 * len(failed) / node_days, words)
         after = [two for one, two in pairwise(attempts) if one in failed]
@@ -103,12 +94,16 @@ def measured(
 
 def _node_days(attempt: Attempt, per_node: int) -> float:
     ran = sum(spent for part, spent in attempt.parts.items() if part not in WAITING)
-    return ran / DAY_S * max(1, round(attempt.ranks / per_node))
+    return ran / DAY_S * _nodes(attempt, per_node)
+
+
+def _nodes(attempt: Attempt, per_node: int) -> int:
+    return max(1, round(attempt.ranks / per_node))
 
 
 def known(config: Config, own: Mapping[str, Known]) -> dict[str, Known]:
     """Every figure that is known, by the keys of `goodput:`; `own`: what the run has measured."""
-    found = {key: Known(*paper) for key, paper in _PAPERS.items()} | dict(own)
+    found = {key: Known(*paper) for key, paper in _ASSUMED.items()} | dict(own)
     for key in GoodputConfig.model_fields:
         if key in (*_MEANING, "step_s") and (value := getattr(config.goodput, key)) is not None:
             found[key] = Known(value, f"goodput.{key}")
@@ -128,16 +123,9 @@ def known(config: Config, own: Mapping[str, Known]) -> dict[str, Known]:
 
 def conditions(config: Config, figures: Mapping[str, Known], nodes: int) -> Conditions:
     """What a training on so many nodes meets."""
-    value = {key: figure.value for key, figure in figures.items()}
-    return Conditions(
-        job_failure_rate(value["failures"], nodes),
-        value["restart_s"],
-        value["wait_s"],
-        value["save_s"],
-        value["blocked_s"],
-        config.goodput.preemptions / DAY_S,
-        config.goodput.preempted_s,
-    )
+    times = {key: figures[key].value for key in ("restart_s", "wait_s", "save_s", "blocked_s")}
+    assumed, rate = config.goodput, job_failure_rate(figures["failures"].value, nodes)
+    return Conditions(rate, **times, preemption_rate=assumed.preemptions / DAY_S, preempted_s=assumed.preempted_s)
 
 
 def sizes(text: str) -> list[int]:
@@ -184,46 +172,31 @@ def print_goodput(target: Path, overrides: Sequence[str], nodes: str | None, con
 
 def _row(config: Config, figures: Mapping[str, Known], nodes: int) -> dict[str, str]:
     """A line of the table, by its heads."""
-    job, gpus = conditions(config, figures, nodes), nodes * config.stages.train.tasks_per_node
-    best, pool = best_interval_s(job), _pool(config.goodput)
+    train, assumed, job = config.stages.train, config.goodput, conditions(config, figures, nodes)
+    gpus, best = nodes * train.tasks_per_node, best_interval_s(job)
     ratio, every = effective_ratio(job, best), config.checkpoint.every_steps
-    row = {
-        "nodes": f"{nodes:,}",
-        "GPUs": f"{gpus:,}",
-        "a failure every": span(1 / job.failure_rate),
-        "save every": span(best),
-        "Young": span(young_s(job)),
-        "Daly": span(daly_s(job)),
-        "simulated": "",
-        "effective": f"{100 * ratio:.1f} %",
-        "as it is": "",
-        "whole training": "",
-        "waiting for nodes": "",
-        "days": "never" if ratio < _LEAST_RATIO else "",
-        "95 % below": "",
-        "cost": "",
-    }
-    if "step_s" in figures and nodes == config.stages.train.most_nodes:
-        row["as it is"] = f"{100 * effective_ratio(job, every * figures['step_s'].value):.1f} %"
+    as_it_is, days = "", "never" if ratio < _LEAST_RATIO else ""
+    if "step_s" in figures and nodes == train.most_nodes:
+        as_it_is = f"{100 * effective_ratio(job, every * figures['step_s'].value):.1f} %"
+    row = {"nodes": f"{nodes:,}", "GPUs": f"{gpus:,}", "a failure every": span(1 / job.failure_rate)}
+    row |= {"save every": span(best), "Young": span(formulas.young_s(job)), "Daly": span(formulas.daly_s(job))}
+    row |= {"simulated": "", "effective": f"{100 * ratio:.1f} %", "as it is": as_it_is, "whole training": ""}
+    row |= {"waiting for nodes": "", "days": days, "95 % below": "", "cost": ""}
     if ratio < _LEAST_RATIO:
         return row
     work = figures["gpu_hours"].value * 3600 / gpus if "gpu_hours" in figures else _SIMULATED_S
+    pool = Pool(assumed.spares, 3600 * assumed.repair_hours, assumed.together, assumed.nodes_together)
     found = expect(job, best, work, pool)
     good = good_intervals_s(job, best, min(work, 1000 / job.failure_rate), pool)
     row["simulated"] = f"{span(good[0])} – {span(good[1])}"
     row["whole training"] = f"{100 * found.ratio:.1f} ± {100 * found.margin:.1f} %"
-    if config.goodput.spares is not None:
+    if assumed.spares is not None:
         row["waiting for nodes"] = f"{100 * found.no_node_s / found.mean_s:.1f} %"
     if "gpu_hours" in figures:
-        days = found.mean_s / DAY_S
-        row |= {"days": f"{days:,.2f}", "95 % below": f"{found.most_s / DAY_S:,.2f}"}
-        if config.goodput.gpu_hour is not None:
-            row["cost"] = f"{config.goodput.gpu_hour * 24 * days * gpus:,.0f}"
+        row |= {"days": f"{found.mean_s / DAY_S:,.2f}", "95 % below": f"{found.most_s / DAY_S:,.2f}"}
+        if assumed.gpu_hour is not None:
+            row["cost"] = f"{assumed.gpu_hour * found.mean_s / 3600 * gpus:,.0f}"
     return row
-
-
-def _pool(assumed: GoodputConfig) -> Pool:
-    return Pool(assumed.spares, 3600 * assumed.repair_hours, assumed.together, assumed.nodes_together)
 
 
 def _notes(config: Config, figures: Mapping[str, Known], asked: Sequence[int]) -> Iterator[str]:
@@ -234,8 +207,6 @@ def _notes(config: Config, figures: Mapping[str, Known], asked: Sequence[int]) -
         yield "whole training: of 30 days; for its own days and cost give goodput.gpu_hours or goodput.step_s, or a run"
     elif any(size != config.stages.train.most_nodes for size in asked):
         yield "days: as if twice the nodes were twice as fast; that is for the layout to show"
-    if config.goodput.preemptions:
-        yield f"preemptions: {config.goodput.preemptions:g} a day, {config.goodput.preempted_s:g} s each"
 
 
 def expected_words(
@@ -247,24 +218,21 @@ def expected_words(
     """
     per_node = config.stages.train.tasks_per_node
     own = measured(events, steps, attempts, per_node)
-    if not {"save_s", "step_s", "restart_s"} <= own.keys():
+    counted = own.pop("failures", None)
+    work = sum(total(attempts)[part] for part in PRODUCTIVE)
+    if not work or not {"save_s", "step_s", "restart_s"} <= own.keys():
         return None
-    failures = own.pop("failures", None)
     figures = known(config, own)
-    ranks = max(one.ranks for one in attempts)
-    job = conditions(config, figures, max(1, round(ranks / per_node)))
-    parts = total(attempts)
-    work = sum(parts[part] for part in PRODUCTIVE)
-    ratio = effective_ratio(job, config.checkpoint.every_steps * figures["step_s"].value)
-    if not work or not ratio:
-        return None
-    expected = figures["failures"].value / 1000 * sum(_node_days(one, per_node) for one in attempts)
-    count = sum(one.cause not in _NO_FAILURE for one in attempts)
-    return (
-        f"expected {work / (work / ratio + job.restart_s):.3f} and {expected:.2g} failures, there "
-        f"{'was' if count == 1 else 'were'} {count}: {figures['failures'].value:g} per 1,000 node-days "
-        f"({figures['failures'].whence})" + (f"; {failures.whence}" if failures else "")
+    job = conditions(config, figures, max(_nodes(one, per_node) for one in attempts))
+    interval_s = config.checkpoint.every_steps * figures["step_s"].value
+    seconds = work / max(_LEAST_RATIO, effective_ratio(job, interval_s)) + job.restart_s
+    rate, whence = figures["failures"]
+    failures = rate / 1000 * sum(_node_days(one, per_node) for one in attempts)
+    there = f"there were {sum(one.cause not in _NO_FAILURE for one in attempts)}"
+    words = (
+        f"expected {work / seconds:.3f} and {failures:.2g} failures, {there}: {rate:g} per 1,000 node-days ({whence})"
     )
+    return words + (f"; {counted.whence}" if counted else "")
 
 
 def span(spent: float) -> str:
