@@ -5,10 +5,10 @@ are torch's fake ones (`FakeTensorMode`: shape, type, device, no memory), collec
 answers at once: so one core is any rank of 16,384, and what would fail there after a day in the queue fails here. Two
 steps are made; the second one is told, for the first also sets up.
 
-What only values could tell is stood in for, in `_stand_ins`: a number that is asked of a tensor is 0, DDP keeps its
-first buckets (torch sends the order of new ones), a pipeline stage is told the shapes that its neighbours would have
-sent, and groups of other ranks are not made. Kernels are those of the CPU, not compiled, and what they take inside, and
-fragmentation, is not seen.
+What only values could tell is stood in for, in `_stand_ins`: a number that is asked of a tensor is 1 or 0, DDP keeps
+its first buckets (torch sends the order of new ones), a pipeline stage is told the shapes that its neighbours would
+have sent, and groups of other ranks are not made. Kernels are those of the CPU, not compiled, and what they take
+inside, and fragmentation, is not seen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipeline.comm.groups import World
 from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.model.decoder import local
-from pipeline.model.task import Task
+from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
 from pipeline.parallel.plan import GB, actions, memory, traffic
 from pipeline.train import engine as engines
@@ -172,7 +172,7 @@ class _Fake(Account):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0
+            return 1.0 if args[0].is_floating_point() else 0
         if func.namespace == "_c10d_functional":
             return self._held_until_waited_for(func, args, kwargs)
         if func.namespace != "c10d":
@@ -248,8 +248,7 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         config.data.sequence_length // (layout.tensor if layout.sequence else 1),
         config.model.dim,
     )
-    low = config.optimizer.state.master == "none" or (layout.fsdp and config.train.precision != "fp32")
-    dtype = (torch.float16 if config.train.precision == "fp16" else torch.bfloat16) if low else torch.float32
+    dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
     def receive(stage: Any, source: int) -> Any:
         if source > stage.stage_index:
@@ -284,6 +283,11 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
         )
     if config.model.target is not None:
         raise UserError("--rehearse: a model of your own is not rehearsed: what it takes is known from its data alone")
+    if config.optimizer.state.master == "none":
+        raise UserError(
+            "--rehearse: optimizer.state.master none is not rehearsed, for torch gives no parameter a fake tensor as "
+            "its data; with master fp32, which may be rehearsed, weights between steps take twice as much"
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

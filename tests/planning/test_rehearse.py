@@ -15,7 +15,10 @@ SIZES = {"dim": 128, "intermediate_size": 256}
 Found = dict[str, Any]
 
 
-def config_of(ranks: int, parallel: dict[str, Any], **train: Any) -> Config:
+def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
+    """`parallel` may name a precision, too."""
+    train = {key: value for key, value in parallel.items() if key == "precision"}
+    parallel = {key: value for key, value in parallel.items() if key != "precision"}
     return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64})
 
 
@@ -63,7 +66,8 @@ def fake_rank(place: Place, ranks: list[int], configs: list[Config]) -> list[lis
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}],
     4: [
-        {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"tensor": 2, "zero": 2}, {"pipeline": 2, "zero": 1},
+        {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
+        {"tensor": 2, "zero": 2, "precision": "bf16", "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, {"pipeline": 2, "tensor": 2},
     ],
     8: [
@@ -92,3 +96,81 @@ def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> No
             if abs(is_fake["peak"] / is_real["peak"] - 1) > 0.02:
                 wrong.append((parallel, rank, is_real["peak"], is_fake["peak"], is_real["kinds"], is_fake["kinds"]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+# -- what needs no second process ------------------------------------------------------------------------
+
+
+def lines(config: Config, rank: int) -> list[str]:
+    from pipeline.planning.rehearse import rehearse
+
+    return list(rehearse(config, rank))
+
+
+def lines_rank(place: Place, config: Config, rank: int) -> list[str]:
+    return lines(config, rank)
+
+
+def test_it_tells_what_a_rank_takes_and_sends() -> None:
+    config = tiny_config(1024, parallel={"zero": 3}, train={"global_batch": 2048}, model={"layers": 1})
+    (told,) = run_ranks(1, lines_rank, config, 1023)
+    assert told[0] == "rank 1023 of 1,024: pipeline 0, data 1023, tensor 0"
+    table = {tuple(line.split()[:3]) for line in told}
+    assert {
+        ("dp_shard", "512", "all-gather"),
+        ("dp_shard", "512", "reduce-scatter"),
+        ("tp", "2", "all-gather"),
+    } <= table
+    heads = next(line.split() for line in told if "gathered" in line)
+    rehearsed, plan = (
+        next(line.split()[1:] for line in told if line.split()[:1] == [name]) for name in ("rehearsed", "plan")
+    )
+    assert heads == ["weights", "gathered", "gradients", "optimizer", "activations", "sum"]
+    assert len(rehearsed) == len(plan) == len(heads)
+
+
+def failing_rank(place: Place, config: Config, rank: int) -> str:
+    """What a rehearsal is refused with."""
+    from pipeline.base.errors import UserError
+
+    try:
+        lines(config, rank)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "rank", "words"),
+    [
+        ({}, 4, "--rehearse 4: ranks are numbered from 0 to 3"),
+        ({}, -1, "--rehearse -1: ranks are numbered from 0 to 3"),
+        ({"site": {"gpu_memory_gib": 0.0001}}, 0, "needs 0.0 GB for its tensors"),
+        (
+            {"optimizer": {"state": {"master": "none"}}, "train": {"precision": "bf16"}},
+            0,
+            "optimizer.state.master none is not rehearsed",
+        ),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], rank: int, words: str) -> None:
+    (told,) = run_ranks(1, failing_rank, tiny_config(4, **sections), rank)
+    assert words in told
+
+
+def test_what_fails_on_the_rank_is_told_with_its_place() -> None:
+    (told,) = run_ranks(1, broken_rank, tiny_config(4, parallel={"zero": 3}))
+    assert told == "rank 0 fails in forward (test_rehearse.py:LINE): ValueError: out of order"
+
+
+def broken_rank(place: Place, config: Config) -> str:
+    """A block that does not work."""
+    import re
+
+    from pipeline.model import decoder
+
+    def forward(*_: Any) -> Any:
+        raise ValueError("out of order")
+
+    decoder.MLP.forward = forward  # type: ignore[assignment, method-assign]
+    return re.sub(r":\d+", ":LINE", failing_rank(place, config, 0))
