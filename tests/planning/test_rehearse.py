@@ -34,6 +34,8 @@ def told(account: Any) -> Found:
 
 def real_rank(place: Place, configs: list[Config]) -> list[Found]:
     """What the second step of this rank takes and sends, by the same account and by an independent one."""
+    import torch
+
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
@@ -42,10 +44,23 @@ def real_rank(place: Place, configs: list[Config]) -> list[Found]:
     from tests.support.layouts import batches
     from tests.support.sent import Sent
 
+    class WithoutGloos(Account):
+        """Gloo reduce-scatters a copy that it makes itself; it is first seen when it is cut."""
+
+        gloos = False
+
+        def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+            cuts = func is torch.ops.aten.split.Tensor
+            self.gloos = cuts and args[0].untyped_storage()._cdata not in self._live
+            return super().call(func, args, kwargs)
+
+        def counts(self, tensor: Any) -> bool:
+            return not self.gloos and super().counts(tensor)
+
     world, found = groups.join(place, configs[0]), []
     for config in configs:
         layout = layout_of(config, world.size, place.local_world_size, VOCAB)
-        with Account() as account:
+        with WithoutGloos() as account:
             engine = Engine(config, layout, world, Task(config, VOCAB))
             own = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data].clone()
             for step in (1, 2):
@@ -82,9 +97,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> None:
     configs = [config_of(ranks, parallel) for parallel in CASES[ranks]]
-    real = run_ranks(ranks, real_rank, configs)
-    some = sorted({0, 1, ranks // 2, ranks - 1})
-    ((fake),) = run_ranks(1, fake_rank, some, configs)
+    real = run_ranks(ranks, real_rank, configs, timeout=400)
+    some = [0, ranks - 1]
+    (fake,) = run_ranks(1, fake_rank, some, configs, timeout=400)
     wrong = []
     for number, parallel in enumerate(CASES[ranks]):
         for rank, found in zip(some, fake, strict=True):
@@ -116,11 +131,7 @@ def test_it_tells_what_a_rank_takes_and_sends() -> None:
     (told,) = run_ranks(1, lines_rank, config, 1023)
     assert told[0] == "rank 1023 of 1,024: pipeline 0, data 1023, tensor 0"
     table = {tuple(line.split()[:3]) for line in told}
-    assert {
-        ("dp_shard", "512", "all-gather"),
-        ("dp_shard", "512", "reduce-scatter"),
-        ("tp", "2", "all-gather"),
-    } <= table
+    assert {("default_pg", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= table
     heads = next(line.split() for line in told if "gathered" in line)
     rehearsed, plan = (
         next(line.split()[1:] for line in told if line.split()[:1] == [name]) for name in ("rehearsed", "plan")
