@@ -141,8 +141,8 @@ def resume(
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = Executor.AUTO,
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, data.max_rejected, data.verify and
-    enlarge train.steps; before a training has saved, any key."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, data.max_rejected, data.verify
+    and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.submit.chain import begin_anew
@@ -150,7 +150,7 @@ def resume(
     opened = _open(run)
     opened.refuse_foreign()
     chosen = choose(executor, opened)
-    asked_anew = any(not change.startswith("recovery.") for change in overrides or ())
+    asked_anew = any(not change.startswith(("recovery.", "goodput.")) for change in overrides or ())
     with opened.alone():  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
             opened.refuse_running(running(opened))
@@ -334,13 +334,26 @@ def plan(
     best: Annotated[
         bool, typer.Option("--best", help="the fastest layouts that fit, instead of the config's own")
     ] = False,
-    nodes: Annotated[str | None, typer.Option(metavar="N|N..M", help="with --best: on so many nodes")] = None,
     write: Annotated[bool, typer.Option("--write", help="with --best: the first, as a config beside CONFIG")] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="what failures cost, and how often to save; its figures: goodput.*")
+    ] = False,
+    nodes: Annotated[str | None, typer.Option(metavar="N,M|N..M", help="for --best and --goodput")] = None,
+    rehearse: Annotated[
+        int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
+    ] = None,
 ) -> None:
-    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed."""
-    named = [f"--{key}={value}" for key, value in (("machine", machine), ("nodes", nodes)) if value is not None]
-    asked = [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
-    raise _child("plan", str(config), *named, *asked, *(overrides or []))
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
+    or which is best, what failures cost, what a rank does."""
+    if goodput:
+        from slurm.show.expected import print_goodput
+
+        print_goodput(config, overrides or (), nodes, console)
+        return
+    named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
+    asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
+    asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
+    raise _child("plan", str(config), *asked, *(overrides or []))
 
 
 @app.command()

@@ -8,6 +8,7 @@
     python -m pipeline generate RUN|FOLDER --prompt=TEXT [--max-tokens N] [--temperature T]   what it goes on with
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
     python -m pipeline plan CONFIG --machine h100 [--best [--nodes 2..64] [--write]]   and its speed; the best layouts
+                                                        (--rehearse RANK: that rank, built and stepped without values)
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -112,6 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=100, help="how far at most")
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: the likeliest token each time")
     parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="only the likeliest of this probability")
+    parser.add_argument("--rehearse", metavar="RANK", type=int, help="plan: build and step this rank, without values")
     parser.add_argument("--seed", metavar="S", type=int, default=1, help="of what is drawn")
     parser.add_argument("--machine", metavar="NAME|FILE", help="plan: what to predict for")
     parser.add_argument("--best", action="store_true", help="plan: the fastest layouts that fit")
@@ -140,20 +142,25 @@ def look(asked: argparse.Namespace) -> None:
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
     else:
-        from pipeline.planning.machine import load_machine
-        from pipeline.planning.plan import choose, plan
-
         path = Path(asked.target)
         config = Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)
-        name = asked.machine or config.site.machine
-        machine = load_machine(name) if name else None
-        lines = plan(config, machine)
-        if asked.best:
-            if machine is None or (asked.write and path.is_dir()):
-                raise UserError(
-                    "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
-                )
-            lines = choose(config, machine, asked.nodes, path if asked.write else None, asked.overrides)
+        if asked.rehearse is not None:
+            from pipeline.planning.rehearse import rehearse
+
+            lines = rehearse(config, asked.rehearse)
+        else:
+            from pipeline.planning.machine import load_machine
+            from pipeline.planning.plan import choose, plan
+
+            name = asked.machine or config.site.machine
+            machine = load_machine(name) if name else None
+            lines = plan(config, machine)
+            if asked.best:
+                if machine is None or (asked.write and path.is_dir()):
+                    raise UserError(
+                        "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
+                    )
+                lines = choose(config, machine, asked.nodes, path if asked.write else None, asked.overrides)
         for line in lines:
             print(line)
 

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.recovery import GoodputConfig, RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
@@ -356,6 +356,8 @@ class Config(Section):
     """What is evaluated."""
     recovery: RecoveryConfig = RecoveryConfig()
     """What happens after a stop."""
+    goodput: GoodputConfig = GoodputConfig()
+    """How often it is expected to stop, and what that costs."""
     site: SiteConfig = SiteConfig()
     """The cluster."""
     stages: StagesConfig = StagesConfig()

@@ -1,1 +1,1 @@
-"""What a training will need and how fast it will be, before it is queued."""
+"""What a training will need, how fast it will be and what failures will cost, before it is queued."""

@@ -7,6 +7,7 @@ memory is counted until enough are found that fit. So what is faster and does no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pipeline.planning.predict import Prediction, predict
 from pipeline.planning.timeline import actions
 from pipeline.planning.workload import workload_of
 
+_MOST_NODES = 1_000_000
 SHOWN = 10
 """Layouts that fit and are shown; of those that do not, half as many."""
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
@@ -159,14 +161,20 @@ def _line(choice: Choice, vocab: int) -> str:
 
 
 def node_counts(text: str) -> list[int]:
-    """`4`, or `2..64`: from the first on, doubled, and the last. Raises UserError."""
-    first, _, last = text.partition("..")
-    if not first.isdecimal() or (last and not last.isdecimal()) or not 0 < int(first) <= int(last or first) <= 16384:
-        raise UserError(printable(f"--nodes {text}: write a number, or a range such as 2..64"))
-    counts = [int(first)]
-    while counts[-1] * 2 < int(last or first):
-        counts.append(counts[-1] * 2)
-    return sorted({*counts, int(last or first)})
+    """Numbers of nodes from `16,2048` or `2..64` (2, 4, 8 … 64). Raises UserError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)
+        if ends is None or not 1 <= int(ends[1]) <= int(ends[2] or ends[1]) <= _MOST_NODES:
+            raise UserError(
+                printable(f"--nodes {text}: write numbers from 1 to {_MOST_NODES:,} such as 16,2048, or 2..64")
+            )
+        size, last = int(ends[1]), int(ends[2] or ends[1])
+        while size < last:
+            found.append(size)
+            size *= 2
+        found.append(last)
+    return found
 
 
 def write_choice(choice: Choice, path: Path, overrides: Sequence[str]) -> Path:

@@ -20,7 +20,10 @@ from pipeline.base.errors import UserError
 from pipeline.config.masking import masked
 from pipeline.config.sections import LEAVE_SHARDS, Config
 
-_ANY_TIME = ("parallel.", "stages.", "site.", "recovery.", "publish", "track.", "data.max_rejected", "data.verify")
+_ANY_TIME = (
+    "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "data.max_rejected",
+    "data.verify",
+)  # fmt: skip
 """What `resume` takes at any time besides a longer training."""
 _OF_NO_RESULT = (
     *_ANY_TIME, "checkpoint.", "evaluate.every", "train.log_every", "run.name", "run.root", "model.init_files",

@@ -32,6 +32,7 @@ from slurm.page.page import page, table
 from slurm.page.pictures import timeline
 from slurm.query.jobs import uses_slurm
 from slurm.query.states import Claim, call, claims, cluster_name
+from slurm.show.expected import expected_words
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, STEP_KEYS, Attempt, JobRun, ledger, ratios, total
 from slurm.show.status import Lookout, Row, failures, grid, point_table
@@ -153,6 +154,8 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
     if training:
         ettr, progress = ratios(total(training))
         yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
+        if run.config.sweep is None:
+            yield from filter(None, [expected_words(run.config, run.read_events("train"), found.steps.rows, training)])
     if run.config.sweep is None:
         yield judgement(run)
     if ratio_of := own_times(run):

@@ -1,0 +1,1 @@
+"""Planning: what is said before a job runs, against what is known."""

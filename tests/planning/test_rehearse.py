@@ -1,0 +1,187 @@
+"""A rehearsed rank against real ones: bytes by group and operation, and the peak of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.base.place import Place
+from pipeline.config.sections import Config
+from tests.support.layouts import VOCAB, tiny_config
+from tests.support.ranks import run_ranks
+
+SIZES = {"dim": 128, "intermediate_size": 256}
+Found = dict[str, Any]
+
+
+def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
+    """`parallel` may name a precision, too."""
+    train = {key: value for key, value in parallel.items() if key == "precision"}
+    parallel = {key: value for key, value in parallel.items() if key != "precision"}
+    return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64})
+
+
+def told(account: Any) -> Found:
+    sent: dict[str, int] = {}
+    for (_, _, operation), (_, size) in account.sent.items():
+        sent[operation] = sent.get(operation, 0) + size
+    groups: dict[str, int] = {}
+    for (group, _, _), (_, size) in account.sent.items():
+        groups[group] = groups.get(group, 0) + size
+    return {"sent": sent, "groups": groups, "peak": account.peak, "kinds": account.by_kind()}
+
+
+def real_rank(place: Place, configs: list[Config]) -> list[Found]:
+    """What the second step of this rank takes and sends, by the same account and by an independent one."""
+    import torch
+
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.model.task import Task
+    from pipeline.planning.rehearse import Account, one_step
+    from pipeline.train.engine import Engine
+    from tests.support.layouts import batches
+    from tests.support.sent import Sent
+
+    class WithoutGloos(Account):
+        """Gloo reduce-scatters a copy that it makes itself; it is first seen when it is cut."""
+
+        gloos = False
+
+        def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+            cuts = func is torch.ops.aten.split.Tensor
+            self.gloos = cuts and args[0].untyped_storage()._cdata not in self._live
+            return super().call(func, args, kwargs)
+
+        def counts(self, tensor: Any) -> bool:
+            return not self.gloos and super().counts(tensor)
+
+    world, found = groups.join(place, configs[0]), []
+    for config in configs:
+        layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        with WithoutGloos() as account:
+            engine = Engine(config, layout, world, Task(config, VOCAB))
+            own = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data].clone()
+            for step in (1, 2):
+                with Sent() as sent:
+                    one_step(engine, account, step, {"tokens": own})
+        found.append(told(account) | {"independent": {k.removeprefix("mesh_"): v for k, v in sent.bytes.items()}})
+        del engine
+    return found
+
+
+def fake_rank(place: Place, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
+    """The same of rehearsed ranks."""
+    from pipeline.planning.rehearse import rehearsed
+
+    return [[told(rehearsed(config, rank, VOCAB)) for config in configs] for rank in ranks]
+
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}],
+    4: [
+        {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
+        {"tensor": 2, "zero": 2, "precision": "bf16", "activation_checkpointing": "selective"},
+        {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, {"pipeline": 2, "tensor": 2},
+    ],
+    8: [
+        {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3, "data": {"replicate": 2, "shard": 2}},
+        {"pipeline": 2, "tensor": 2, "zero": 1}, {"pipeline": 4},
+        {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> None:
+    configs = [config_of(ranks, parallel) for parallel in CASES[ranks]]
+    real = run_ranks(ranks, real_rank, configs, timeout=400)
+    some = [0, ranks - 1]
+    (fake,) = run_ranks(1, fake_rank, some, configs, timeout=400)
+    wrong = []
+    for number, parallel in enumerate(CASES[ranks]):
+        for rank, found in zip(some, fake, strict=True):
+            is_real, is_fake = real[rank][number], found[number]
+            if is_real["independent"] != is_fake["groups"] or is_real["sent"] != is_fake["sent"]:
+                wrong.append(
+                    (parallel, rank, is_real["independent"], is_fake["groups"], is_real["sent"], is_fake["sent"])
+                )
+            if abs(is_fake["peak"] / is_real["peak"] - 1) > 0.02:
+                wrong.append((parallel, rank, is_real["peak"], is_fake["peak"], is_real["kinds"], is_fake["kinds"]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+# -- what needs no second process ------------------------------------------------------------------------
+
+
+def lines(config: Config, rank: int) -> list[str]:
+    from pipeline.planning.rehearse import rehearse
+
+    return list(rehearse(config, rank))
+
+
+def lines_rank(place: Place, config: Config, rank: int) -> list[str]:
+    return lines(config, rank)
+
+
+def test_it_tells_what_a_rank_takes_and_sends() -> None:
+    config = tiny_config(1024, parallel={"zero": 3}, train={"global_batch": 2048}, model={"layers": 1})
+    (told,) = run_ranks(1, lines_rank, config, 1023)
+    assert told[0] == "rank 1023 of 1,024: pipeline 0, data 1023, tensor 0"
+    table = {tuple(line.split()[:3]) for line in told}
+    assert {("default_pg", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= table
+    heads = next(line.split() for line in told if "gathered" in line)
+    rehearsed, plan = (
+        next(line.split()[1:] for line in told if line.split()[:1] == [name]) for name in ("rehearsed", "plan")
+    )
+    assert heads == ["weights", "gathered", "gradients", "optimizer", "activations", "sum"]
+    assert len(rehearsed) == len(plan) == len(heads)
+
+
+def failing_rank(place: Place, config: Config, rank: int) -> str:
+    """What a rehearsal is refused with."""
+    from pipeline.base.errors import UserError
+
+    try:
+        lines(config, rank)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "rank", "words"),
+    [
+        ({}, 4, "--rehearse 4: ranks are numbered from 0 to 3"),
+        ({}, -1, "--rehearse -1: ranks are numbered from 0 to 3"),
+        ({"site": {"gpu_memory_gib": 0.0001}}, 0, "needs 0.0 GB for its tensors"),
+        (
+            {"optimizer": {"state": {"master": "none"}}, "train": {"precision": "bf16"}},
+            0,
+            "optimizer.state.master none is not rehearsed",
+        ),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], rank: int, words: str) -> None:
+    (told,) = run_ranks(1, failing_rank, tiny_config(4, **sections), rank)
+    assert words in told
+
+
+def test_what_fails_on_the_rank_is_told_with_its_place() -> None:
+    (told,) = run_ranks(1, broken_rank, tiny_config(4, parallel={"zero": 3}))
+    assert told == "rank 0 fails in forward (test_rehearse.py:LINE): ValueError: out of order"
+
+
+def broken_rank(place: Place, config: Config) -> str:
+    """A block that does not work."""
+    import re
+
+    from pipeline.model import decoder
+
+    def forward(*_: Any) -> Any:
+        raise ValueError("out of order")
+
+    decoder.MLP.forward = forward  # type: ignore[assignment, method-assign]
+    return re.sub(r":\d+", ":LINE", failing_rank(place, config, 0))
