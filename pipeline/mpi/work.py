@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,12 @@ class MpiTimeout(MpiError):
 class MpiWork(dist.Work):
     """An operation under way; `get_future` is made on demand, for only DDP and its kin want one."""
 
-    def __init__(self, what: str, results: list[torch.Tensor]) -> None:
+    recorded: ClassVar[list[tuple[str, str, int, int]] | None] = None
+    """While a step is profiled: what ended, in which group, when it was called and when it ended (ns since 1970)."""
+
+    def __init__(self, what: str, results: list[torch.Tensor], group: str = "") -> None:
         super().__init__()
-        self.what = what
+        self.what, self.group, self._called = what, group, time.time_ns()
         self.error: BaseException | None = None
         self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
         self._signal: torch.futures.Future[None] | None = None
@@ -46,7 +50,9 @@ class MpiWork(dist.Work):
                 return
             self.error = error
             self._done.set()
-            signal = self._signal
+            signal, recorded = self._signal, MpiWork.recorded
+        if recorded is not None:
+            recorded.append((self.what, self.group, self._called, time.time_ns()))
         if signal is not None:
             signal.set_result(None)
 

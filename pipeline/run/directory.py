@@ -88,6 +88,8 @@ class Run:
         self.decisions = self.path / "decisions.jsonl"
         self.stop_file = self.path / "stop"
         self.save_file = self.path / "save"
+        self.profile_file = self.path / "profile"
+        self.profiles = self.path / "profiles"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
         self.corrections: dict[str, str] = {}

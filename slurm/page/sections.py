@@ -96,7 +96,11 @@ def of_training(run: Run, steps: History) -> list[str]:
             parts[part].append(fmean(one[part] for one in divided))
     shares = {name: dict(steps.curve(f"profile.{name}")) for name in _SHARES}
     at = sorted({step for of_step in shares.values() for step in of_step})
-    profiled = {name: [100 * of_step.get(step, 0.0) for step in at] for name, of_step in shares.items()}
+    whole = [sum(of_step.get(step, 0.0) for of_step in shares.values()) or 1.0 for step in at]
+    profiled = {
+        name: [100 * of.get(step, 0.0) / all_ for step, all_ in zip(at, whole, strict=True)]
+        for name, of in shares.items()
+    }
     losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT}loss")]
     late = [[point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses if losses[0]]
     # what the first steps, and spikes, hide
