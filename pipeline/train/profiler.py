@@ -20,10 +20,9 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,10 +34,11 @@ from pipeline.comm.groups import World, from_rank0
 from pipeline.config.layout import Layout
 from pipeline.mpi.work import MpiWork
 from pipeline.resilience.stop import Request
+from pipeline.resilience.watchdog import last_collectives
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import PIPELINE, STEP, parts, read
+from pipeline.train.step_trace import GROUP, PIPELINE, STEP, mean, parts, read
 
-ROUND_TRIPS = 5
+ROUND_TRIPS, CALLS = 5, 1000
 MOST_SPANS, MOST_STEPS = 100_000, 20
 """The longest spans of a rank's step are kept, and the newest steps of a run."""
 
@@ -49,80 +49,72 @@ class Profiler:
     def __init__(self, run: Run, layout: Layout, world: World, group: dist.ProcessGroup) -> None:
         """`group`: for control, of all ranks."""
         self.run, self.layout, self.world, self.group = run, layout, world, group
-        self.every = run.config.train.profile_every
         self.request = Request(run.profile_file)
         self.seconds = 0.0
         """What profiling took, but for the step itself, since somebody set it to 0."""
-        self._asked: Mapping[str, Any] = {}
-        self._left = 0
-        self._due, self._began, self._clock = False, 0.0, (0, 0)
+        self._left, self._ranks = 0, range(world.size)
+        self._clock = 0, 0
+        self._step: record_function | None = None
         self._recorder: profile | None = None
-        self._step = record_function(STEP)
 
     def ask(self) -> None:
         """There is a request: begin with the next step."""
-        asked: Any = None
+        asked: list[Any] = [1, None]
         if self.world.first:
             self.request.begun()
-            with suppress(OSError, ValueError):
-                asked = json.loads(self.request.file.read_bytes())
-        asked = from_rank0(self.group, asked)
-        self._asked = asked if isinstance(asked, dict) else {}
-        with self._careful("the request"):
-            self._left = min(int(self._asked.get("steps", 1)), MOST_STEPS)
+            with self._careful("the request"):  # an empty file asks for one step of all ranks
+                found = json.loads(self.request.file.read_bytes() or b"{}")
+                asked = [min(int(found.get("steps", 1)), MOST_STEPS), found.get("ranks")]
+        self._left, ranks = from_rank0(self.group, asked)
+        self._ranks = ranks or range(self.world.size)
 
     def begin(self, step: int) -> None:
         """Step number `step` begins: record it, where it is due."""
-        every = self.every is not None and step % self.every == 0
-        self._due, self._began = every or self._left > 0, time.perf_counter()
-        if not self._due:
+        every, began = self.run.config.train.profile_every, time.perf_counter()
+        if not self._left and (every is None or step % every):
             return
-        wanted = None if every else self._asked.get("ranks")
-        ranks = [rank for rank in range(self.world.size) if wanted is None or rank in wanted]
-        self._clock = self._compare_clocks(ranks)
-        if self.world.rank in ranks:
-            with self._careful("the start"):
+        self._clock = self._compare_clocks()
+        with self._careful("the start"):
+            if self.world.rank in self._ranks:
                 gpu = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
                 recorder = profile(activities=[ProfilerActivity.CPU, *gpu])
                 recorder.start()
                 self._recorder, MpiWork.recorded = recorder, []
         dist.barrier(self.group)
-        self.seconds += time.perf_counter() - self._began
+        self.seconds += time.perf_counter() - began
         self._step = record_function(STEP)
         self._step.__enter__()
 
     def end(self, step: int) -> dict[str, Any]:
         """The step is over; what its line of metrics says of it, on rank 0: seconds by part, the mean of the ranks."""
-        if not self._due:
+        if self._step is None:
             return {}
         if self.world.device.type == "cuda":  # its last kernels belong to it
             torch.cuda.synchronize()
         self._step.__exit__(None, None, None)
-        self._began = time.perf_counter()
+        began, folder = time.perf_counter(), self.run.profiles / f"step-{step:08}"
         mine: dict[str, Any] | None = None
-        if self._recorder is not None:
-            with self._careful("the trace"):
-                mine = self._keep(step, self._recorder)
-        self._recorder = MpiWork.recorded = None
-        everyone: list[dict[str, Any] | None] = [None] * self.world.size
+        with self._careful("the trace"):
+            if self._recorder is not None:
+                self._recorder.stop()
+                folder.mkdir(parents=True, exist_ok=True)
+                mine = self._keep(folder / f"rank-{self.world.rank}.json.gz", self._recorder)
+        self._step = self._recorder = MpiWork.recorded = None
+        everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine, group=self.group)
-        self._left = max(0, self._left - 1)
         known = {rank: one for rank, one in enumerate(everyone) if one}
+        self._left = max(0, self._left - 1)
+        if self._left == 0:
+            self._ranks = range(self.world.size)
         if self.world.first:
             with self._careful("the folder"):
-                for folder in sorted(self.run.profiles.glob("step-*"))[:-MOST_STEPS]:
-                    shutil.rmtree(folder)
-                if known:
-                    write_json(self._folder(step) / "parts.json", known)
+                write_json(folder / "parts.json", known)
+                for old in sorted(self.run.profiles.glob("step-*"))[:-MOST_STEPS]:
+                    shutil.rmtree(old)
             if self._left == 0:
                 self.request.done()
-        self.seconds += time.perf_counter() - self._began
-        return {"profile": _mean(list(known.values()))} if known else {}
-
-    def _folder(self, step: int) -> Path:
-        folder = self.run.profiles / f"step-{step:08}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        self.seconds += time.perf_counter() - began
+        return {"profile": mean(list(known.values()))} if known else {}
 
     @contextmanager
     def _careful(self, what: str) -> Iterator[None]:
@@ -132,82 +124,50 @@ class Profiler:
         except Exception as error:
             print(f"WARNING: profile: {what} failed on rank {self.world.rank}: {error}", file=sys.stderr, flush=True)
 
-    def _compare_clocks(self, ranks: list[int]) -> tuple[int, int]:
-        """Nanoseconds to add to this rank's clock to have rank 0's, and how far that may be off.
+    def _compare_clocks(self) -> tuple[int, int]:
+        """How far this rank's clock may be off rank 0's after the correction, and that correction; in nanoseconds.
 
         The shortest of some round trips counts: rank 0 read its clock within it (Cristian, "Probabilistic clock
         synchronization", Distributed Computing 3, 1989).
         """
-        best, now = (0, 0), torch.zeros(1, dtype=torch.int64)
-        for rank in ranks[1:] if ranks[:1] == [0] else ranks:
-            for trip in range(ROUND_TRIPS if self.world.rank in (0, rank) else 0):
-                if self.world.first:
-                    dist.recv(now, rank, group=self.group)
-                    dist.send(now.fill_(time.time_ns()), rank, group=self.group)
-                    continue
+        trips, now = [(0, 0)] if self.world.first else [], torch.zeros(1, dtype=torch.int64)
+        for rank in [rank for rank in range(1, self.world.size) for _ in range(ROUND_TRIPS)]:
+            if self.world.first:
+                dist.recv(now, rank, group=self.group)
+                dist.send(now.fill_(time.time_ns()), rank, group=self.group)
+            elif rank == self.world.rank:
                 asked = time.time_ns()
                 dist.send(now, 0, group=self.group)
                 dist.recv(now, 0, group=self.group)
                 answered = time.time_ns()
-                offset, error = int(now.item()) - (asked + answered) // 2, (answered - asked) // 2
-                best = min(best, (offset, error), key=lambda one: one[1]) if trip else (offset, error)
-        return best
+                trips.append(((answered - asked) // 2, int(now.item()) - (asked + answered) // 2))
+        return min(trips)
 
-    def _keep(self, step: int, recorder: profile) -> dict[str, Any]:
-        """Write this rank's spans; its seconds by part."""
-        recorder.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            recorder.export_chrome_trace(f"{folder}/trace.json")
-            trace = json.loads(Path(folder, "trace.json").read_bytes())
-        base = trace["baseTimeNanoseconds"]
-        named = {one["pg_name"]: one["pg_desc"] for one in trace.get("distributedInfo", {}).get("pg_config", ())}
-        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        called = _gloo_calls() if any(event["name"].startswith("gloo:") for event in events) else []
+    def _keep(self, file: Path, recorder: profile) -> dict[str, Any]:
+        """Write what was recorded of this rank; its seconds by part."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as exported:
+            recorder.export_chrome_trace(exported.name)
+            trace = json.loads(Path(exported.name).read_bytes())  # torch puts another file there
+        base, events = trace["baseTimeNanoseconds"], [one for one in trace["traceEvents"] if one["ph"] == "X"]
+        called = [(call["time_ns"], call["operation"], call["group"]) for call in last_collectives(CALLS)]
         for event in events:
             if event["name"].startswith("gloo:"):
-                at = base + round(1000 * event["ts"])
-                event |= {"cat": "communication", "args": {_GROUP: _group_of(event["name"], at, called)}}
+                at = bisect_right(called, base + 1000 * event["ts"], key=lambda call: call[0])
+                groups = [group for _, name, group in called[:at] if name == event["name"]]
+                # messages are not among the calls; here only a pipeline sends any
+                event |= {"cat": "communication", "args": {GROUP: groups[-1] if groups else PIPELINE}}
+        named = {one["pg_name"]: one["pg_desc"] for one in trace.get("distributedInfo", {}).get("pg_config", ())}
         for what, group, start, end in MpiWork.recorded or ():
-            more = {_GROUP: f"mesh_{PIPELINE}" if "tag" in what else named.get(group, group)}
+            more = {GROUP: PIPELINE if "tag" in what else named.get(group, group)}
             times = {"ts": (start - base) / 1000, "dur": (end - start) / 1000}
-            events.append({"ph": "X", "name": f"mpi:{what}", "cat": "communication", "args": more, **times})
-        begin, wide, spans = read(events)
-        found, place = parts(spans, wide), self.layout.coordinates(self.world.rank)
-        kept = sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS]
-        offset, error = self._clock
+            events.append({"name": what, "cat": "communication", "args": more, **times})
+        begin, step_us, spans = read(events)
+        error, offset = self._clock
         told = {
-            "rank": self.world.rank, "host": os.uname().nodename, "place": place._asdict(), "step_us": wide,
-            "begin_ns": base + round(1000 * begin) + offset, "clock_error_ns": error, "spans": kept,
+            "rank": self.world.rank, "host": os.uname().nodename, "clock_error_ns": error,
+            "place": self.layout.coordinates(self.world.rank)._asdict(),
+            "step_us": step_us, "begin_ns": base + round(1000 * begin) + offset,
+            "spans": sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS],
         }  # fmt: skip
-        path = self._folder(step) / f"rank-{self.world.rank}.json.gz"
-        path.write_bytes(gzip.compress(json.dumps(told).encode(), 1))
-        return found
-
-
-_GROUP = "Process Group Description"
-"""Kineto's name for it in the trace of an NCCL kernel."""
-
-
-def _gloo_calls() -> list[tuple[int, str, str]]:
-    """When (ns since 1970) which operation was called in which group, by torch's flight recorder; oldest first."""
-    with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        from torch._C import _distributed_c10d as c10d
-
-        entries = json.loads(c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
-        return sorted((e["time_created_ns"], e["profiling_name"], e["process_group"][1]) for e in entries)
-    return []
-
-
-def _group_of(name: str, at: int, called: list[tuple[int, str, str]]) -> str:
-    """The group of what began at `at` under this name: of the last call before it. Messages are a pipeline's."""
-    if name in ("gloo:send", "gloo:recv"):
-        return f"mesh_{PIPELINE}"
-    before = called[: bisect_right(called, at, key=lambda call: call[0])]
-    return next((group for _, called_name, group in reversed(before) if called_name == name), "collectives")
-
-
-def _mean(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of each figure over the ranks that have it, also of those inside."""
-    names = dict.fromkeys(name for one in found for name in one)
-    values = {name: [one[name] for one in found if name in one] for name in names}
-    return {n: _mean(v) if isinstance(v[0], dict) else round(fmean(v), 6) for n, v in values.items()}
+        file.write_bytes(gzip.compress(json.dumps(told).encode(), 1))
+        return parts(spans, step_us)

@@ -16,7 +16,9 @@ own transfer is in it: a rank alone cannot tell when the other one sent); idle i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 STEP = "sluice step"
@@ -26,80 +28,39 @@ PIPELINE = "pp"
 TRAINING = "training"
 """The row of the thread that trains, the first of its process."""
 PARTS = ("compute", "communication_exposed", "copy", "bubble", "idle")
+GROUP = "Process Group Description"
+"""Kineto's name for it, among the arguments of an NCCL kernel."""
 _ON_GPU = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _NO_WORK = ("autograd::", "torch::autograd::", "torch.distributed.", "c10d::", "_c10d_functional", "record_param")
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
 _GROUPS = {"default_pg": "world", "undefined": "control", "": "unnamed"}
-
-Intervals = list[tuple[float, float]]
 
 
 class Span(NamedTuple):
     """What was under way from `start` to `end` (microseconds since the step began)."""
 
     kind: str
-    name: str
     row: str
     """Thread, stream or group."""
+    name: str
     start: float
     end: float
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same times as intervals that are in order and do not touch."""
-    found: Intervals = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def without(intervals: Intervals, others: Intervals) -> Intervals:
-    """What of `intervals` none of `others` covers; both and the result are unions."""
-    found: Intervals = []
-    at = 0
-    for start, end in intervals:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        for left, right in others[at:]:
-            if left >= end:
-                break
-            if left > start:
-                found.append((start, left))
-            start = right
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Intervals) -> float:
-    """How long they are together."""
-    return sum(end - start for start, end in intervals)
-
-
-def group_name(description: str) -> str:
-    """What to call a process group, by torch's description of it."""
-    return _GROUPS.get(description, description.removeprefix("mesh_"))
 
 
 def read(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[Span]]:
     """When the step began, in the trace's own microseconds, how long it took, and its spans.
 
-    Raises ValueError where the trace does not hold the step.
+    events: the complete ones (`ph` is X) of a trace. Raises ValueError where the trace does not hold the step.
     """
-    whole = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
-    step = next((e for e in whole if e["name"] == STEP and e.get("cat") == "user_annotation"), None)
+    step = next((e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"), None)
     if step is None:
         raise ValueError("the trace does not hold the step")
-    begin, gpu = step["ts"], any(event.get("cat") in _ON_GPU for event in whole)
+    begin, gpu = step["ts"], any(event.get("cat") in _ON_GPU for event in events)
     found = []
-    for event in whole:
+    for event in events:
         start, end = max(0.0, event["ts"] - begin), min(step["dur"], event["ts"] + event["dur"] - begin)
         if end > start and event is not step and event.get("cat") != "Trace":
-            kind, row = _kind(event, gpu)
-            found.append(Span(kind, event["name"], row, start, end))
+            found.append(Span(*_kind(event, gpu), event["name"], start, end))
     return begin, step["dur"], found
 
 
@@ -108,7 +69,8 @@ def _kind(event: Mapping[str, Any], gpu: bool) -> tuple[str, str]:
     name, cat, more = str(event["name"]), str(event.get("cat")), event.get("args", {})
     thread = TRAINING if event.get("tid") == event.get("pid") else f"thread {event.get('tid')}"
     if cat == "communication" or (cat == "kernel" and name.startswith("nccl")):
-        return "communication", group_name(str(more.get("Process Group Description", "")))
+        group = str(more.get(GROUP, ""))
+        return "communication", _GROUPS.get(group, group.removeprefix("mesh_"))
     if cat in _ON_GPU:
         return _ON_GPU[cat], f"stream {event.get('tid')}"
     if name == "_c10d_functional::wait_tensor":
@@ -120,17 +82,30 @@ def _kind(event: Mapping[str, Any], gpu: bool) -> tuple[str, str]:
 
 def parts(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     """Seconds of the step by `PARTS`, which add up to it; and the exposed communication of each group."""
+    edges = [(at, change, (s.kind, s.row)) for s in spans for at, change in ((s.start, 1), (s.end, -1))]
+    found, by_group = dict.fromkeys(PARTS, 0.0), Counter[str]()
+    under_way, before = Counter[tuple[str, str]](), 0.0
+    for at, change, key in [*sorted(edges), (step_us, 0, ("", ""))]:
+        if at > before:
+            kinds = {kind for (kind, _) in under_way}
+            groups = {row for (kind, row) in under_way if kind == "communication"}
+            if "compute" in kinds and "wait" not in kinds:
+                part, groups = "compute", set()
+            elif groups - {PIPELINE}:
+                part = "communication_exposed"
+            else:
+                part = "copy" if "copy" in kinds else "bubble" if groups else "idle"
+            found[part] += (at - before) / 1e6
+            by_group.update(dict.fromkeys(groups, (at - before) / 1e6))
+            before = at
+        under_way[key] += change
+        if not under_way[key]:
+            del under_way[key]
+    return found | {"exposed_by_group": dict(by_group)}
 
-    def of(kind: str, group: str | None = None) -> Intervals:
-        return union((s.start, s.end) for s in spans if s.kind == kind and group in (None, s.row))
 
-    left, found = [(0.0, step_us)], dict[str, Any]()
-    groups = sorted({span.row for span in spans if span.kind == "communication"})
-    compute = without(of("compute"), of("wait"))
-    exposed = {group: without(of("communication", group), compute) for group in groups}
-    collective = union(one for group in groups if group != PIPELINE for one in exposed[group])
-    for part, covered in zip(PARTS, (compute, collective, of("copy"), exposed.get(PIPELINE, []), left), strict=True):
-        now = without(left, covered)
-        found[part], left = round((length(left) - length(now)) / 1e6, 6), now
-    by_group = {group: round(length(times) / 1e6, 6) for group, times in exposed.items()}
-    return found | ({"exposed_by_group": by_group} if by_group else {})
+def mean(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each figure over all ranks; a group that a rank is not in counts as none of its time."""
+    names = dict.fromkeys(name for one in found for name in one)
+    inner = {n: [one.get(n, {}) for one in found] for n in names if isinstance(found[0].get(n), dict)}
+    return {n: mean(inner[n]) if n in inner else round(fmean(one.get(n, 0.0) for one in found), 6) for n in names}
