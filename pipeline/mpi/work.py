@@ -13,14 +13,6 @@ import torch.distributed as dist
 _DEFAULT = timedelta(0)
 
 
-class _Blocked(threading.local):
-    seconds = 0.0
-
-
-blocked = _Blocked()
-"""`blocked.seconds`: how long the thread that asks has waited in `MpiWork.wait` so far."""
-
-
 class MpiError(dist.DistBackendError):
     """A communication over MPI failed: a rank is missing, or the ranks do not do the same thing."""
 
@@ -58,10 +50,7 @@ class MpiWork(dist.Work):
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        started = time.perf_counter()
-        over = self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None)
-        blocked.seconds += time.perf_counter() - started
-        if not over:
+        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
             raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
         self._outcome()
         return True

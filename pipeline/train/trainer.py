@@ -127,7 +127,6 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
-        self.meter.begin()
         peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         self.meter.reduced()
