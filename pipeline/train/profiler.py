@@ -108,7 +108,8 @@ class Profiler:
             self._ranks = range(self.world.size)
         if self.world.first:
             with self._careful("the folder"):
-                write_json(folder / "parts.json", known)
+                if known:
+                    write_json(folder / "parts.json", known)
                 for old in sorted(self.run.profiles.glob("step-*"))[:-MOST_STEPS]:
                     shutil.rmtree(old)
             if self._left == 0:

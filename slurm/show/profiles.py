@@ -46,16 +46,14 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
             _need_training(run)
             looked = time.monotonic()
     fresh = [path for path in _profiled(run) if path.stat().st_mtime_ns != before.get(path)]
-    for path in fresh:
-        if known := read_json(path):
-            ranks_ = f"mean of {len(known)} rank{'s' * (len(known) > 1)}"
-            yield f"{path.parent.name}: {words(mean(list(known.values())))} ({ranks_})"
-            trace, error_ms = merge(path.parent)
-            yield f"  {trace} for https://ui.perfetto.dev, clocks within {error_ms:.2f} ms"
-        else:
-            yield f"{path.parent.name}: nothing was recorded: no rank is one of {ranks or 'them'}, or its log says why"
     if not fresh:
-        raise UserError(f"{run.name}: no step was profiled; the log of rank 0 may say why")
+        who = f"maybe none of the ranks {ranks} is there; " if ranks else ""
+        raise UserError(f"{run.name}: no step was profiled; {who}the log of rank 0 may say why")
+    for path in fresh:
+        known, (trace, error_ms) = read_json(path), merge(path.parent)
+        whose = f"mean of {len(known)} rank{'s' * (len(known) > 1)}"
+        yield f"{path.parent.name}: {words(mean(list(known.values())))} ({whose})"
+        yield f"  {trace} for https://ui.perfetto.dev, clocks within {error_ms:.2f} ms"
 
 
 def _profiled(run: Run) -> list[Path]:
