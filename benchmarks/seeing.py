@@ -1,6 +1,6 @@
 """What it costs to look at a run: followers beside the ranks, their share of a core, and a profiled step.
 
-    python -m benchmarks.seeing [--seconds 60] [--pairs 6]
+    python -m benchmarks.seeing [--seconds 60] [--turn 10] [--pairs 12]
 
 - overhead: one training of two ranks; the followers (TensorBoard, telemetry) are stopped and let go on by signals, in
   turns of so many seconds. What they missed they catch up in their own turn, so it counts. Step times of neighbouring
@@ -38,11 +38,9 @@ from tests.support.servers import free_port, mlflow_server
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_50_MS = (
-    "train.global_batch=2",
-    "train.micro_batch=1",
-    "data.sequence_length=128",
-    "checkpoint.every_steps=100000",
-)
+    "train.global_batch=2", "train.micro_batch=1", "data.sequence_length=128", "checkpoint.every_steps=100000",
+    "model.dim=128", "model.layers=2",
+)  # fmt: skip
 WARM_S = 20.0
 
 
@@ -187,16 +185,17 @@ def _spread(values: Sequence[float], unit: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60, help="for the share; a third of it for a turn")
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=60, help="for the share of a core")
+    parser.add_argument("--turn", type=float, default=10, help="seconds with, and without, followers")
+    parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--note", default="", help="such as who shared the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = shares(folder, arguments.seconds)
-        data = make_run(folder, "data", 1)
-        rows = [overhead(folder, data, arguments.seconds / 3, arguments.pairs), *rows, *profiled(folder, data)]
-    note = f"Two ranks on Gloo, {arguments.pairs} pairs of turns of {arguments.seconds / 3:.0f} s. {arguments.note}"
+        data = make_run(folder, "data", 100, None, STEP_50_MS)
+        rows = [overhead(folder, data, arguments.turn, arguments.pairs), *rows, *profiled(folder, data)]
+    note = f"Two ranks on Gloo, {arguments.pairs} pairs of turns of {arguments.turn:.0f} s. {arguments.note}"
     write_table("seeing", "What looking at a run costs", note.strip(), ["figure", "result", "spread", "target"], rows)
 
 

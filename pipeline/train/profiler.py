@@ -76,6 +76,7 @@ class Profiler:
         self._clock = self._compare_clocks()
         with self._careful("the start"):
             if self.world.rank in self._ranks:
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells the log when it starts and stops
                 gpu = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
                 recorder = profile(activities=[ProfilerActivity.CPU, *gpu])
                 recorder.start()
@@ -155,8 +156,9 @@ class Profiler:
             if event["name"].startswith("gloo:"):
                 at = bisect_right(called, base + 1000 * event["ts"], key=lambda call: call[0])
                 groups = [group for _, name, group in called[:at] if name == event["name"]]
-                # messages are not among the calls; here only a pipeline sends any
-                event |= {"cat": "communication", "args": {GROUP: groups[-1] if groups else PIPELINE}}
+                # messages are not among the calls, and here only a pipeline sends any; torch 2.11 notes no calls at all
+                groups = groups or [PIPELINE if event["name"][5:9] in ("send", "recv") else "unknown"]
+                event |= {"cat": "communication", "args": {GROUP: groups[-1]}}
         named = {one["pg_name"]: one["pg_desc"] for one in trace.get("distributedInfo", {}).get("pg_config", ())}
         for what, group, start, end in MpiWork.recorded or ():
             more = {GROUP: PIPELINE if "tag" in what else named.get(group, group)}
