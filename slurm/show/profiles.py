@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,12 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
         who = f"maybe none of the ranks {ranks} is there; " if ranks else ""
         raise UserError(f"{run.name}: no step was profiled; {who}the log of rank 0 may say why")
     for path in fresh:
-        known, (trace, error_ms) = read_json(path), merge(path.parent)
-        whose = f"mean of {len(known)} rank{'s' * (len(known) > 1)}"
-        yield f"{path.parent.name}: {words(mean(list(known.values())))} ({whose})"
+        try:
+            known, (trace, error_ms) = read_json(path), merge(path.parent)
+            said = f"{words(mean(list(known.values())))} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
+        except (gzip.BadGzipFile, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{path.parent} is damaged ({error!r}): remove it, or the file that is") from None
+        yield f"{path.parent.name}: {said}"
         yield f"  {trace} for https://ui.perfetto.dev, clocks within {error_ms:.2f} ms"
 
 
@@ -95,10 +99,11 @@ def _events(told: Mapping[str, Any], later_us: float, taken: int) -> Iterator[di
     """A rank's events, `later_us` than its own times; numbers of rows begin behind `taken`.
 
     Operations of a group may overlap: they get as many rows as are under way at once, for a row cannot show that.
+    Process 0 is the kernel's own for Perfetto, so rank 0 is process 1.
     """
     place = ", ".join(f"{name} {number}" for name, number in told["place"].items())
-    rank, ends, rows = told["rank"], dict[str, float](), dict[str, int]()
-    whose = {"process_name": f"rank {rank} on {told['host']}: {place}"}
+    pid, ends, rows = told["rank"] + 1, dict[str, float](), dict[str, int]()
+    whose = {"process_name": f"rank {told['rank']} on {told['host']}: {place}"}
     for kind, row, name, start, end in sorted(told["spans"], key=lambda span: (span[3], -span[4])):
         if kind == "communication":
             lanes = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(told["spans"])))
@@ -106,8 +111,8 @@ def _events(told: Mapping[str, Any], later_us: float, taken: int) -> Iterator[di
             ends[row] = end
         tid = rows.setdefault(row, taken + 1 + len(rows))
         yield {
-            "ph": "X", "name": name, "cat": kind, "pid": rank, "tid": tid, "ts": start + later_us, "dur": end - start
+            "ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": start + later_us, "dur": end - start
         }  # fmt: skip
     for row, tid in rows.items():
         for what, called in (whose | {"thread_name": row}).items():
-            yield {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": {"name": called}}
+            yield {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": called}}

@@ -44,7 +44,7 @@ def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
         assert float(told[0][1]) > 100 and int(told[0][3]) > 20, "a tenth of a second was slept"
         for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", done.stdout):
             events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
-            assert {event["pid"] for event in events} == {1} and any("gloo" in event["name"] for event in events)
+            assert {event["pid"] for event in events} == {2} and any("gloo" in event["name"] for event in events)
         nobody = submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")
         assert nobody.returncode == 2 and "none of the ranks 9 is there" in nobody.stderr, nobody.stdout + nobody.stderr
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -159,7 +160,8 @@ def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     named = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     processes = {pid: name for (pid, kind, _), name in named.items() if kind == "process_name"}
-    assert sorted(processes) == [0, 1, 2, 3] and "pipeline 1, data 0, tensor 0" in processes[2]
+    assert sorted(processes) == [1, 2, 3, 4] and processes[3].startswith("rank 2 on ")
+    assert "pipeline 1, data 0, tensor 0" in processes[3]
     whole = [e for e in events if e["ph"] == "X"]
     threads = {tid for pid, kind, tid in named if kind == "thread_name"}
     assert {e["tid"] for e in whole} == threads, "each row has a name"
@@ -177,7 +179,7 @@ def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
     for event in whole:
         if event["name"] == "gloo:all_reduce" and named[event["pid"], "thread_name", event["tid"]].endswith("world"):
             spent.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert {len(found) for found in spent.values()} == {len(spent[0])} and len(spent) == 4
+    assert {len(found) for found in spent.values()} == {len(spent[1])} and len(spent) == 4
     for same in zip(*(sorted(found) for found in spent.values()), strict=True):
         assert max(start for start, _ in same) < min(end for _, end in same) + 1000 * error_ms
 
@@ -198,6 +200,18 @@ def test_what_was_profiled_is_told_later(four: Run) -> None:
     with pytest.raises(UserError, match="--ranks 1;2: write ranks as 0,4-7"):
         next(ask(four, "1;2", 1))
     assert not four.profile_file.exists()
+
+
+@pytest.mark.parametrize("damage", ["torn", "other", "parts"])
+def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "profiles/step-00000003"
+    shutil.copytree(four.profiles / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
+    file = folder / ("parts.json" if damage == "parts" else "rank-2.json.gz")
+    torn = file.read_bytes()[:-9]
+    file.write_bytes(gzip.compress(b'{"rank": 2}') if damage == "other" else torn)
+    with pytest.raises(UserError, match="step-00000003 is damaged"):
+        list(ask(Run(tmp_path), "", 0))
+    assert not (folder / "trace.json.gz").exists() or damage == "parts"
 
 
 def failing_rank(place: Place, path: Path, request: bytes) -> int:
