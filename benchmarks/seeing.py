@@ -1,6 +1,6 @@
 """What it costs to look at a run: followers beside the ranks, their share of a core, and a profiled step.
 
-    python -m benchmarks.seeing [--seconds 60] [--turn 10] [--pairs 12]
+    python -m benchmarks.seeing [--seconds 60] [--turn 5] [--pairs 24]
 
 - overhead: one training of two ranks; the followers (TensorBoard, telemetry) are stopped and let go on by signals, in
   turns of so many seconds. What they missed they catch up in their own turn, so it counts. Step times of neighbouring
@@ -95,34 +95,42 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def overhead(folder: Path, data: Path, seconds: float, pairs: int) -> list[str]:
+def overhead(folder: Path, data: Path, seconds: float, pairs: int) -> list[list[str]]:
     more = (*STEP_50_MS, "track.tensorboard=true", "track.telemetry_s=10")
     run = make_run(folder, "overhead", 1_000_000, data, more)
-    turns: list[tuple[bool, float, float]] = []
-    with training(run), followers(run, ("tensorboard", "telemetry")) as processes:
+    turns: list[tuple[bool, float, float, float]] = []
+    with training(run) as ranks, followers(run, ("tensorboard", "telemetry")) as processes:
+        own = [psutil.Process(process.pid) for process in ranks]
         wait_for_steps(run, 20)
         time.sleep(WARM_S)
         for turn in range(2 * pairs):
             on = turn % 4 in (0, 3)  # on off off on: what drifts does not count
             for process in processes.values():
                 process.resume() if on else process.suspend()
-            began = time.time()
+            began, before = time.time(), sum(map(cpu_seconds, own))
             time.sleep(seconds)
-            turns.append((on, began, time.time()))
+            turns.append((on, began, time.time(), sum(map(cpu_seconds, own)) - before))
     lines = lines_of(run)
-    means = [
-        (on, statistics.fmean(line["step_time_s"] for line in lines if began < line["time"] <= ended))
-        for on, began, ended in turns
-    ]
-    ratios = []
-    for first, second in zip(means[::2], means[1::2], strict=True):
-        with_, without = (first, second) if first[0] else (second, first)
-        ratios.append(100 * (with_[1] / without[1] - 1))
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    figures = []
+    for on, began, ended, cpu in turns:
+        steps = [line["step_time_s"] for line in lines if began < line["time"] <= ended]
+        figures.append((on, statistics.median(steps), cpu / len(steps)))
     step_ms = 1000 * statistics.median(line["step_time_s"] for line in lines[20:])
-    what = f"a step of {step_ms:.0f} ms with followers (TensorBoard, telemetry) against without"
+    return [
+        _compared(f"a step of {step_ms:.0f} ms with followers (TensorBoard, telemetry) against without", 1, figures),
+        _compared("… CPU seconds of the ranks in it", 2, figures),
+    ]
+
+
+def _compared(what: str, which: int, figures: Sequence[tuple[bool, float, float]]) -> list[str]:
+    """The row of a figure: turns with followers against their neighbours without."""
+    ratios = []
+    for first, second in zip(figures[::2], figures[1::2], strict=True):
+        with_, without = (first, second) if first[0] else (second, first)
+        ratios.append(100 * (with_[which] / without[which] - 1))
+    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median
     spread = f"{min(ratios):+.1f}% to {max(ratios):+.1f}%"
-    return [what, f"{statistics.fmean(ratios):+.2f}% ± {error:.2f}", spread, "0 within the noise"]
+    return [what, f"{statistics.median(ratios):+.2f}% ± {error:.2f}", spread, "0 within the noise"]
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -180,21 +188,21 @@ def profiled(folder: Path, data: Path) -> list[list[str]]:
 
 
 def _spread(values: Sequence[float], unit: str) -> str:
-    return f"{min(values):.2f}{unit} to {max(values):.2f}{unit}"
+    return f"{min(values):.2g}{unit} to {max(values):.2g}{unit}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60, help="for the share of a core")
-    parser.add_argument("--turn", type=float, default=10, help="seconds with, and without, followers")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--turn", type=float, default=5, help="seconds with, and without, followers")
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--note", default="", help="such as who shared the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = shares(folder, arguments.seconds)
         data = make_run(folder, "data", 100, None, STEP_50_MS)
-        rows = [overhead(folder, data, arguments.turn, arguments.pairs), *rows, *profiled(folder, data)]
+        rows = [*overhead(folder, data, arguments.turn, arguments.pairs), *rows, *profiled(folder, data)]
     note = f"Two ranks on Gloo, {arguments.pairs} pairs of turns of {arguments.turn:.0f} s. {arguments.note}"
     write_table("seeing", "What looking at a run costs", note.strip(), ["figure", "result", "spread", "target"], rows)
 
