@@ -100,6 +100,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence states
 	$(BIN)/python -m benchmarks.convert # takes 26 GB of disk for a while
+	$(BIN)/python -m benchmarks.seeing
 	$(BIN)/python -m benchmarks.recovery # root and Slurm, so it comes last
 
 cluster: $(VENV)/.tests

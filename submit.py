@@ -1,7 +1,7 @@
 """Sluice on the login node.
 
     python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|track|verify|export|generate RUN
+    python submit.py status|logs|cancel|resume|report|track|profile|verify|export|generate RUN
 
 `sluice`, where `.venv` is activated, is the same as `python submit.py`.
 RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
@@ -303,6 +303,19 @@ def track(
     from slurm.track.beside import bring_up_to_date
 
     raise typer.Exit(bring_up_to_date(_open(run), to, overrides or ()))
+
+
+@app.command()
+def profile(
+    run: RunPath,
+    ranks: Annotated[str, typer.Option(help="whose steps: such as 0,4-7; all ranks without it")] = "",
+    steps: Annotated[int, typer.Option(min=0, max=20, help="how many; 0: show those that are there")] = 3,
+) -> None:
+    """Record the next steps of a training that runs: where they go, and one trace of all ranks for Perfetto."""
+    from slurm.show.profiles import ask
+
+    for words in ask(_open(run), ranks, steps):
+        console.print(words, soft_wrap=True)
 
 
 @app.command()

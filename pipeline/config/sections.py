@@ -274,6 +274,9 @@ class TrainConfig(Section):
     curve in report.html. null: none; what `evaluate` says of checkpoints is done in any case."""
     evaluate_sequences: PositiveInt = 64
     """How many held-out sequences (samples) such a look takes, always the same ones."""
+    profile_every: PositiveInt | None = None
+    """Steps between two that all ranks record with torch.profiler: where they went, in metrics.jsonl, and traces in
+    `profiles/` for `submit.py profile` (docs/profiling.md). null: none; that command can ask for some at any time."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> TrainConfig:

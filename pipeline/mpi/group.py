@@ -178,7 +178,9 @@ class MpiGroup(dist.ProcessGroup):
         self.lane.check()
         if tensors[0].is_cuda:  # MPI knows nothing of streams
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        work = MpiWork(f"{what} rank {self._ranks[rank]}, tag {tag}, in group {self.lane.name}", tensors)
+        work = MpiWork(
+            f"{what} rank {self._ranks[rank]}, tag {tag}, in group {self.lane.name}", tensors, self.lane.name
+        )
         staged = Staged(tensors[0], read=not receives)
         request = post(staged.spec(), rank, tag)
         MESSAGES.watch(Message(self.lane, request, work, staged, receives, self._timeout.total_seconds()))

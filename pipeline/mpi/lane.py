@@ -95,7 +95,7 @@ class Lane:
         self.check()
         self._number += 1
         Lane.recent.append((time.time_ns(), self, self._number, signature))
-        work = MpiWork(f"{signature.split()[0]} (number {self._number} in group {self.name})", results)
+        work = MpiWork(f"{signature.split()[0]} (number {self._number} in group {self.name})", results, self.name)
         # what is queued on the GPU's stream must have happened before MPI reads it
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
         ready = torch.cuda.current_stream(device).record_event() if device is not None else None

@@ -5,19 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 _DEFAULT = timedelta(0)
-
-
-class _Blocked(threading.local):
-    seconds = 0.0
-
-
-blocked = _Blocked()
-"""`blocked.seconds`: how long the thread that asks has waited in `MpiWork.wait` so far."""
 
 
 class MpiError(dist.DistBackendError):
@@ -31,9 +24,12 @@ class MpiTimeout(MpiError):
 class MpiWork(dist.Work):
     """An operation under way; `get_future` is made on demand, for only DDP and its kin want one."""
 
-    def __init__(self, what: str, results: list[torch.Tensor]) -> None:
+    recorded: ClassVar[list[tuple[str, str, int, int]] | None] = None
+    """While a step is profiled: what ended, in which group, when it was called and when it ended (ns since 1970)."""
+
+    def __init__(self, what: str, results: list[torch.Tensor], group: str = "") -> None:
         super().__init__()
-        self.what = what
+        self.what, self.group, self._called = what, group, time.time_ns()
         self.error: BaseException | None = None
         self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
         self._signal: torch.futures.Future[None] | None = None
@@ -46,16 +42,15 @@ class MpiWork(dist.Work):
                 return
             self.error = error
             self._done.set()
-            signal = self._signal
+            signal, recorded = self._signal, MpiWork.recorded
+        if recorded is not None:
+            recorded.append((self.what, self.group, self._called, time.time_ns()))
         if signal is not None:
             signal.set_result(None)
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        started = time.perf_counter()
-        over = self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None)
-        blocked.seconds += time.perf_counter() - started
-        if not over:
+        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
             raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
         self._outcome()
         return True

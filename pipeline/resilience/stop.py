@@ -18,12 +18,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pipeline.base.signals import OWN_CLOCK, SIGNALS, StopFlag
-from pipeline.run.directory import Run
 
 SPARE_S = 10.0
 """Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
@@ -76,21 +76,24 @@ class Agreement:
         self.clock = clock or Clock(flag)
         self.wants_save: Callable[[], bool] = lambda: False
         """Asked once a step: whether this rank knows of a request to save."""
+        self.wants_profile: Callable[[], bool] = lambda: False
+        """The same of a request to profile."""
         self.reason: str | None = None
         """Why the ranks stop: a signal's name, or `OWN_CLOCK`; None while none wants to."""
-        self.save = self.too_late = False
-        """Whether any rank wanted a save; whether a save would be cut off on any."""
+        self.save = self.profile = self.too_late = False
+        """Whether any rank wanted a save, or a profile; whether a save would be cut off on any."""
         self._votes: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     def hand(self) -> bool:
         """Whether this rank has something to say; costs microseconds."""
-        return bool(self.flag) or self.clock.due() or self.wants_save()
+        return bool(self.flag) or self.clock.due() or self.wants_save() or self.wants_profile()
 
     def start(self) -> None:
         """Contribute what this rank knows now."""
         mine = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
-        votes = [REASONS.index(mine), self.wants_save(), -self.clock.left_s(), self.clock.needed_s()]
+        votes: list[float] = [REASONS.index(mine), self.wants_save(), self.wants_profile()]
+        votes += [-self.clock.left_s(), self.clock.needed_s()]
         self._votes = torch.tensor(votes, dtype=torch.float64)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -98,22 +101,26 @@ class Agreement:
         """Whether any rank wanted to stop when it called `start`; sets `reason`, `save` and `too_late`."""
         assert self._votes is not None and self._work is not None, "start first"
         self._work.wait()
-        reason, save, minus_left_s, needed_s = self._votes.tolist()
-        self.reason, self.save, self.too_late = REASONS[int(reason)], save > 0, needed_s >= -minus_left_s
+        reason, save, profile, minus_left_s, needed_s = self._votes.tolist()
+        self.reason, self.too_late = REASONS[int(reason)], needed_s >= -minus_left_s
+        self.save, self.profile = save > 0, profile > 0
         return self.reason is not None
 
 
-class SaveRequest:
-    """A file in the run directory, `save`, by which anybody who may write there asks for a checkpoint; rank 0 looks."""
+class Request:
+    """A file in the run directory by which anybody who may write there asks for something; rank 0 looks.
+
+    `save` asks for a checkpoint, `profile` for profiled steps.
+    """
 
     EVERY_S = 1.0
 
-    def __init__(self, run: Run) -> None:
-        self.file = run.save_file
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self._next = 0.0
         self._asked = False
         self._answering: int | None = None
-        """When the file was written that the save in flight answers (ns, by the file system)."""
+        """When the file was written that what is done now answers (ns, by the file system)."""
 
     def __call__(self) -> bool:
         """Whether there is a request; asks the file system once a second at most."""
@@ -124,12 +131,12 @@ class SaveRequest:
         return self._asked
 
     def begun(self) -> None:
-        """A save begins, which answers a request."""
+        """What answers a request begins."""
         self._answering = self._written() if self._asked else None
         self._asked = False
 
     def done(self) -> None:
-        """A checkpoint is there: the request that it answers is forgotten, and not before."""
+        """It is done: the request that it answers is forgotten, and not before."""
         if self._answering is not None and self._answering == self._written():  # else there is a newer one
             self.file.unlink(missing_ok=True)
         self._answering = None

@@ -80,14 +80,14 @@ class Run:
         self.jobs = self.path / "jobs"
         self.data = self.path / "data"
         self.checkpoints = self.path / "checkpoints"
-        self.evaluation = self.path / "evaluation"
+        self.evaluation, self.profiles = self.path / "evaluation", self.path / "profiles"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.changes = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
         self.decisions = self.path / "decisions.jsonl"
         self.stop_file = self.path / "stop"
-        self.save_file = self.path / "save"
+        self.save_file, self.profile_file = self.path / "save", self.path / "profile"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
         self.corrections: dict[str, str] = {}

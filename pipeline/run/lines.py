@@ -71,6 +71,7 @@ _STEP = {"step": count, "step_time_s": duration}
 _OF_A_STEP = {
     "loss": number, "tokens_per_s": number, "samples_per_s": number, "data_wait_s": number, "exposed_comm_s": number,
     "checkpoint_s": number, "evaluate_s": number, "held_out_loss": number, "skipped": text, "time": number,
+    "profile": _mapping, "profile_s": number,
 }  # fmt: skip
 
 

@@ -1,13 +1,9 @@
-"""`exposed_comm_s`: how long in a step the training thread could do nothing but wait for other ranks.
+"""`exposed_comm_s`: how long in a step whole replicas on CPUs could do nothing but wait for other ranks.
 
-What it waits for passes inside torch, mostly out of sight. It is told where that can be seen without changing torch:
-
-- whole replicas on CPUs (DDP, over Gloo or MPI): from the moment when the last gradient is there until all ranks' loss
-  is. In between DDP waits for its buckets, and the loss for its sum; a hook compresses the last bucket;
-- all other layouts over our MPI group: the time blocked in its waits (pipeline/mpi/work.py).
-
-Elsewhere nothing is said: over Gloo the waits of FSDP2, DTensor and pipelines are torch's, and on GPUs the host does
-not wait. What a rank sends needs no measuring: `traffic` of pipeline/parallel/traffic.py.
+DDP's waits pass inside torch, over Gloo and MPI. It is told from the moment when the last gradient is there until all
+ranks' loss is: in between DDP waits for its buckets, and the loss for its sum; a hook compresses the last bucket. Other
+layouts, and GPUs, need a profile (pipeline/train/profiler.py), which costs more than a look at the clock. What a rank
+sends needs no measuring: `traffic` of pipeline/parallel/traffic.py.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.comm.groups import World
-from pipeline.mpi.work import blocked
 
 
 class Meter:
@@ -28,19 +23,14 @@ class Meter:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         """`model`: what is called in forward."""
-        self._ddp = isinstance(model, DistributedDataParallel)
-        self._known = world.size > 1 and world.device.type == "cpu" and (self._ddp or world.transport is not None)
-        self._blocked_s = self._last_gradient = self._exposed_s = 0.0
-        for parameter in model.parameters() if self._known and self._ddp else ():
+        self._known = world.size > 1 and world.device.type == "cpu" and isinstance(model, DistributedDataParallel)
+        self._last_gradient = self._exposed_s = 0.0
+        for parameter in model.parameters() if self._known else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._blocked_s = blocked.seconds
 
     def reduced(self) -> None:
         """All ranks' loss is there."""
@@ -48,8 +38,7 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """The step's part of its line of metrics; empty where nothing is known."""
-        exposed = self._exposed_s if self._ddp else blocked.seconds - self._blocked_s
-        return {"exposed_comm_s": round(exposed, 6)} if self._known else {}
+        return {"exposed_comm_s": round(self._exposed_s, 6)} if self._known else {}
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

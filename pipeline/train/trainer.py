@@ -36,7 +36,7 @@ from pipeline.model.task import Batch, task_of
 from pipeline.parallel.traffic import traffic
 from pipeline.publish.open_weights import open_weights
 from pipeline.resilience.guard import Guard, recent
-from pipeline.resilience.stop import Agreement, Clock, SaveRequest
+from pipeline.resilience.stop import Agreement, Clock, Request
 from pipeline.resilience.stragglers import OwnTime, Stragglers
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run import lines
@@ -45,6 +45,7 @@ from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
 from pipeline.train.meter import Meter, peak_memory
 from pipeline.train.optimizer import learning_rate, set_learning_rate
+from pipeline.train.profiler import Profiler
 
 
 class Trainer:
@@ -73,9 +74,10 @@ class Trainer:
         self.learning_rate = self.task.module.learning_rate if own else learning_rate
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
-        self.save_request = SaveRequest(run)
+        self.save_request = Request(run.save_file)
+        self.profiler = Profiler(run, self.layout, world, self.agreement.group)
         if world.first:
-            self.agreement.wants_save = self.save_request
+            self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
         self.own = OwnTime(world.device)
         peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
@@ -125,14 +127,13 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
-        self.meter.begin()
         peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         self.meter.reduced()
         grad_norm = engine.clip(config.optimizer.clip_norm)
         # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
-        self.agreement.save = False
+        self.agreement.save = self.agreement.profile = False
         if math.isnan(loss):  # on all ranks alike: one of them has something to say, or the loss is not a number
             self.agreement.start()
             self.agreement.stop()
@@ -185,12 +186,16 @@ class Trainer:
             return Exit.STOPPED
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")
+            self.profiler.begin(step)
             line = self.step(step, next(ready))
+            line |= self.profiler.end(step)
             line |= self._held_out(step)
-            end, other_s = time.perf_counter(), self._checkpoint_s + self._evaluate_s
+            end, other_s = time.perf_counter(), self._checkpoint_s + self._evaluate_s + self.profiler.seconds
             self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
             self._look_back(step, end - previous_end - other_s, batches.data_wait_s, line)
             previous_end = end
+            if self.agreement.profile:
+                self.profiler.ask()
             if self.agreement.reason is not None and step < steps:
                 return self._leave(step)
             due = step % every == 0 or self.agreement.save
@@ -275,10 +280,9 @@ class Trainer:
             f"{self.task.unit}_per_s": round(per_s, 1),
             **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
         }
-        for name, spent in {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s}.items():
-            if spent:
-                values[name] = round(spent, 6)
-        self._checkpoint_s = self._evaluate_s = 0.0
+        spent = {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s, "profile_s": self.profiler.seconds}
+        values |= {name: round(seconds, 6) for name, seconds in spent.items() if seconds}
+        self._checkpoint_s = self._evaluate_s = self.profiler.seconds = 0.0
         return values
 
     # -- state -------------------------------------------------------------------------------------------

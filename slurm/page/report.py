@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from math import nan
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -27,11 +28,13 @@ from pipeline.run import points as sweep
 from pipeline.run.directory import Run
 from pipeline.run.history import History
 from pipeline.run.metrics import own_times
+from pipeline.train import step_trace
 from slurm.page import sections
 from slurm.page.page import page, table
 from slurm.page.pictures import timeline
 from slurm.query.jobs import uses_slurm
 from slurm.query.states import Claim, call, claims, cluster_name
+from slurm.show import profiles
 from slurm.show.expected import expected_words
 from slurm.show.follow import clock
 from slurm.show.ledger import PARTS, STEP_KEYS, Attempt, JobRun, ledger, ratios, total
@@ -158,6 +161,9 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
             yield from filter(None, [expected_words(run.config, run.read_events("train"), found.steps.rows, training)])
     if run.config.sweep is None:
         yield judgement(run)
+    if profiled := found.steps.values("profile.compute"):
+        parts = {name: fmean(found.steps.values(f"profile.{name}")) for name in step_trace.PARTS}
+        yield f"{len(profiled)} profiled steps: {profiles.words(parts)}"
     if ratio_of := own_times(run):
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)

@@ -24,6 +24,7 @@ from pipeline.run.history import History
 from pipeline.run.machines import energy_kwh, look
 from pipeline.run.metrics import own_times
 from pipeline.run.points import points as points_of
+from pipeline.train.step_trace import PARTS
 from slurm.page.pictures import curves, hosts, layers, mesh, parallel, tasks, unit_of
 from slurm.show.follow import clock
 from slurm.show.ledger import PRODUCTIVE, WAITING, Attempt, step_parts, total
@@ -32,7 +33,6 @@ from slurm.show.status import Row
 _STEP = "optimizer step"
 _SLICES = 150
 """Parts of a step are drawn as means over so many slices of the training."""
-_SHARES = ("compute", "communication_exposed", "copy", "bubble", "idle")
 _SENSORS = {
     "gpus.utilization_percent": ("GPU utilisation", "%"), "gpus.memory_gb": ("GPU memory", "GB"),
     "gpus.power_w": ("GPU power", "W, mean of the host's GPUs"), "gpus.temperature_c": ("GPU temperature", "°C"),
@@ -94,9 +94,10 @@ def of_training(run: Run, steps: History) -> list[str]:
         divided = [step_parts(row) for row in rows]
         for part in divided[0]:
             parts[part].append(fmean(one[part] for one in divided))
-    shares = {name: dict(steps.curve(f"profile.{name}")) for name in _SHARES}
+    shares = {name: dict(steps.curve(f"profile.{name}")) for name in PARTS}
     at = sorted({step for of_step in shares.values() for step in of_step})
-    profiled = {name: [100 * of_step.get(step, 0.0) for step in at] for name, of_step in shares.items()}
+    whole = {step: sum(of.get(step, 0.0) for of in shares.values()) or 1.0 for step in at}
+    profiled = {name: [100 * of.get(step, 0.0) / whole[step] for step in at] for name, of in shares.items()}
     losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT}loss")]
     late = [[point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses if losses[0]]
     # what the first steps, and spikes, hide

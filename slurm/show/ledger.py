@@ -4,7 +4,7 @@ Everything comes from events.jsonl and metrics.jsonl, and from `sacct` where the
 and ended a job). An attempt's account begins where that of the attempt before it ended; for the first one, when
 the stage was submitted and its parents were done. So the parts of all attempts add up to the stage's wall time:
 
-    ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · evaluation · checkpoint · lost ┼ ending ┤
+    ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · evaluation · checkpoint · … · lost ┼ ending ┤
     end of    somebody   the job    the loop begins                          last step     end of this one
     the last  wants it   starts
 
@@ -15,6 +15,7 @@ compute        steps that count; for stages without steps all of their running t
 data           waiting for the next batch; `communication`: that which no computing hides, where it is measured
 evaluation     looking at held-out data in the training (`train.evaluate_every`)
 checkpoint     what a save keeps the loop waiting, with the last save
+profiling      what profiled steps (`train.profile_every`) took beside themselves
 lost           steps that were done again, because no checkpoint held them
 ending         from the last recorded step to the end: leaving, or hanging until somebody noticed
 
@@ -40,15 +41,19 @@ from slurm.query import attempts
 from slurm.query.attempts import GOES_ON
 
 Event = Mapping[str, Any]
-PARTS = ("idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "lost", "ending")
+PARTS = (
+    "idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "profiling", "lost",
+    "ending",
+)  # fmt: skip
 PRODUCTIVE = ("compute", "data", "communication", "evaluation")
 WAITING = ("idle", "queue")
-_STEPS = (*PRODUCTIVE, "checkpoint", "lost")
+_STEPS = (*PRODUCTIVE, "checkpoint", "profiling", "lost")
 _IN_STEP = {
     "data": "data_wait_s",
     "communication": "exposed_comm_s",
     "evaluation": "evaluate_s",
     "checkpoint": "checkpoint_s",
+    "profiling": "profile_s",
 }
 STEP_KEYS = ("step", "step_time_s", *_IN_STEP.values())
 """What the ledger asks of the line of a step."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.story)])
 def test_the_same_as_gloo_and_as_one_process(ranks: int) -> None:
-    done = mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "blocked", "parallel", "random")
+    done = mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
     assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
 
 

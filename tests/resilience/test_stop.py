@@ -14,7 +14,7 @@ from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.checkpoint.saved import saved_steps
 from pipeline.config.sections import Config
-from pipeline.resilience.stop import SaveRequest
+from pipeline.resilience.stop import Request
 from pipeline.run.directory import Run
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
@@ -99,12 +99,12 @@ def test_a_raised_hand_is_seen_by_all_and_changes_no_bit() -> None:
 
 def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    request = SaveRequest(run)
+    request = Request(run.save_file)
     assert not request()
     run.save_file.touch()
     assert not request(), "the file system is asked once a second"
-    monkeypatch.setattr(SaveRequest, "EVERY_S", 0.0)
-    request = SaveRequest(run)
+    monkeypatch.setattr(Request, "EVERY_S", 0.0)
+    request = Request(run.save_file)
     assert request() and request()
     request.begun()
     assert run.save_file.exists() and not request(), "its save is under way; killed now, the next start would find it"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +31,7 @@ from mpi4py import MPI
 from pipeline.base.place import identify
 from pipeline.mpi import start as mpi
 from pipeline.mpi.group import MpiGroup
-from pipeline.mpi.work import blocked
-from tests.support import mpi_parallel
+from tests.support import mpi_parallel, overlap
 
 TIMEOUT = timedelta(seconds=30)
 REDUCING = (
@@ -392,22 +393,16 @@ def accurate() -> None:
         assert torch.equal(out, exact[rank * 1000 : (rank + 1) * 1000].to(dtype)), dtype
 
 
-def blocked_time() -> None:
-    """Each thread learns how long it waited itself; rank 0 comes half a second late."""
+def profile() -> None:
+    """Parts of a profiled step whose times are known."""
+    side = dist.new_group(backend="gloo")
+    assert isinstance(side, dist.ProcessGroup)
+    box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    overlap.check(*overlap.profiled(Path(box[0]), dist.get_rank(), side))
     dist.barrier()
-    before, rank = blocked.seconds, dist.get_rank()
-    time.sleep(0.5 if rank == 0 else 0)
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    assert work is not None
-    other = threading.Thread(target=work.wait)
-    other.start()
-    other.join()
-    assert blocked.seconds == before, "another thread's wait was counted"
-    dist.barrier()
-    before = blocked.seconds
-    time.sleep(0.5 if rank == 0 else 0)
-    dist.all_reduce(torch.ones(1))
-    assert rank == 0 or blocked.seconds - before > 0.3
+    if dist.get_rank() == 0:
+        shutil.rmtree(box[0])
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -417,8 +412,8 @@ CASES: dict[str, Callable[[], None]] = {
     "many_random": lambda: random_programs(300),
     "objects": objects,
     "accurate": accurate,
-    "blocked": blocked_time,
     "parallel": mpi_parallel.run_all,
+    "profile": profile,
 }
 
 

@@ -38,7 +38,6 @@ def second_step(place: Place, config: Config, world: Any, enter: Callable[[str],
     meter = Meter(engine.model, world)
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
-        meter.begin()
         engine.backward({"tokens": batch.chunk(layout.data)[layout.coordinates(place.rank).data]}, step, enter)
         meter.reduced()
         engine.update(engine.clip(1.0).item())
@@ -176,7 +175,6 @@ def hidden_rank(place: Place, config: Config) -> tuple[dict[str, float], float]:
     if place.rank == 0:  # the last gradient of a backward
         engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
     dist.barrier()
-    meter.begin()
     engine.backward({"tokens": next(iter(batches(config))).chunk(2)[place.rank]}, 1, enter)
     meter.reduced()
     return meter.take(), computed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slurm.page.page import page
 from slurm.page.pictures import timeline
-from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, total
+from slurm.show.ledger import PARTS, Attempt, JobRun, ledger, ratios, step_parts, total
 
 STAGES = ("shard", "train")
 T0 = 1_800_000_000.0
@@ -212,3 +212,8 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     assert attempt.end - attempt.begin == pytest.approx(7, abs=0.01)
     assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin)
     assert attempt.parts["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.parts["ending"] == 0
+
+
+def test_what_profiling_took_is_no_computing() -> None:
+    found = step_parts({"step_time_s": 1.0, "profile_s": 0.4, "data_wait_s": 0.1, "profile": {"compute": 0.5}})
+    assert found["profiling"] == 0.4 and found["compute"] == pytest.approx(0.5)

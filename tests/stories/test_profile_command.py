@@ -1,0 +1,60 @@
+"""`submit.py profile` as a person uses it, on a training that runs on this machine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from tests.support.tiny import slowed, write_config
+
+SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
+
+
+def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.story
+def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
+    run = slowed(Run.create(load_config(write_config(tmp_path, steps=1000))), 0.1)
+    process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while sum(1 for _ in read_jsonl(run.metrics)) < 5:
+            assert time.monotonic() < deadline and process.poll() is None, "the training does not begin"
+            time.sleep(0.1)
+        done = submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
+        assert done.returncode == 0, done.stderr
+        told = re.findall(
+            r"^step-(\d+): ([\d.]+) ms: compute (\d+) %.*idle (\d+) %.*mean of 1 rank\)", done.stdout, re.M
+        )
+        assert len(told) == 2 and int(told[1][0]) == int(told[0][0]) + 1, done.stdout
+        assert float(told[0][1]) > 100 and int(told[0][3]) > 20, "a tenth of a second was slept"
+        for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", done.stdout):
+            events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+            assert {event["pid"] for event in events} == {2} and any("gloo" in event["name"] for event in events)
+        nobody = submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")
+        assert nobody.returncode == 2 and "none of the ranks 9 is there" in nobody.stderr, nobody.stdout + nobody.stderr
+    finally:
+        subprocess.run([*SUBMIT, "cancel", "runs/tiny"], cwd=tmp_path, timeout=240, stdout=subprocess.DEVNULL)
+        process.wait(240)
+    profiled = [line["step"] for line in read_jsonl(run.metrics) if "profile" in line]
+    assert profiled == [int(step) for step, *_ in told]
+    late = submit(tmp_path, "profile", "runs/tiny")
+    assert late.returncode == Exit.USER_ERROR and "tiny is not training now; --steps 0" in late.stderr
+    shown = submit(tmp_path, "profile", "runs/tiny", "--steps", "0")
+    assert shown.returncode == 0 and shown.stdout.count("ui.perfetto.dev") == 2, shown.stdout + shown.stderr
+    report = submit(tmp_path, "report", "runs/tiny")
+    assert re.search(r"2 profiled steps: [\d.]+ ms: compute \d+ %", report.stdout), report.stdout

@@ -1,0 +1,70 @@
+"""A step whose parts are known: ranks that compute, communicate and rest for times that they measure themselves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.comm.groups import World
+from pipeline.config.layout import layout_of
+from pipeline.run.directory import Run
+from pipeline.train.profiler import Profiler
+from tests.support.layouts import tiny_config
+
+COMPUTE_S, LATE_S, REST_S = 0.6, 1.0, 0.3
+
+
+def compute(seconds: float) -> float:
+    """Multiply matrices for so long; how long it was."""
+    began, one = time.perf_counter(), torch.rand(500, 500)
+    while time.perf_counter() < began + seconds:
+        one = (one @ one).clamp(0, 1)
+    return time.perf_counter() - began
+
+
+def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = True) -> tuple[Any, Any]:
+    """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
+    under way: seconds by part as the profile says, and as this rank measured."""
+    config = tiny_config(2, train={"profile_every": 1})
+    profiler = Profiler(Run(folder, config), layout_of(config, 2, 2, 64), World(rank, 2, torch.device("cpu"), ""), side)
+    compute(0.1)
+    profiler.begin(1)
+    began, computed = time.perf_counter(), 0.0
+    if rank == 1:
+        time.sleep(LATE_S)
+    called = time.perf_counter()
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    assert work is not None
+    if rank == 0 and computes:
+        computed = compute(COMPUTE_S)
+    work.wait()
+    waited = time.perf_counter() - called - computed
+    time.sleep(REST_S)
+    whole = time.perf_counter() - began
+    known = {"compute": computed, "communication_exposed": waited, "copy": 0.0, "bubble": 0.0}
+    profiler.end(1)
+    (found,) = profiled_parts(folder, rank)
+    return found, known | {"idle": whole - computed - waited}
+
+
+def profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank of a profiled step says of it, read back from its spans."""
+    import gzip
+    import json
+
+    from pipeline.train.step_trace import Span, parts
+
+    told = [json.loads(gzip.decompress(path.read_bytes())) for path in folder.glob(f"profiles/*/rank-{rank}.json.gz")]
+    return [parts([Span(*span) for span in one["spans"]], one["step_us"]) for one in told]
+
+
+def check(found: dict[str, Any], known: dict[str, float], group: str = "world") -> None:
+    """Raise AssertionError where a part is not what it was, within 2 points of the step."""
+    whole = sum(known.values())
+    for part, seconds in known.items():
+        assert abs(found[part] - seconds) < 0.02 * whole, (part, found, known)
+    assert abs(found["exposed_by_group"][group] - known["communication_exposed"]) < 0.02 * whole, found

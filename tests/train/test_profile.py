@@ -1,0 +1,287 @@
+"""Profiled steps: their parts against brute force and known times, traces of several ranks in one, what goes wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.base.errors import Exit, UserError
+from pipeline.base.place import Place
+from pipeline.run.directory import Run
+from pipeline.train.step_trace import PARTS, PIPELINE, STEP, Span, mean, parts, read
+from slurm.show.profiles import ask, merge
+from tests.support.layouts import tiny_config
+from tests.support.mpirun import mpirun
+from tests.support.ranks import run_ranks
+from tests.support.tiny import digest, make_run, stage_rank
+
+WIDE = 40
+KINDS = [("compute", "training"), ("compute", "stream 7"), ("wait", "training"), ("copy", "stream 9"), ("host", "x")]
+KINDS += [("communication", group) for group in ("world", "tp", PIPELINE)]
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> list[Span]:
+    found = []
+    for kind, row in draw(st.lists(st.sampled_from(KINDS), max_size=12)):
+        start, end = sorted(draw(st.lists(st.integers(0, WIDE), min_size=2, max_size=2, unique=True)))
+        found.append(Span(kind, row, "x", float(start), float(end)))
+    return found
+
+
+@given(spans())
+def test_parts_are_those_of_every_moment(found: list[Span]) -> None:
+    counted: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    by_group: dict[str, float] = {}
+    for moment in range(WIDE):
+        now = [span for span in found if span.start <= moment < span.end]
+        kinds = {span.kind for span in now}
+        groups = {span.row for span in now if span.kind == "communication"}
+        if "compute" in kinds and "wait" not in kinds:
+            counted["compute"] += 1
+            continue
+        for group in groups:
+            by_group[group] = by_group.get(group, 0) + 1
+        if groups - {PIPELINE}:
+            counted["communication_exposed"] += 1
+        elif "copy" in kinds:
+            counted["copy"] += 1
+        else:
+            counted["bubble" if groups else "idle"] += 1
+    result = parts(found, float(WIDE))
+    assert result.pop("exposed_by_group") == pytest.approx({g: n / 1e6 for g, n in by_group.items()})
+    assert result == pytest.approx({part: n / 1e6 for part, n in counted.items()})
+    assert sum(result.values()) == pytest.approx(WIDE / 1e6)
+
+
+def test_a_trace_of_a_gpu() -> None:
+    """In the form of Kineto's (torch.profiler's export with CUDA): kernels by stream, NCCL's with their groups."""
+
+    def of(cat: str, name: str, start: float, dur: float, tid: int, group: str | None = None) -> dict[str, Any]:
+        more = {"Process Group Description": group, "Collective name": "x"} if group else {"stream": tid}
+        return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": 1e6 + start, "dur": dur, "args": more}
+
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": STEP, "pid": 77, "tid": 77, "ts": 1e6, "dur": 1000.0},
+        of("gpu_user_annotation", STEP, 40, 900, 7),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 1e6, "dur": 1000.0},
+        of("kernel", "sm90_xmma_gemm_f32", -50, 150, 7),  # began before the step: 0 to 100 counts
+        of("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 250, 13, "mesh_dp_shard"),  # 100 to 300 exposed
+        of("kernel", "elementwise_kernel", 150, 50, 7),  # but for 150 to 200
+        of("gpu_memcpy", "Memcpy HtoD", 290, 110, 9),  # 300 to 400
+        of("kernel", "ncclDevKernel_SendRecv", 500, 100, 20, "mesh_pp"),
+        of("kernel", "ncclDevKernel_AllGather_RING_LL", 600, 50, 21, "default_pg"),
+        of("cuda_runtime", "cudaDeviceSynchronize", 600, 400, 77),
+    ]
+    begin, wide, found = read(events)
+    assert (begin, wide) == (1e6, 1000.0)
+    result = {name: one if isinstance(one, dict) else round(1e6 * one) for name, one in parts(found, wide).items()}
+    groups = {name: round(1e6 * one) for name, one in result.pop("exposed_by_group").items()}
+    assert groups == {"dp_shard": 150, "pp": 100, "world": 50}
+    assert result == {"compute": 150, "communication_exposed": 200, "copy": 100, "bubble": 100, "idle": 450}
+    assert {span.row for span in found} >= {"stream 7", "stream 9", "training", "dp_shard"}
+
+
+def test_a_trace_without_its_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold the step"):
+        read([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}])
+
+
+def test_a_mean_is_of_all_ranks() -> None:
+    found = mean([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
+    assert found == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
+
+
+# -- known times -----------------------------------------------------------------------------------------
+
+
+def known_rank(place: Place, folder: Path) -> tuple[Any, Any]:
+    from pipeline.comm import groups
+    from tests.support import overlap
+
+    groups.join(place, tiny_config(2))
+    return overlap.profiled(folder, place.rank, groups.side_group())
+
+
+def test_shares_over_gloo_are_those_that_were_made(tmp_path: Path) -> None:
+    from tests.support.overlap import COMPUTE_S, check
+
+    ranks = run_ranks(2, known_rank, tmp_path)
+    for found, known in ranks:
+        check(found, known)
+    assert ranks[0][1]["compute"] >= COMPUTE_S and ranks[0][0]["communication_exposed"] > 0.2, "a part is exposed"
+    assert ranks[1][0]["idle"] > 1.0, "who comes late does not wait"
+
+
+def test_shares_over_mpi_are_those_that_were_made() -> None:
+    done = mpirun(2, "tests.support.mpi_programs", "profile")
+    assert done.stdout.count("good") == 2, done.stdout
+
+
+# -- whole trainings -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of four ranks, two by two, with two profiled steps."""
+    layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.profile_every=3")
+    run = make_run(tmp_path_factory.mktemp("four"), overrides=(*layout, "train.steps=7"))
+    assert run_ranks(4, stage_rank, run.path, "train") == [Exit.DONE] * 4
+    return run
+
+
+def test_lines_of_metrics_have_the_parts(four: Run) -> None:
+    lines = [json.loads(line) for line in four.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines if "profile" in line] == [3, 6]
+    for line in lines:
+        if "profile" in line:
+            profile = line["profile"]
+            assert min(profile[part] for part in PARTS) >= 0 and profile["compute"] > 0 and profile["bubble"] > 0
+            assert PIPELINE in profile["exposed_by_group"] and line["profile_s"] > 0
+            took = line["step_time_s"] - line["profile_s"]
+            assert sum(profile[part] for part in PARTS) == pytest.approx(took, rel=0.2, abs=0.02)
+
+
+def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
+    (_, of_step) = folders = sorted(four.profiles.iterdir())
+    assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
+    path, error_ms = merge(of_step)
+    assert 0 < error_ms < 50
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    processes = {pid: name for (pid, kind, _), name in named.items() if kind == "process_name"}
+    assert sorted(processes) == [1, 2, 3, 4] and processes[3].startswith("rank 2 on ")
+    assert "pipeline 1, data 0, tensor 0" in processes[3]
+    whole = [e for e in events if e["ph"] == "X"]
+    threads = {tid for pid, kind, tid in named if kind == "thread_name"}
+    assert {e["tid"] for e in whole} == threads, "each row has a name"
+    assert len({(e["pid"], e["tid"]) for e in whole}) == len(threads), "and belongs to one rank"
+    for row in threads:  # what a viewer can draw: spans lie inside of each other, or apart
+        own = sorted((e["ts"], -e["dur"]) for e in whole if e["tid"] == row)
+        ends: list[float] = []
+        for start, minus in own:
+            while ends and ends[-1] <= start + 0.002:
+                ends.pop()
+            assert not ends or start - minus <= ends[-1] + 0.002
+            ends.append(start - minus)
+    # a collective is under way on all of its ranks at once, so its spans have a moment in common
+    spent: dict[int, list[tuple[float, float]]] = {}
+    for event in whole:
+        if event["name"] == "gloo:all_reduce" and named[event["pid"], "thread_name", event["tid"]].endswith("world"):
+            spent.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert {len(found) for found in spent.values()} == {len(spent[1])} and len(spent) == 4
+    for same in zip(*(sorted(found) for found in spent.values()), strict=True):
+        assert max(start for start, _ in same) < min(end for _, end in same) + 1000 * error_ms
+
+
+def test_profiling_changes_no_bit(four: Run, tmp_path: Path) -> None:
+    layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
+    plain = make_run(tmp_path, overrides=layout, data=four.data)
+    assert run_ranks(4, stage_rank, plain.path, "train") == [Exit.DONE] * 4
+    assert digest(plain) == digest(four) and not plain.profiles.exists()
+
+
+def test_what_was_profiled_is_told_later(four: Run) -> None:
+    said = list(ask(four, "", 0))
+    assert len(said) == 4 and said[0].startswith("step-00000003: ") and "mean of 4 ranks" in said[0]
+    assert sum(int(share.split()[-2]) for share in said[0].split("(")[0].split(",")) in range(97, 104)
+    with pytest.raises(UserError, match="is not training now; --steps 0"):
+        next(ask(four, "", 1))
+    with pytest.raises(UserError, match="--ranks 1;2: write ranks as 0,4-7"):
+        next(ask(four, "1;2", 1))
+    assert not four.profile_file.exists()
+
+
+@pytest.mark.parametrize("damage", ["torn", "other", "parts"])
+def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "profiles/step-00000003"
+    shutil.copytree(four.profiles / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
+    file = folder / ("parts.json" if damage == "parts" else "rank-2.json.gz")
+    torn = file.read_bytes()[:-9]
+    file.write_bytes(gzip.compress(b'{"rank": 2}') if damage == "other" else torn)
+    with pytest.raises(UserError, match="step-00000003 is damaged"):
+        list(ask(Run(tmp_path), "", 0))
+    assert not (folder / "trace.json.gz").exists() or damage == "parts"
+
+
+def failing_rank(place: Place, path: Path, request: bytes) -> int:
+    """A rank whose profiles cannot be read, and who finds this request."""
+    from pipeline.train import profiler
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no space left on device")
+
+    if place.rank == 1:
+        profiler.gzip = SimpleNamespace(compress=fail)  # type: ignore[assignment]
+    if place.rank == 0:
+        Run.open(path).profile_file.write_bytes(request)
+    with open(path / f"said-{place.rank}", "w") as said, redirect_stderr(said):
+        return stage_rank(place, path, "train")
+
+
+@pytest.mark.parametrize(
+    ("request_", "ranks", "steps"),
+    [(b'{"ranks": [0, 7], "steps": 2}', [0], 2), (b"", [0], 1), (b"not json", [0], 1), (b'{"ranks": [1]}', [], 1)],
+    ids=["ranks", "empty", "damaged", "fails"],
+)
+def test_a_profile_that_fails_stops_nothing(
+    four: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
+) -> None:
+    run = make_run(tmp_path, overrides=("train.steps=5",), data=four.data)
+    assert run_ranks(2, failing_rank, run.path, request_) == [Exit.DONE] * 2
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
+    folders = sorted(run.profiles.glob("step-*/parts.json"))
+    assert len(folders) == (steps if ranks else 0) and not run.profile_file.exists()
+    for folder in folders:
+        assert sorted(json.loads(folder.read_text())) == [str(rank) for rank in ranks]
+    said = [(run.path / f"said-{rank}").read_text() for rank in range(2)]
+    assert ("the trace failed on rank 1: no space left" in said[1]) == (b"[0" not in request_)
+    assert ("the request failed on rank 0" in said[0]) == (request_ == b"not json")
+
+
+# -- clocks ----------------------------------------------------------------------------------------------
+
+
+def shifted_rank(place: Place, shift_ns: int) -> tuple[int, int]:
+    """What is found of a clock that goes so much ahead on rank 1."""
+    from pipeline.comm import groups
+    from pipeline.config.layout import layout_of
+    from pipeline.train import profiler
+
+    config = tiny_config(3, train={"global_batch": 12})
+    world = groups.join(place, config)
+    one = profiler.Profiler(Run(Path("/nowhere"), config), layout_of(config, 3, 3, 64), world, groups.side_group())
+    if place.rank == 1:
+        profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]
+    return one._compare_clocks()
+
+
+def test_clocks_are_compared_within_what_is_said() -> None:
+    shift = 5_000_000_000
+    (zero, offset), (error, found), (other, small) = run_ranks(3, shifted_rank, shift)
+    assert (zero, offset) == (0, 0)
+    assert abs(found + shift) <= error < 50e6 and abs(small) <= other < 50e6
+
+
+def few_rank(place: Place, path: Path) -> int:
+    from pipeline.train import profiler
+
+    profiler.MOST_STEPS = 2
+    return stage_rank(place, path, "train")
+
+
+def test_old_profiles_go(four: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four.data)
+    assert run_ranks(2, few_rank, run.path) == [Exit.DONE] * 2
+    assert [folder.name for folder in sorted(run.profiles.iterdir())] == ["step-00000003", "step-00000004"]
