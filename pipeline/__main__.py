@@ -7,6 +7,7 @@
     python -m pipeline export RUN DIR [--step N] [--dtype bf16]   a checkpoint's weights as safetensors
     python -m pipeline generate RUN|FOLDER --prompt=TEXT [--max-tokens N] [--temperature T]   what it goes on with
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
+    python -m pipeline data import|inspect|verify PATH… [--to DIR] [--tokenizer FILE]   files of tokens
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -35,7 +37,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
 
-LOOKS = ("verify", "export", "generate", "plan")
+LOOKS = ("verify", "export", "generate", "plan", "data")
 """What is no stage, and leaves the run as it is."""
 
 
@@ -112,6 +114,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: the likeliest token each time")
     parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="only the likeliest of this probability")
     parser.add_argument("--seed", metavar="S", type=int, default=1, help="of what is drawn")
+    parser.add_argument("--to", metavar="DIR", help="where data import writes")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json that made the tokens")
+    parser.add_argument("--eos-token", metavar="NAME", default="<|endoftext|>", help="its token between documents")
+    parser.add_argument("--packed", action="store_true", help="rows of tokens are no documents, but go on in the next")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -134,6 +140,9 @@ def look(asked: argparse.Namespace) -> None:
 
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
+    elif asked.stage == "data":
+        commands = importlib.import_module("data_prep.tokens.tokens_commands")  # it builds on this package
+        commands.main(asked.target, asked.overrides, asked.to, asked.tokenizer, asked.eos_token, asked.packed)
     else:
         from pipeline.parallel.plan import plan
 

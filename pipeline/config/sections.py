@@ -88,16 +88,18 @@ class DataConfig(Section):
     """From documents to shards of tokens."""
 
     source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
-    """`python-stdlib` (the running interpreter's own library sources), or one or more globs of .txt, .jsonl,
-    .jsonl.gz, .jsonl.zst or .parquet files."""
+    """`python-stdlib` (the running interpreter's own library sources), or one or more globs, or folders, of .txt,
+    .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or .tar files."""
     text_field: str = "text"
     """Field (JSON) or column (parquet) that holds a document's text."""
     text_documents: Literal["file", "line"] = "file"
     """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
-    records: Literal["text", "prompts", "messages"] = "text"
+    records: Literal["text", "prompts", "messages", "tokens"] = "text"
     """What a line of a .jsonl file (.gz, .zst) holds: `text` in `text_field`, of which all is learned; `prompts`: a
     `prompt` and a `response`; `messages`: a dialogue, put into words by the chat template beside `tokenizer.path`. Of
-    these only what is answered is learned, and documents are laid into samples whole."""
+    these only what is answered is learned, and documents are laid into samples whole. `tokens`: files of tokens that
+    `tokenizer.path` made elsewhere, taken where they lie: Megatron's .bin with .idx, datatrove's .ds, llm.c's and
+    nanoGPT's .bin, HDF5; the end of each file is held out. `data import` copies what else there is."""
     document_mask: bool = False
     """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -118,8 +120,11 @@ class DataConfig(Section):
         if self.records == "text":
             return self
         if "python-stdlib" in self.sources:
-            raise ValueError(f"records: {self.records} stand in .jsonl files: name them as source")
-        if self.shard_tokens <= self.sequence_length:
+            kind = "of tokens" if self.records == "tokens" else ".jsonl"
+            raise ValueError(f"records: {self.records} stand in files {kind}: name them as source")
+        if self.records == "tokens" and self.tokenizer.path is None:
+            raise ValueError("records: tokens needs the tokenizer that made them: {kind: file, path: tokenizer.json}")
+        if self.masked and self.shard_tokens <= self.sequence_length:
             raise ValueError(f"shard_tokens ({self.shard_tokens}) has no room for a sample of {self.sequence_length}")
         if self.records == "messages" and self.tokenizer.path is None:
             raise ValueError(
@@ -127,6 +132,11 @@ class DataConfig(Section):
                 "{kind: file, path: …/tokenizer.json}"
             )
         return self
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask says what is learned."""
+        return self.records in ("prompts", "messages")
 
     @property
     def sources(self) -> list[str]:
