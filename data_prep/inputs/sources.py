@@ -36,7 +36,7 @@ from data_prep.inputs.row_files import arrow_batches, tar_members
 from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -34,7 +34,7 @@ from data_prep.inputs.sources import Document, Input, Read, read_documents
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
-from pipeline.config.sections import LEAVE_SHARDS
+from pipeline.config.datasets import LEAVE_SHARDS
 from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 

@@ -134,6 +134,15 @@ class Keyed(Section):
     """Hash of all that it was made from."""
 
 
+class Part(Section):
+    """One source of a mixture."""
+
+    name: str
+    train: int
+    """How many entries of the manifest's `train` are its own."""
+    held_out: int
+
+
 class Manifest(Keyed):
     """`manifest.json`: all shards of a run, in unit order."""
 
@@ -154,6 +163,8 @@ class Manifest(Keyed):
     held_out_bytes: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+    parts: tuple[Part, ...] = ()
+    """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""

@@ -17,8 +17,8 @@ from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
 from pipeline.base.files import seal
 from pipeline.base.place import Place, identify
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
-from pipeline.config.sections import DataConfig, TokenizerConfig
 from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run

@@ -24,7 +24,7 @@ from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_commands import main
 from data_prep.tokens.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
-from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
 from pipeline.data.samples import map_file
 
@@ -225,10 +225,10 @@ def test_text_of_arrow_and_tar_is_tokenised(tmp_path: Path) -> None:
         stream.write_table(table, max_chunksize=7)
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         for number, text in enumerate(texts):
-            data = text.encode() if number % 2 else json.dumps({"text": text}).encode()
+            content = text.encode() if number % 2 else json.dumps({"text": text}).encode()
             member = tarfile.TarInfo(f"{number:04}.{'txt' if number % 2 else 'json'}")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
     found = []
     for ending in ("jsonl", "arrow", "tar"):
         kind = TokenizerConfig(vocab_size=300, train_bytes=20_000)
