@@ -137,11 +137,9 @@ def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[
             paths = _stdlib_files(sysconfig.get_path("stdlib"))
         else:
             pattern = os.path.expanduser(source)
-            if os.path.isdir(pattern):
-                everything = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-                matches = [path for path in everything if path.endswith((*formats,))]
-            else:
-                matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            inside = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
+            matches = [pattern] if os.path.isfile(pattern) else glob.glob(inside, recursive=True)
+            matches = [path for path in matches if inside == pattern or path.endswith((*formats,))]
             paths = sorted(os.path.abspath(path) for path in matches if not os.path.isdir(path))
             if not paths:
                 others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""

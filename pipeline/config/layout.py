@@ -251,8 +251,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield "train.loss_chunk is for the decoder, whose output layer it knows: leave it out with model.target"
     if config.train.loss_chunk is not None and config.train.precision == "fp16":
         yield "train.loss_chunk does not go with train.precision fp16, whose gradients need their scale: take bf16"
-    if config.data.mixture is not None and config.train.epochs is not None:
-        yield "train.epochs means nothing with data.mixture, whose sources have epochs of their own: set train.steps"
     window, length = config.model.sliding_window, config.data.sequence_length
     if window is not None and length > window:
         yield f"data.sequence_length ({length}) is more than model.sliding_window ({window}): lower it"
