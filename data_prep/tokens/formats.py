@@ -11,28 +11,14 @@ nanoGPT       .bin of bare uint16                           mapped
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from data_prep.tokens import arrow, datatrove, hdf5_tokens, llm_c, megatron, raw_tokens, web_tar
 from data_prep.tokens.token_file import TokenFile, head_of
+from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.base.files import reading
 
-
-class Format(NamedTuple):
-    """How a format is found and read."""
-
-    fits: Callable[[str, bytes], bool]
-    """Whether a file with this path and first 512 bytes is of it."""
-    look: Callable[[str], TokenFile]
-    """What it is; raises UserError where it is damaged."""
-
-
-FORMATS = {
-    module.__name__.rpartition(".")[2]: Format(module.fits, module.look)
-    for module in (megatron, llm_c, hdf5_tokens, datatrove, arrow, web_tar, raw_tokens)
-}
+FORMATS = (megatron, llm_c, hdf5_tokens, datatrove, arrow, web_tar, raw_tokens)
+"""Each has `fits(path, head)`, whether a file with these first 512 bytes is of it, and `look(path)`, what is in it."""
 
 
 def look(path: str) -> TokenFile:
@@ -41,19 +27,18 @@ def look(path: str) -> TokenFile:
         head = head_of(path, 512)
         if not head:
             raise UserError(f"{path} is missing or empty")
-        for known in FORMATS.values():
+        for known in FORMATS:
             if known.fits(path, head):
                 return known.look(path)
-    raise UserError(f"{path} is no file of tokens that is known: there are {', '.join(FORMATS)}")
+    raise UserError(f"{path} is no file of tokens that is known (docs/data.md has the formats)")
 
 
 def mappable(path: str) -> TokenFile:
     """The same of a file that a run takes where it lies. Raises UserError with the way out for another one."""
     found = look(path)
     if found.why_not:
-        raise UserError(
-            f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `data import {path} --to DIR`"
-        )
+        words = command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
+        raise UserError(f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `{words}`")
     return found
 
 

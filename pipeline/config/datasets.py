@@ -129,8 +129,9 @@ class DataConfig(Section):
     """Fraction of the documents, chosen by a hash of their text, that is kept for evaluation."""
     max_rejected: Fraction = 0.001
     """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
-    verify: Literal["hashes", "sizes"] = "hashes"
-    """What is checked of every shard when a training starts; `sizes` where reading all data costs too much."""
+    verify: Literal["hashes", "cached", "sizes"] = "hashes"
+    """What is checked of every shard when a training starts: its hash; `cached`: not again of a file that still has the
+    size, time and inode that it had when it was right; `sizes`, where reading all data even once costs too much."""
 
     @model_validator(mode="after")
     def _records_fit(self) -> DataConfig:

@@ -92,7 +92,8 @@ def refuse_more(run: Path, old: Config, new: Config) -> None:
         made = made_with(run, key)
         if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
             step = int(re.sub(r"\D", "", made) or 0)
-            made = None if old.data.mixture.begun(step) == new.data.mixture.begun(step) else made
+            same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
+            made = None if same else f"{made}, and only weights of later steps may change"
         if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "

@@ -89,7 +89,7 @@ class Trainer:
             describe={"layout": groups.describe(self.layout, config, world), **identity(config, manifest)},
             on_saved=self._log_saved,
         )
-        verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
+        verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
         self.dataset = self._dataset(manifest)
         self.steps = steps_of(config, run.data) or 0
         self.mixture = mixture_of(config, manifest)

@@ -119,3 +119,19 @@ def test_weights_of_steps_to_come_may_change_and_no_others(trained: Run, tmp_pat
     same = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=True)]
     assert all(same[:8]) and not any(same[8:])
     assert Run.open(run).read_events("train", "mixture")[-1]["weights"] == coming
+
+
+def test_a_file_of_the_users_own_that_changed_is_named_and_left_where_it_is(trained: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "mixed")
+    content = bytearray((tmp_path / "m.bin").read_bytes())
+    content[20] ^= 1
+    (tmp_path / "m.bin").write_bytes(content)
+    with pytest.raises(AssertionError, match=r"m\.bin is damaged.*put the file back as it was"):
+        train(run, 1)
+    (tmp_path / "m.bin").unlink()
+    with pytest.raises(AssertionError, match=r"m\.bin is missing: put the file back"):
+        train(run, 1)
+    assert "m.bin is missing" in (load("shard").missing(run) or "")
+    content[20] ^= 1
+    (tmp_path / "m.bin").write_bytes(content)
+    assert train(run, 1) == [Exit.DONE] and sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.idx"]
