@@ -14,44 +14,32 @@ from pipeline.base.errors import UserError
 _LARGEST = 1 << 30  # bytes of one member
 
 
-class arrow_batches:
-    """The record batches of an Arrow stream or file, one at a time, and their `schema`.
+def arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
+    """The schema of an Arrow stream or file, and its record batches, one at a time.
 
     Raises UserError where pyarrow is not there, and for what is no such file.
     """
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: Arrow needs the package pyarrow: pip install pyarrow") from None
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            import pyarrow
-        except ImportError:
-            raise UserError(f"{path}: Arrow needs the package pyarrow: pip install pyarrow") from None
-        self._errors = (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError)
+    def batches() -> Iterator[Any]:
+        """The schema first."""
         try:
             file = pyarrow.OSFile(path)
-            random = file.read(6) == b"ARROW1"
+            whole = file.read(6) == b"ARROW1"  # with an index at its end
             file.seek(0)
-            self._reader = (pyarrow.ipc.open_file if random else pyarrow.ipc.open_stream)(file)
-            self._count = self._reader.num_record_batches if random else None
-        except self._errors as error:
-            raise self._damaged(error) from error
-        self.schema: Any = self._reader.schema
-
-    def _damaged(self, error: Exception) -> UserError:
-        return UserError(f"{self._path} is damaged, or no Arrow that can be read: {error}")
-
-    def __iter__(self) -> Iterator[Any]:
-        number = 0
-        while self._count is None or number < self._count:
-            try:
-                one = self._reader.read_next_batch() if self._count is None else self._reader.get_batch(number)
+            reader = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file)
+            yield reader.schema
+            for one in map(reader.get_batch, range(reader.num_record_batches)) if whole else reader:
                 one.validate(full=True)
-            except StopIteration:
-                return
-            except self._errors as error:
-                raise self._damaged(error) from error
-            yield one
-            number += 1
+                yield one
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
+            raise UserError(f"{path} is damaged, or no Arrow that can be read: {error}") from error
+
+    found = batches()
+    return next(found), found
 
 
 class _Strict(tarfile.TarInfo):

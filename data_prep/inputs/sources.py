@@ -360,11 +360,10 @@ def _text_of(column: str, row: bytes | None) -> str:
 
 
 def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
-    batches = arrow_batches(path)
-    kind = batches.schema.field(column).type if column in batches.schema.names else "no such column"
+    schema, batches = arrow_batches(path)
+    kind = schema.field(column).type if column in schema.names else "no such column"
     if str(kind) not in ("string", "large_string", "binary", "large_binary"):
-        there = f"there are {', '.join(batches.schema.names)}"
-        raise UserError(f"{path}: column {column!r} (data.text_field) should hold text: {kind}; {there}")
+        raise UserError(f"{path}: column {column!r} (data.text_field) should hold text: {kind}; {schema.names}")
     rows = (row for batch in batches for row in batch[column].cast("large_binary").to_pylist())
     yield from _documents(rows, partial(_text_of, column))
 

@@ -28,7 +28,7 @@ def look(path: str) -> TokenFile:
     """Read the schema. Raises UserError where no column holds ids."""
     import pyarrow
 
-    schema = arrow_batches(path).schema
+    schema, _ = arrow_batches(path)
     for name in NAMES:
         kind = schema.field(name).type if name in schema.names else pyarrow.null()
         lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
@@ -41,7 +41,7 @@ def look(path: str) -> TokenFile:
 
 
 def _rows(path: str, name: str) -> Iterator[Ids]:
-    for batch in arrow_batches(path):
+    for batch in arrow_batches(path)[1]:
         column = batch.column(batch.schema.names.index(name))
         offsets, values = np.asarray(column.offsets), column.values
         if column.null_count or values.null_count:

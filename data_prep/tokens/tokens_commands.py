@@ -38,7 +38,7 @@ def main(action: str, paths: Sequence[str], to: str | None, tokenizer: str | Non
     for path in files:
         try:
             file = look(path)
-            print(f"{file.path}: {_words(file)}" + (f"; {_read_words(file, encoder)}" if action == "verify" else ""))
+            print(_words(file) + (_read_words(file, encoder) if action == "verify" else ""))
         except UserError as error:
             bad += 1
             print(f"error: {error}")
@@ -61,17 +61,14 @@ def _words(file: TokenFile) -> str:
     count = "" if file.tokens is None else f"{file.tokens:,} "
     documents = "" if file.ends is None else f" in {len(file.ends):,} documents"
     how = f"to be copied ({file.why_not})" if file.why_not else f"can be used where they lie, from byte {file.offset}"
-    return f"{file.format}, {count}{file.dtype} tokens{documents}; {how}"
+    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {how}"
 
 
 def _read_words(file: TokenFile, encoder: Encoder | None) -> str:
     """What reading all of it told."""
-    size, eos_id = (encoder.vocab_size, encoder.eos_id) if encoder else (_NO_TOKENIZER, -1)
-    seen = scan(file, eos_id, size)
-    ended = ""
-    if encoder:
-        ended = f", {seen.ended:,} end-of-text tokens" + f", {seen.unended:,} documents without" * bool(seen.unended)
-    return f"{seen.tokens:,} read, largest id {seen.largest}{ended}, sha256 {sha256_file(file.path)}"
+    seen = scan(file, encoder.eos_id if encoder else -1, encoder.vocab_size if encoder else _NO_TOKENIZER)
+    ended = f", {seen.ended:,} end-of-text tokens, {seen.unended:,} documents without" if encoder else ""
+    return f"; {seen.tokens:,} read, largest id {seen.largest}{ended}, sha256 {sha256_file(file.path)}"
 
 
 def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:

@@ -14,7 +14,7 @@ end with one is refused; a copy (`data import`) has them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.inputs.folder import Log
 from data_prep.inputs.sources import find_inputs
@@ -78,53 +78,41 @@ class TokensFolder(TextFolder):
                 f"{source.path}: {seen.unended:,} documents of its index do not end with the token {fixed.eos_id} "
                 f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one"
             )
-        whole, cut = seen.tokens, self._border(file)
-        place = {"file": source.path, "size": source.size, "sha256": sha256_file(source.path)}
-        splits: list[tuple[ShardEntry, ...]] = []
-        for start, stop in ((0, cut), (cut, whole)):
-            offset = (file.offset or 0) + start * int(file.dtype[-2:]) // 8
-            part = file._replace(offset=offset, tokens=stop - start, ends=None)
-            documents, text_bytes = self._counted(part) if start else (seen.ended, 0)
-            facts = {"documents": documents, "bytes": text_bytes, "offset": offset, "dtype": MAPPED[file.dtype]}
-            entry = ShardEntry.model_validate({**place, **facts, "tokens": stop - start})
-            splits.append((entry,) if stop > start else ())
-        train, held_out = splits
-        if held_out:
-            train = (train[0].model_copy(update={"documents": seen.ended - held_out[0].documents}),)
+        assert file.offset is not None and file.tokens is not None
+        cut = self._border(file)
+        begin, left = file.offset + cut * int(file.dtype[-2:]) // 8, file.tokens - cut
+        documents, text_bytes = self._counted(file._replace(offset=begin, tokens=left, ends=None))
+        facts: dict[str, Any] = {"file": source.path, "size": source.size, "sha256": sha256_file(source.path)}
+        facts["dtype"], trained_on = MAPPED[file.dtype], seen.ended - documents
+        train = ShardEntry(**facts, offset=file.offset, tokens=cut, documents=trained_on, bytes=0)
+        held_out = ShardEntry(**facts, offset=begin, tokens=left, documents=documents, bytes=text_bytes)
         self._check_inputs(self.plan.units[unit])  # one that changed while it was read fits no manifest
         manifest = UnitManifest(
             key=self._unit_key(unit),
             unit=unit,
             documents=seen.ended,
-            held_out_documents=sum(entry.documents for entry in held_out),
+            held_out_documents=documents,
             lines=(0,),
             rejected=(),
-            train=train,
-            held_out=held_out,
+            train=(train,),
+            held_out=(held_out,) if left else (),
         )
         write_manifest(self.unit_path(unit), manifest)
         return True
 
     def _border(self, file: TokenFile) -> int:
-        """Where held-out tokens begin: at the end of a document, the first one from the wanted place on, else the last
-        one before; the file's end where that leaves nothing to part."""
+        """Where held-out tokens begin: where the last document ends that leaves at least the wanted fraction; at the
+        file's end where nothing is wanted, or no document ends before."""
         import numpy as np
 
         assert file.tokens is not None
-        tokens, eos_id = file.tokens, self.prepared.eos_id
-        wanted = tokens - int(tokens * self.data.held_out)
-        if wanted == tokens:
-            return tokens
-        for start in range(wanted - 1, tokens - 1, _BLOCK):
-            found = np.flatnonzero(file.read(start, min(start + _BLOCK, tokens - 1)) == eos_id)
-            if len(found):
-                return start + int(found[0]) + 1
-        for stop in range(wanted - 1, 0, -_BLOCK):
+        wanted = file.tokens - int(file.tokens * self.data.held_out)
+        for stop in range(wanted if wanted < file.tokens else 0, 0, -_BLOCK):
             start = max(0, stop - _BLOCK)
-            found = np.flatnonzero(file.read(start, stop) == eos_id)
+            found = np.flatnonzero(file.read(start, stop) == self.prepared.eos_id)
             if len(found):
                 return start + int(found[-1]) + 1
-        return tokens
+        return file.tokens
 
     def _counted(self, part: TokenFile) -> tuple[int, int]:
         """End-of-text tokens of what is held out, and the UTF-8 bytes of its text: what bits per byte are of."""
