@@ -240,6 +240,29 @@ def test_text_of_arrow_and_tar_is_tokenised(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("write", [one for one in WRITERS if one is not nano_gpt])
+def test_a_file_that_is_cut_short_is_refused(write: Writer, tmp_path: Path) -> None:
+    """Of bare tokens half a token alone tells; a tar ends with zeros that may go."""
+    path = write(tmp_path, [[*range(1, 200), EOS]] * 5)
+    whole = path.read_bytes()
+    for missing in (3000 if write is web_tar else 4, len(whole) // 3, len(whole) - 600):
+        path.write_bytes(whole[:-missing])
+        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header"):
+            list(look(str(path)).documents(EOS))
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match="odd number"):
+        look(str(tmp_path / "odd.bin"))
+
+
+def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path) -> None:
+    path = web_tar(tmp_path, [[1, EOS]] * 5)
+    content = bytearray(path.read_bytes())
+    content[2048 + 150] ^= 255  # the checksum of the second array's header
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged, or no tar"):
+        list(look(str(path)).documents(EOS))
+
+
 def mutated(content: bytes, source: random.Random) -> bytes:
     """Some bytes changed, cut off, doubled, or a length made huge."""
     data = bytearray(content)
