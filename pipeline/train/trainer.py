@@ -311,9 +311,10 @@ class Trainer:
             self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
             self.run.event("damaged", "train", step=step, reason=reason)
 
+        fits = partial(refuse_other, now=self.checkpointer.describe)  # first: other weights may not even have its shape
         started = time.perf_counter()
         notes: dict[str, str | None] = {}
-        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
+        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged, fits)
         step = int(manifest["step"]) if manifest else 0
         if manifest is None:
             if not fresh:  # weights were not drawn
@@ -322,7 +323,6 @@ class Trainer:
                 )
             self.engine.begin_anew()
         if manifest is not None:
-            refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])
             read = partial(self.checkpointer.read, step)
             notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)
