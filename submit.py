@@ -14,6 +14,7 @@ import gc
 import os
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,14 @@ if TYPE_CHECKING:
 
 
 VERSION = "0.1.0"
+
+
+class DataAction(StrEnum):
+    """What is done with files of tokens."""
+
+    IMPORT = "import"
+    INSPECT = "inspect"
+    VERIFY = "verify"
 
 
 class SubmitByDefault(TyperGroup):
@@ -291,6 +300,23 @@ def _child(*arguments: str, step: str | None = None) -> typer.Exit:
 
     words = [sys.executable, "-m", "pipeline", *arguments, *([f"--step={step}"] if step else [])]
     return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
+
+
+@app.command()
+def data(
+    action: Annotated[DataAction, typer.Argument(help="copy them as shards; say what they are; read them through")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="files of tokens, or folders of them")],
+    to: Annotated[str | None, typer.Option(metavar="DIR", help="import: a folder that does not exist yet")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="the tokenizer.json that made them")] = None,
+    eos_token: Annotated[str, typer.Option(help="its token between documents")] = "<|endoftext|>",
+    packed: Annotated[
+        bool, typer.Option("--packed", help="import: rows are no documents, but go on in the next")
+    ] = False,
+) -> None:
+    """Look at tokens that exist (Megatron, nanoGPT, llm.c, datatrove, Arrow, WebDataset, HDF5), or copy them."""
+    options = {"--to": to, "--tokenizer": tokenizer, "--eos-token": eos_token}
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    raise _child("data", action.value, *given, *["--packed"] * packed, "--", *paths)
 
 
 @app.command()

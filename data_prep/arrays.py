@@ -22,7 +22,7 @@ from data_prep.inputs.folder import DataFolder, Log
 from data_prep.inputs.sources import Input, find_inputs
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel, find
 from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
 from pipeline.run.code import ask_child

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.arrays import ArraysFolder
 from data_prep.inputs.folder import PACKAGE, DataFolder
-from data_prep.text.text_folder import TextFolder
+from data_prep.mixture_folder import MixtureFolder, text_or_tokens
 from pipeline.base.errors import Exit
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
@@ -23,7 +23,8 @@ from pipeline.run.stages import Progress
 def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
     """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
     if run.user_model is None:
-        return TextFolder(run.config.data, run.data, package)
+        kind = text_or_tokens if run.config.data.mixture is None else MixtureFolder
+        return kind(run.config.data, run.data, package)
     return ArraysFolder(run.config.data, run.data, package, run.user_model)
 
 

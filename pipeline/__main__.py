@@ -9,6 +9,7 @@
     python -m pipeline plan RUN|CONFIG [key=value …]   mesh, memory, pipeline and communication of its layout
     python -m pipeline plan CONFIG --machine h100 [--best [--nodes 2..64] [--write]]   and its speed; the best layouts
                                                         (--rehearse RANK: that rank, built and stepped without values)
+    python -m pipeline data import|inspect|verify PATH… [--to DIR] [--tokenizer FILE]   files of tokens
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -37,7 +39,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
 
-LOOKS = ("verify", "export", "generate", "plan")
+LOOKS = ("verify", "export", "generate", "plan", "data")
 """What is no stage, and leaves the run as it is."""
 
 
@@ -119,6 +121,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--best", action="store_true", help="plan: the fastest layouts that fit")
     parser.add_argument("--nodes", metavar="N|N..M", help="plan --best: on so many nodes")
     parser.add_argument("--write", action="store_true", help="plan --best: the first, as a config beside CONFIG")
+    parser.add_argument("--to", metavar="DIR", help="where data import writes")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json that made the tokens")
+    parser.add_argument("--eos-token", metavar="NAME", default="<|endoftext|>", help="its token between documents")
+    parser.add_argument("--packed", action="store_true", help="rows of tokens are no documents, but go on in the next")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -141,6 +147,9 @@ def look(asked: argparse.Namespace) -> None:
 
         how = {"most": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         print(printable(generate(Path(asked.target), asked.prompt, step=asked.step, **how)))
+    elif asked.stage == "data":
+        commands = importlib.import_module("data_prep.tokens.tokens_commands")  # it builds on this package
+        commands.main(asked.target, asked.overrides, asked.to, asked.tokenizer, asked.eos_token, asked.packed)
     else:
         path = Path(asked.target)
         config = Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)

@@ -29,7 +29,7 @@ from data_prep.inputs.sources import PYTHON_STDLIB, Input, endings_of, find_inpu
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
 
@@ -198,11 +198,15 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
         units = range(task, self.count, tasks)
-        (self.path / SHARDS).mkdir(exist_ok=True)
-        stripe(self.path / SHARDS, striping, log)
+        self.make_room(log, striping)
         for number, unit in enumerate(units, 1):
             made = "written" if self.make(unit) else "was there already"
             log(f"shard: unit {unit} {made} ({number} of {len(units)})")
+
+    def make_room(self, log: Log, striping: StripeConfig) -> None:
+        """Make the folder of shards, striped by the rule."""
+        (self.path / SHARDS).mkdir(exist_ok=True)
+        stripe(self.path / SHARDS, striping, log)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`

@@ -10,6 +10,8 @@ format; :func:`read_documents` reads one piece of one input:
                                                 or what `data.records` says
     gzip, zstd  .jsonl.gz, .jsonl.zst           the same                             the whole file
     parquet     .parquet                        a row of column `text_field`         row groups [start, end)
+    arrow       .arrow, of Hugging Face         a row of column `text_field`         the whole file
+    tar         .tar, .tar.gz (WebDataset)      a member .txt, or .json's field      the whole file
 
 A byte range stands for the lines that *start* in it, so that any cut of a file gives each line once.
 
@@ -30,15 +32,17 @@ from functools import partial
 from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
+from data_prep.inputs.row_files import arrow_batches, tar_members
 from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
 """What the files of an ending are; a .txt file may also be `lines`."""
+ENDINGS |= {".arrow": "arrow", ".tar": "tar", ".tar.gz": "tar"}
 _BLOCK = 1 << 20
 _JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
 
@@ -133,7 +137,9 @@ def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[
             paths = _stdlib_files(sysconfig.get_path("stdlib"))
         else:
             pattern = os.path.expanduser(source)
-            matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            inside = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
+            matches = [pattern] if os.path.isfile(pattern) else glob.glob(inside, recursive=True)
+            matches = [path for path in matches if inside == pattern or path.endswith((*formats,))]
             paths = sorted(os.path.abspath(path) for path in matches if not os.path.isdir(path))
             if not paths:
                 others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
@@ -336,20 +342,38 @@ def parquet_groups(path: str, column: str) -> list[int]:
 def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
     import pyarrow
 
-    def text_of(row: bytes | None) -> str:
-        if row is None:
-            raise Rejected(f"field {column!r} is null")
-        return row.decode()
-
     with _parquet(path, column) as file:
         batches = file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column])
         # As bytes: Arrow does not check that a string column holds UTF-8, and one bad row must not take its whole
         # batch along.
         rows = (row for batch in batches for row in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
         try:
-            yield from _documents(rows, text_of)
+            yield from _documents(rows, partial(_text_of, column))
         except pyarrow.ArrowException as error:
             raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _text_of(column: str, row: bytes | None) -> str:
+    if row is None:
+        raise Rejected(f"field {column!r} is null")
+    return row.decode()
+
+
+def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
+    schema, batches = arrow_batches(path)
+    kind = schema.field(column).type if column in schema.names else "no such column"
+    if str(kind) not in ("string", "large_string", "binary", "large_binary"):
+        raise UserError(f"{path}: column {column!r} (data.text_field) should hold text: {kind}; {schema.names}")
+    rows = (row for batch in batches for row in batch[column].cast("large_binary").to_pylist())
+    yield from _documents(rows, partial(_text_of, column))
+
+
+def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
+    for number, (name, content) in enumerate(tar_members(path, (".txt", ".json")), 1):
+        read = (
+            bytes.decode if name.endswith(".txt") else partial(_json_record, lambda value: (text_in(value, field), ()))
+        )
+        yield from (one._replace(line=number) for one in _documents([content], read))
 
 
 class Format(NamedTuple):
@@ -370,4 +394,6 @@ FORMATS = {
     "gzip": Format(partial(_json_documents, "gzip"), expansion=4),
     "zstd": Format(partial(_json_documents, "zstd"), expansion=4),
     "parquet": Format(_parquet_documents),
+    "arrow": Format(_arrow_documents),
+    "tar": Format(_tar_documents),
 }

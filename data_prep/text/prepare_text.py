@@ -19,7 +19,7 @@ from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 from pipeline.data.manifest import CHAT
 
 _SLICES = 256  # places of the source where a sample is taken

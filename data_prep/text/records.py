@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular, read_json
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template marks: characters that Unicode keeps for a program's own use."""

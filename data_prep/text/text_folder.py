@@ -34,7 +34,7 @@ from data_prep.inputs.sources import Document, Input, Read, read_documents
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
-from pipeline.config.sections import LEAVE_SHARDS
+from pipeline.config.datasets import LEAVE_SHARDS
 from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
@@ -85,7 +85,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
-        left = LEAVE_SHARDS | {"records"} if self.data.records == "text" else LEAVE_SHARDS - {"sequence_length"}
+        left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
+        left = left | {"records"} if self.data.records == "text" else left
         config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
@@ -166,6 +167,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         from data_prep.text.prepare_text import tokenizer_and_plan
 
         encoder, units = tokenizer_and_plan(self.data, self.path, log)
+        self.note_prepared(encoder, units)
+
+    def note_prepared(self, encoder: Encoder, units: int) -> None:
+        """Write `prepare.json`, of what is beside it."""
         prepared = TextPrepared(
             key=self.key,
             tokenizer=FileEntry.of(self.path / "tokenizer.json"),
@@ -211,7 +216,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             "tokenizer_sha256": self.prepared.tokenizer.sha256,
             "source": ", ".join(self.data.sources)[:1000],  # HDF5 takes 64 KB of attributes
         }
-        window = None if self.data.records == "text" else self.data.sequence_length
+        window = self.data.sequence_length if self.data.masked else None
         how = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
         writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
         lines = [0] * len(pieces)
@@ -239,7 +244,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     def _encoded(self, batch: Sequence[Document]) -> Sequence[tuple[np.ndarray, np.ndarray | None]]:
         """Tokens of each document and, of records, their mask."""
-        if self.data.records == "text":
+        if not self.data.masked:
             return [(tokens, None) for tokens in self.encoder.encode([document.text for document in batch])]
         return self.encoder.encode_records(batch, chat=self.data.records == "messages")
 

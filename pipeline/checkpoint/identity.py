@@ -24,6 +24,10 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
     unlike["model"] = ("init_from", "init_files")
+    mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
+    weights = {"weights": mixture.pop("weights")} if mixture else {}
+    for source in mixture.get("sources", {}).values():
+        source.pop("source")
     for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)
@@ -31,6 +35,7 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
         "config_hash": sha256_json({**values, "seed": config.run.seed}),
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
         "order_version": ORDER_VERSION,
+        **weights,
     }
 
 
@@ -65,6 +70,13 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"checkpoint {saved['step']} has another {key} than this run now: its config, shards or code were "
                 "changed by hand; going on would be another training. Undo that, or start a new run"
             )
+    before, after = ([one for one in each.get("weights", []) if one.get("from_step", 1) <= saved["step"]]
+                     for each in (saved, now))  # fmt: skip
+    if before != after:
+        raise CheckpointError(
+            f"checkpoint {saved['step']} was trained with the weights {before} of data.mixture, not with {after}: "
+            "change those of steps to come alone, or start a new run"
+        )
 
 
 def other_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:

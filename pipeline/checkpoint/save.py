@@ -186,10 +186,16 @@ class Checkpointer:
         """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
         return from_rank0(self.group, bool(saved.saved_steps(self.folder)))
 
-    def restore(self, state: State, on_damaged: Callable[[int, str], None]) -> dict[str, Any] | None:
+    def restore(
+        self,
+        state: State,
+        on_damaged: Callable[[int, str], None],
+        check: Callable[[Mapping[str, Any]], None] = lambda manifest: None,
+    ) -> dict[str, Any] | None:
         """Load the newest intact checkpoint into `state`, in place; its manifest, or None where there is none yet.
 
-        `on_damaged(step, reason)` is called on rank 0 for each checkpoint that had to be set aside. Raises
+        `on_damaged(step, reason)` is called on rank 0 for each checkpoint that had to be set aside; `check`, before
+        anything is loaded, with the manifest, and may raise on all ranks. Raises
         CheckpointError where there are checkpoints and none is intact.
         """
         if self.rank == 0:
@@ -208,6 +214,7 @@ class Checkpointer:
                     saved.set_aside(self.folder, step)
                     on_damaged(step, str(error))
                 continue
+            check(manifest)
             load(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
             return manifest
         left = from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))

@@ -42,7 +42,8 @@ _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
-    ("run", "root"), ("data", "source"), ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
+    ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
+    ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
     ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
@@ -137,10 +138,11 @@ def _anchored(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(run := values.get("run"), dict):
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
     for *sections, name in _PATHS:
-        section: Any = values
+        found: list[Any] = [values]
         for inner in sections:
-            section = section.get(inner) if isinstance(section, dict) else None
-        for key in list(section) if isinstance(section, dict) else ():
+            there = [section for section in found if isinstance(section, dict)]
+            found = [one for section in there for one in (section.values() if inner == "*" else [section.get(inner)])]
+        for section, key in ((one, key) for one in found if isinstance(one, dict) for key in list(one)):
             if key == name:  # and knows the file that says it; "command line" is in no folder
                 section[key] = _absolute(section[key], os.path.dirname(getattr(key, "where", "")))
     return values

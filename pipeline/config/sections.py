@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
+from pipeline.config.datasets import DataConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.recovery import GoodputConfig, RecoveryConfig
 from pipeline.config.site import SiteConfig
@@ -57,81 +58,6 @@ class RunConfig(Section):
     """Seed of everything random: weights, order of the samples, dropout."""
     sharing: Sharing = Sharing.PRIVATE
     """Who may read the run's files: `private` (0700/0600), `group` (0750/0640) or `all` (0755/0644)."""
-
-
-class TokenizerConfig(Section):
-    """Where the tokenizer comes from."""
-
-    kind: Literal["byte_bpe", "file"] = "byte_bpe"
-    """`byte_bpe` trains a byte-level BPE on the source; `file` takes a `tokenizer.json`."""
-    vocab_size: Annotated[int, Field(ge=257, le=2**32 - 1)] = 4096
-    """Number of token ids of a trained tokenizer (256 bytes, one end-of-text token, merges)."""
-    path: FilePath | None = None
-    """The `tokenizer.json` of kind `file`."""
-    eos_token: str = "<|endoftext|>"
-    """The token that ends each document; it must exist in a given `tokenizer.json`."""
-    train_bytes: PositiveInt = 20_000_000
-    """How many bytes of documents, spread evenly over the source, the BPE is trained on."""
-
-    @model_validator(mode="after")
-    def _path_goes_with_kind(self) -> TokenizerConfig:
-        if (self.kind == "file") != (self.path is not None):
-            raise ValueError("`path` goes with `kind: file`, and `kind: file` needs a `path`")
-        return self
-
-
-LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected", "document_mask"}
-"""The keys of `data` that leave the shards' bytes as they are."""
-
-
-class DataConfig(Section):
-    """From documents to shards of tokens."""
-
-    source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
-    """`python-stdlib` (the running interpreter's own library sources), or one or more globs of .txt, .jsonl,
-    .jsonl.gz, .jsonl.zst or .parquet files."""
-    text_field: str = "text"
-    """Field (JSON) or column (parquet) that holds a document's text."""
-    text_documents: Literal["file", "line"] = "file"
-    """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
-    records: Literal["text", "prompts", "messages"] = "text"
-    """What a line of a .jsonl file (.gz, .zst) holds: `text` in `text_field`, of which all is learned; `prompts`: a
-    `prompt` and a `response`; `messages`: a dialogue, put into words by the chat template beside `tokenizer.path`. Of
-    these only what is answered is learned, and documents are laid into samples whole."""
-    document_mask: bool = False
-    """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer."""
-    sequence_length: PositiveInt = 1024
-    """Tokens of one training sample."""
-    shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000
-    """Most tokens of one HDF5 shard (500 M tokens of two bytes make 1 GB)."""
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
-    """Fraction of the documents, chosen by a hash of their text, that is kept for evaluation."""
-    max_rejected: Fraction = 0.001
-    """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
-    verify: Literal["hashes", "sizes"] = "hashes"
-    """What is checked of every shard when a training starts; `sizes` where reading all data costs too much."""
-
-    @model_validator(mode="after")
-    def _records_fit(self) -> DataConfig:
-        if self.records == "text":
-            return self
-        if "python-stdlib" in self.sources:
-            raise ValueError(f"records: {self.records} stand in .jsonl files: name them as source")
-        if self.shard_tokens <= self.sequence_length:
-            raise ValueError(f"shard_tokens ({self.shard_tokens}) has no room for a sample of {self.sequence_length}")
-        if self.records == "messages" and self.tokenizer.path is None:
-            raise ValueError(
-                "records: messages needs a tokenizer with a chat template: set model.init_from, or data.tokenizer "
-                "{kind: file, path: …/tokenizer.json}"
-            )
-        return self
-
-    @property
-    def sources(self) -> list[str]:
-        """The source as a list."""
-        return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
 class ModelConfig(Section):
@@ -371,6 +297,14 @@ class Config(Section):
     """Where the model goes when it is evaluated; null: nowhere."""
     track: TrackConfig = TrackConfig()
     """Who else is told how the run goes."""
+
+    @model_validator(mode="after")
+    def _epochs_are_of_one_source(self) -> Config:
+        if self.data.mixture is not None and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs is for one source, and those of data.mixture have their own: set train.steps"
+            )
+        return self
 
     @property
     def rows(self) -> dict[str, Stage]:

@@ -14,10 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.base.errors import InputError
-from pipeline.base.files import reading
+from pipeline.base.files import intact, read_json, reading, seal, write_json
 from pipeline.comm.groups import agree
 from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, manifest_for
 from pipeline.run.directory import Run
+
+NOTES = "verified.json"
+"""In the data folder: what each file was when its hash was last found right."""
 
 
 def manifest_of(run: Run) -> Manifest | SampleManifest:
@@ -25,29 +28,43 @@ def manifest_of(run: Run) -> Manifest | SampleManifest:
     return manifest_for(run.config, run.data)
 
 
-def verify_shards(
-    run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, hashes: bool
-) -> None:
+def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
     """Check every shard once, split over the ranks. Raises InputError, on all ranks, naming the file.
 
     Type, place and length of its arrays are compared with the manifest, too: they are read as they stand there.
+    `how`: as `data.verify`. What was hashed and found right is noted with size, time and inode, and with `cached` not
+    read again as long as it has them.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    notes = run.data / NOTES
+    read: Any = read_json(notes) if how == "cached" and notes.is_file() else None
+    known: dict[str, Any] = read if intact(read) else {}
 
-    def check() -> None:
+    def check() -> dict[str, Any]:
+        seen: dict[str, Any] = {}
         for entry in shards[rank::size]:
             path = run.data / entry.file
             try:
-                entry.check(run.data, hashes)
+                found = path.stat() if path.exists() else None
+                stamp = found and [found.st_size, found.st_mtime_ns, found.st_ino, entry.sha256]
+                again = stamp is None or known.get(entry.file) != stamp
+                entry.check(run.data, how != "sizes" and again)
+                seen[entry.file] = stamp
             except InputError as error:
-                if isinstance(entry, ShardEntry):
+                if not entry.own:
                     with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
                         path.rename(path.with_name(f"{path.name}.damaged"))
                     run.event("damaged", file=str(path), reason=str(error))
                 raise
-            _check_arrays(run, path, entry)
+            if not entry.own or isinstance(entry, SampleFile):  # of the user's tokens the hash says enough
+                _check_arrays(run, path, entry)
 
-    agree(group, check)
+        return seen
+
+    found = agree(group, check)
+    if how == "cached" and rank == 0:
+        with suppress(OSError):  # somebody else's data: they are hashed the next time, too
+            write_json(notes, seal(known | {name: stamp for part in found for name, stamp in part.items()}))
 
 
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:

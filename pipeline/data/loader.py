@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -60,7 +61,9 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         left_out: Sequence[tuple[int, int]] = (),
         num_replicas: int | None = None,
         rank: int | None = None,
+        order: Callable[[Int64Array], Int64Array] | None = None,
     ) -> None:
+        """`order`: dataset indices of sample numbers; without it those of one source, by `seed`."""
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         if global_batch % self.num_replicas:
             ranks = self.num_replicas
@@ -68,6 +71,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
         self.lengths, self._size = dataset.lengths, len(dataset)
+        self.order = order or partial(indices_of, seed, n=self._size)
 
     def __len__(self) -> int:
         """Optimizer steps of one epoch, a last partial one counted: ceil(n / G). Iterating does not end there."""
@@ -82,7 +86,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             positions = first + offsets
             for start, count in self.left_out:
                 positions[positions >= start] += count
-            indices = indices_of(self.seed, positions, self._size)
+            indices = self.order(positions)
             if self.lengths:
                 yield from (batch[deal(self.lengths(batch), self.num_replicas)[self.rank]] for batch in indices)
             else:

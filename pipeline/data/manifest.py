@@ -11,7 +11,7 @@ the reverse. A login node reads it too, so nothing here imports numpy or h5py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
@@ -72,12 +72,20 @@ class Array(Section):
 
 
 class DataFile(FileEntry):
-    """One HDF5 file that training reads."""
+    """One file that training reads."""
 
     file: str
-    """Path relative to the data folder, or absolute."""
-    way_out: ClassVar[str] = WAY_OUT
-    """What to do about one that is not what it was."""
+    """Path relative to the data folder, or absolute: then it is the user's own, used where it lies."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the user made it: nobody else mends, moves or removes it."""
+        return Path(self.file).is_absolute()
+
+    @property
+    def way_out(self) -> str:
+        """What to do about one that is not what it was."""
+        return "put the file back as it was, or start a new run on what there is now" if self.own else WAY_OUT
 
     def check(self, data_dir: Path, hashes: bool) -> None:
         """Compare the file with this: its size, and with `hashes` its sha256 too (which reads all of it).
@@ -90,7 +98,7 @@ class DataFile(FileEntry):
 
 
 class ShardEntry(DataFile):
-    """One HDF5 shard.
+    """One HDF5 shard, or a part of a file of tokens that the user has (data_prep/tokens).
 
     A document counts in the file where it starts, so `documents` and `bytes` add up over files to the totals
     also where a document runs on into the next file.
@@ -102,7 +110,7 @@ class ShardEntry(DataFile):
     """Documents that start in this file."""
     bytes: int
     """UTF-8 bytes of the texts of these documents, with a mask of what is learned of them (the end-of-text token is no
-    text)."""
+    text). Of a file of the user's that is trained on nobody counts them: 0."""
     offset: int
     """Where the data of `tokens` starts in the file, in bytes: map `tokens` items of `dtype` from here."""
     dtype: str
@@ -126,6 +134,15 @@ class Keyed(Section):
     """Hash of all that it was made from."""
 
 
+class Part(Section):
+    """One source of a mixture."""
+
+    name: str
+    train: int
+    """How many entries of the manifest's `train` are its own."""
+    held_out: int
+
+
 class Manifest(Keyed):
     """`manifest.json`: all shards of a run, in unit order."""
 
@@ -146,6 +163,8 @@ class Manifest(Keyed):
     held_out_bytes: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+    parts: tuple[Part, ...] = ()
+    """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
@@ -158,8 +177,6 @@ SPLIT_SEED = 0
 
 class SampleFile(DataFile):
     """One HDF5 file of samples, by its absolute path."""
-
-    way_out = "put the file back as it was, or start a new run on what there is now"
 
     mtime_ns: int
     samples: int

@@ -63,6 +63,8 @@ class MappedDataset(Dataset[Arrays]):
 
     def __init__(self, files: Sequence[Arrays]) -> None:
         """`files`: their arrays, samples along the first dimension."""
+        # files may differ in the width of their tokens: a batch has the widest
+        self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
         self._first = files[0]
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
@@ -74,7 +76,7 @@ class MappedDataset(Dataset[Arrays]):
     def buffer(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
         """Host memory for so many samples in the files' types, page-locked with `pin`."""
         return {
-            name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, array.dtype.name), pin_memory=pin)
+            name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, self._kinds[name].name), pin_memory=pin)
             for name, array in self._first.items()
         }
 
@@ -84,7 +86,9 @@ class MappedDataset(Dataset[Arrays]):
         Raises IndexError for an index outside [0, len(self)).
         """
         if out is None:
-            out = {name: np.empty((len(indices), *one.shape[1:]), one.dtype) for name, one in self._first.items()}
+            out = {
+                name: np.empty((len(indices), *one.shape[1:]), self._kinds[name]) for name, one in self._first.items()
+            }
         places = self._places(indices)
         # The lookup is vectorised, the copy is not: a shuffled batch has few rows of any one file, and then one
         # plain copy per row costs half to a third of one index operation per file.
@@ -111,7 +115,7 @@ class TokenDataset(MappedDataset):
     """Samples of `sequence_length` + 1 tokens over a list of shards: arrays `tokens` and, where the shards have one,
     `mask` of shape (B, T + 1).
 
-    Raises InputError for a shard that is missing or too short and for token types that are unknown or differ; UserError
+    Raises InputError for a shard that is missing or too short and for token types that are unknown; UserError
     if there is not a single sample.
     """
 
@@ -125,9 +129,9 @@ class TokenDataset(MappedDataset):
                 f"{longest} in one; add text or lower data.sequence_length"
             )
         kinds = {shard.dtype: shard.file for shard in usable}
-        if len(kinds) > 1 or not kinds.keys() <= {"uint16", "uint32"}:
+        if not kinds.keys() <= {"uint16", "uint32"}:
             found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())
-            raise InputError(f"shards hold either uint16 or uint32 tokens, all the same; found {found}: shard again")
+            raise InputError(f"shards hold uint16 or uint32 tokens; found {found}: shard again")
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
         window = np.lib.stride_tricks.sliding_window_view
         cut = partial(window, window_shape=sequence_length + 1)

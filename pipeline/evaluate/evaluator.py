@@ -65,8 +65,9 @@ class Evaluator:
         self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
         self.group = groups.side_group()
         self.agreement = within or Agreement(flag, groups.side_group())
-        verify_shards(run, manifest.held_out, self.group, hashes=True)
         config = run.config
+        how = "cached" if config.data.verify == "cached" else "hashes"
+        verify_shards(run, manifest.held_out, self.group, how=how)
         self.identity = identity(config, manifest)
         if within is None:  # a training that begins notes later what it begins with
             self.identity |= source_identity(run)

@@ -57,6 +57,13 @@ class TextHeldOut:
         self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
         self.length = length = run.config.data.sequence_length
         windows = [(s, start) for s in manifest.held_out for start in range(0, s.tokens, length)]
+        names = [part.name for part in manifest.parts for _ in range(part.held_out)]
+        self._sources = dict(zip((shard.file for shard in manifest.held_out), names, strict=False))
+        """Of a mixture, the source of each file."""
+        if names and limit:  # as many of each
+            each = -(-limit // len(set(names)))
+            rows = ((name, [w for w in windows if self._sources[w[0].file] == name]) for name in dict.fromkeys(names))
+            windows = [window for _, found in rows for window in found[:each]]
         self.windows = windows[:limit]
         self.count = len(self.windows)
         self._arrays = {shard.file: map_file(shard, run.data) for shard in manifest.held_out}
@@ -78,7 +85,13 @@ class TextHeldOut:
         batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.shapes}
         targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORED)
         logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
-        return {"loss": loss_sum(logits_BTV, targets_BT).item(), "tokens": float((targets_BT != IGNORED).sum())}
+        found = {"loss": loss_sum(logits_BTV, targets_BT).item(), "tokens": float((targets_BT != IGNORED).sum())}
+        names = [self._sources.get(shard.file) for shard, _ in self.windows[start:stop]]
+        for name in filter(None, dict.fromkeys(names)):
+            rows = [row for row, other in enumerate(names) if other == name]
+            found[f"{name}.loss"] = loss_sum(logits_BTV[rows], targets_BT[rows]).item()
+            found[f"{name}.tokens"] = float((targets_BT[rows] != IGNORED).sum())
+        return found
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Mean loss and what follows from it, from the sums of all batches.
@@ -98,6 +111,10 @@ class TextHeldOut:
         tokens, text_bytes = math.fsum(part["tokens"] for part in sums), max(1, text_bytes)
         present = counts[counts > 0].astype(np.float64)
         loss = math.fsum(part["loss"] for part in sums) / max(1, tokens)
+        more = {}
+        for name in dict.fromkeys(self._sources[shard.file] for shard, _ in self.windows if self._sources):
+            of_source = [[part.get(f"{name}.{what}", 0.0) for part in sums] for what in ("loss", "tokens")]
+            more[f"{name}.loss"] = math.fsum(of_source[0]) / max(1, math.fsum(of_source[1]))
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
@@ -105,4 +122,5 @@ class TextHeldOut:
             "unigram_bits_per_byte": float(-(present * np.log2(present / present.sum())).sum()) / text_bytes,
             "tokens": int(tokens),
             "bytes": text_bytes,
+            **more,
         }

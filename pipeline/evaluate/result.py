@@ -18,8 +18,8 @@ from pipeline.run.lines import number
 
 TEXT_FIGURES = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """What an evaluation on text has besides its loss."""
-TASK_FIGURES = (".accuracy", ".accuracy_norm")
-"""How the names of what tasks came to end; standard errors and counts stand beside them."""
+TASK_FIGURES = (".accuracy", ".accuracy_norm", ".loss")
+"""How the names of what tasks, and sources of a mixture, came to end; standard errors and counts stand beside them."""
 HELD_OUT = "held_out_"
 """What precedes the name of each figure that a training takes of held-out data (`train.evaluate_every`)."""
 

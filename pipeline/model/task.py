@@ -53,7 +53,7 @@ class Task:
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1) -> None:
         """`eos_id`: the token that ends a document, for `data.document_mask` on text."""
         vocab_size = config.model.vocab_size or vocab_size
-        self.eos_id, masked = eos_id, config.data.records != "text"
+        self.eos_id, masked = eos_id, config.data.masked
         self._all_count = not masked and not config.data.document_mask
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
         self.per_step = config.train.global_batch * self.length

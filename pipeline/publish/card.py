@@ -26,7 +26,10 @@ from pipeline.run.machines import energy_kwh
 PICTURE = "loss.svg"
 _TOLD = ("model", "data", "train", "optimizer", "parallel")
 """The sections of the config that a card shows: how the model came about, not where."""
-_PLACES: dict[str, Any] = {"data": {"source": True, "tokenizer": {"path"}}, "model": {"init_from"}}
+_PLACES: dict[str, Any] = {
+    "data": {"source": True, "tokenizer": {"path"}, "mixture": {"sources": {"__all__": {"source"}}}},
+    "model": {"init_from"},
+}
 """Keys in them that say where."""
 _FILES = 100
 """Sources are named one by one where they are no more than these."""
@@ -105,7 +108,12 @@ def _data(run: Run) -> list[str]:
 
 def _sources(run: Run) -> list[str]:
     """Each input file with its hash, where it is as it was when it was cut into units (data_prep/text/units.py)."""
-    rows = read_json(run.data / "units.json")["inputs"]
+    files = (
+        (run.data / name / "units.json" for name in run.config.data.mixture.sources)
+        if (run.config.data.mixture)
+        else [run.data / "units.json"]
+    )
+    rows = [row for file in files for row in read_json(file)["inputs"]]
     told = []
     for path, size, mtime_ns, *_ in rows if len(rows) <= _FILES else ():
         file = Path(path)

@@ -10,6 +10,7 @@ A line of changes.jsonl has the values that were `set`; `submitted`, where it is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 
 from pipeline.base.command import command, command_again
 from pipeline.base.errors import UserError
+from pipeline.config.datasets import LEAVE_SHARDS
 from pipeline.config.masking import masked
-from pipeline.config.sections import LEAVE_SHARDS, Config
+from pipeline.config.sections import Config
 
 _ANY_TIME = (
     "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "data.max_rejected",
-    "data.verify",
+    "data.verify", "data.mixture.weights",
 )  # fmt: skip
 """What `resume` takes at any time besides a longer training."""
 _OF_NO_RESULT = (
@@ -90,6 +92,10 @@ def refuse_more(run: Path, old: Config, new: Config) -> None:
     longer = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, words in differences(old, new).items():
         made = made_with(run, key)
+        if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
+            step = int(re.sub(r"\D", "", made) or 0)
+            same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
+            made = None if same else f"{made}, and only weights of later steps may change"
         if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "

@@ -29,6 +29,7 @@ from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.manifest import Manifest, SampleManifest, steps_of
+from pipeline.data.mixture import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
@@ -90,9 +91,10 @@ class Trainer:
             describe={"layout": groups.describe(self.layout, config, world), **identity(config, manifest)},
             on_saved=self._log_saved,
         )
-        verify_shards(run, manifest.train, self.checkpointer.group, hashes=config.data.verify == "hashes")
+        verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
         self.dataset = self._dataset(manifest)
         self.steps = steps_of(config, run.data) or 0
+        self.mixture = mixture_of(config, manifest)
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
         source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
@@ -171,6 +173,7 @@ class Trainer:
             left_out=self.guard.left_out,
             num_replicas=self.layout.data,
             rank=self.layout.coordinates(self.world.rank).data,
+            order=self.mixture.indices if self.mixture else None,
         )
         with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
@@ -180,6 +183,11 @@ class Trainer:
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
             told = {key: value for key, value in how.items() if value} | peak_memory(self.world.device)
+            if self.mixture:
+                at_end = self.mixture.epochs(self.config.train.global_batch * steps)
+                now, weights = self.mixture.epochs(self.samples_consumed), self.mixture.weights.model_dump()["weights"]
+                self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
+                self._print(f"epochs of each source by step {steps}: {epoch_words(at_end)}; so far: {epoch_words(now)}")
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
         if not self._make_up():
@@ -307,9 +315,10 @@ class Trainer:
             self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
             self.run.event("damaged", "train", step=step, reason=reason)
 
+        fits = partial(refuse_other, now=self.checkpointer.describe)  # first: other weights may not even have its shape
         started = time.perf_counter()
         notes: dict[str, str | None] = {}
-        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged)
+        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged, fits)
         step = int(manifest["step"]) if manifest else 0
         if manifest is None:
             if not fresh:  # weights were not drawn
@@ -318,7 +327,6 @@ class Trainer:
                 )
             self.engine.begin_anew()
         if manifest is not None:
-            refuse_other(manifest, self.checkpointer.describe)
             self.samples_consumed = int(manifest["samples_consumed"])
             read = partial(self.checkpointer.read, step)
             notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)

@@ -40,6 +40,8 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     run, train = Run(config.run.root / config.run.name), config.train
     own = found_for(config, [Path.cwd(), CODE_ROOT])
     model, length, sources = config.model, config.data.sequence_length, ", ".join(config.data.sources)
+    if config.data.mixture is not None:
+        sources = str(config.data.mixture)
     arrays, unit = f"sequences of {length} tokens", f"sequences ({train.global_batch * length:,} tokens)"
     what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
     if own is not None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
@@ -489,10 +489,10 @@ def test_a_typo_is_answered_with_the_right_key(
         return
     values: dict[str, Any] = {typo: 1}
     for part in reversed(PATHS[model]):
-        values = {part: values}
+        values = {part: values} if isinstance(part, str) else [values]  # type: ignore[assignment]
     with pytest.raises(ConfigError) as caught:
         config_from_mapping(values, "x")
-    name = re.escape(".".join((*PATHS[model], typo)))
+    name = re.escape(".".join(map(str, (*PATHS[model], typo))))
     found = re.search(
         rf"^x: {name}: 1: there is no such key; did you mean (.*)\? .* has ", str(caught.value), re.MULTILINE
     )
@@ -500,13 +500,14 @@ def test_a_typo_is_answered_with_the_right_key(
 
 
 def paths(
-    model: type[BaseModel] = Config, at: tuple[str, ...] = ()
-) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    model: type[BaseModel] = Config, at: tuple[str | int, ...] = ()
+) -> Iterator[tuple[type[BaseModel], tuple[str | int, ...]]]:
     yield model, at
     for key, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from paths(kind, (*at, key))
+                inside: dict[Any, tuple[str | int, ...]] = {dict: ("one",), list: (0,)}
+                yield from paths(kind, (*at, key, *inside.get(get_origin(field.annotation), ())))
 
 
 PATHS = dict(paths())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,8 +18,8 @@ from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
 from pipeline.base.files import seal
 from pipeline.base.place import Place, identify
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
-from pipeline.config.sections import DataConfig, TokenizerConfig
 from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
@@ -244,7 +245,31 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
     run_ranks(1, checked_rank, run.path, split)
 
 
-def checked_rank(where: Place, path: Path, split: str) -> None:
+def test_cached_hashes_are_not_taken_again_while_a_file_is_as_it_was(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run_ranks(1, checked_rank, run.path, "train", "cached")
+    shard_file = run.data / load_manifest(run.data).train[0].file
+    content, seen = bytearray(shard_file.read_bytes()), shard_file.stat()
+    content[-300] ^= 1
+    with open(shard_file, "r+b") as file:  # the same inode
+        file.write(content)
+    os.utime(shard_file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    run_ranks(1, checked_rank, run.path, "train", "cached")  # nobody read it
+    notes = (run.data / "verified.json").read_text()
+    (run.data / "verified.json").write_text(notes.replace(str(seen.st_ino), str(seen.st_ino + 1), 1))
+    with pytest.raises(AssertionError, match=r"is damaged: its sha256 is"):  # altered notes are none
+        run_ranks(1, checked_rank, run.path, "train", "cached")
+    assert not shard_file.exists() and shard_file.with_name(f"{shard_file.name}.damaged").exists()
+    content[-300] ^= 1
+    shard_file.write_bytes(content)
+    run_ranks(1, checked_rank, run.path, "train", "cached")
+    content[-300] ^= 1
+    shard_file.write_bytes(content)  # another time
+    with pytest.raises(AssertionError, match=r"is damaged: its sha256 is"):
+        run_ranks(1, checked_rank, run.path, "train", "cached")
+
+
+def checked_rank(where: Place, path: Path, split: str, how: str = "hashes") -> None:
     import torch.distributed as dist
 
     from pipeline.data.check import manifest_of, verify_shards
@@ -252,7 +277,7 @@ def checked_rank(where: Place, path: Path, split: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run.open(path)
     assert dist.group.WORLD is not None
-    verify_shards(run, getattr(manifest_of(run), split), dist.group.WORLD, hashes=True)
+    verify_shards(run, getattr(manifest_of(run), split), dist.group.WORLD, how=how)
 
 
 def test_manifest_module_imports_nothing_heavy() -> None:

@@ -20,7 +20,7 @@ from data_prep.text.shard_file import ShardWriter
 from data_prep.text.tokenizer import train_bpe
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
-from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest
 from tests.data_prep.test_shards import all_bytes, run_tasks, small_units
 

@@ -28,7 +28,7 @@ from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder
 from data_prep.text.units import is_held_out
 from pipeline.base.errors import InputError, UserError
-from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import Manifest, ShardEntry, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 
@@ -232,7 +232,7 @@ def test_shard_that_ends_with_a_document_is_followed_by_no_empty_file(tmp_path: 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.config.sections import DataConfig
+from pipeline.config.datasets import DataConfig
 from data_prep.text.text_folder import TextFolder
 replace, calls, fatal = os.replace, 0, int(sys.argv[3])
 def replace_or_die(source, target):

@@ -19,7 +19,7 @@ from data_prep.text.prepare_text import take_sample
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.units import MIN_UNIT_BYTES, cut, unit_count, weights_of
 from pipeline.base.errors import UserError
-from pipeline.config.sections import DataConfig, TokenizerConfig
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 
 
 def listed(path: Path, file_format: str) -> Input:

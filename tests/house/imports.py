@@ -15,7 +15,7 @@ FLOORS = (
     ("pipeline/data",), ("pipeline/checkpoint",), ("pipeline/resilience",), ("pipeline/parallel",),
     ("pipeline/model",), ("pipeline/evaluate",), ("pipeline/publish",), ("pipeline/train",), ("pipeline/planning",),
     ("pipeline",),
-    ("data_prep/inputs",), ("data_prep/text",), ("data_prep",),
+    ("data_prep/inputs",), ("data_prep/text",), ("data_prep/tokens",), ("data_prep",),
     ("slurm/query",), ("slurm/show",), ("slurm/track",), ("slurm/page",), ("slurm/submit",), ("slurm/supervise",),
     ("slurm",),
     ("submit.py",),

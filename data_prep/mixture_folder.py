@@ -1,0 +1,125 @@
+"""The data folder of a mixture: a folder for each source, filled as one of its own, and one manifest over them.
+
+data_dir/NAME/…              what data_prep/text or data_prep/tokens make of a source
+data_dir/tokenizer.json      the one that they share
+data_dir/manifest.json       the shards of all, source after source, and which are whose
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.inputs.folder import PACKAGE, DataFolder, Log
+from data_prep.text.text_folder import TextFolder
+from data_prep.tokens.tokens_folder import TokensFolder
+from pipeline.base.errors import UserError
+from pipeline.base.files import sha256_json, write_atomic
+from pipeline.config.datasets import DataConfig
+from pipeline.config.site import StripeConfig
+from pipeline.data.manifest import Manifest, Part, ShardEntry, load_manifest, write_manifest
+
+
+def text_or_tokens(data: DataConfig, path: Path, package: Path = PACKAGE) -> TextFolder:
+    """The data folder of one source."""
+    return (TokensFolder if data.records == "tokens" else TextFolder)(data, path, package)
+
+
+class MixtureFolder(DataFolder[Any, Any]):
+    """The same, of several sources; a unit is one of theirs."""
+
+    words = "tokenizer and units of all sources"
+    manifest_kind = Manifest
+
+    def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
+        super().__init__(data, path, package)
+        names = data.mixture.sources if data.mixture else ()
+        self.sources = {name: text_or_tokens(data.of_source(name), path / name, package) for name in names}
+
+    @property
+    def key(self) -> str:
+        """Those of the sources."""
+        return sha256_json({name: folder.key for name, folder in self.sources.items()})
+
+    @property
+    def whole_key(self) -> str:
+        """Those of what the sources' shards are made from. Raises InputError as `inputs` does."""
+        return sha256_json({name: folder.whole_key for name, folder in self.sources.items()})
+
+    @property
+    def inputs(self) -> list[Any]:
+        """All files."""
+        return [one for folder in self.sources.values() for one in folder.inputs]
+
+    @cached_property
+    def _where(self) -> list[tuple[TextFolder, int]]:
+        """The folder of each unit, and its number there."""
+        return [(folder, number) for folder in self.sources.values() for number in range(folder.count)]
+
+    @property
+    def count(self) -> int:
+        """Units of all sources."""
+        return len(self._where)
+
+    def unit(self, number: int) -> Any:
+        """That of its source."""
+        folder, own = self._where[number]
+        return folder.unit(own)
+
+    def make(self, unit: int) -> bool:
+        """Make it in the folder of its source."""
+        folder, own = self._where[unit]
+        return folder.make(own)
+
+    def fix(self, log: Log) -> None:
+        """Prepare each source."""
+        for name, folder in self.sources.items():
+            folder.prepare(lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
+
+    def same_inputs(self) -> bool:
+        """Those of each source."""
+        return all(folder.same_inputs() for folder in self.sources.values())
+
+    def look(self) -> list[str]:
+        """The files of each source."""
+        return [path for folder in self.sources.values() for path in folder.look()]
+
+    def remark(self) -> str:
+        """What is to be said of each source."""
+        return "".join(folder.remark() for folder in self.sources.values())
+
+    def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
+        """The units of all sources are dealt out as those of one."""
+        for folder in self.sources.values():
+            folder.make_room(log, striping)
+        super().shard(task, tasks, log, striping)
+
+    def whole(self, units: Sequence[Any], log: Log) -> None:
+        """Write each source's manifest, then that of all. Raises UserError for tokenizers that are not the same."""
+        parts, train, held_out, manifests = [], [], [], []
+        for name, folder in self.sources.items():
+            mine = [unit for unit, (other, _) in zip(units, self._where, strict=True) if other is folder]
+            folder.whole(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
+            manifests.append(one := load_manifest(folder.path))
+            parts.append(Part(name=name, train=len(one.train), held_out=len(one.held_out)))
+            train += [_inside(name, entry) for entry in one.train]
+            held_out += [_inside(name, entry) for entry in one.held_out]
+        first = manifests[0]
+        if any(one.tokenizer_sha256 != first.tokenizer_sha256 for one in manifests):
+            raise UserError("data.mixture: the tokenizer changed while its sources were prepared: start a new run")
+        sums = {
+            key: sum(getattr(one, key) for one in manifests)
+            for key, field in Manifest.model_fields.items()
+            if field.annotation is int and key.endswith(("documents", "tokens", "bytes"))
+        }
+        lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
+        whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.whole_key})
+        write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
+        write_manifest(self.path / "manifest.json", whole)
+
+
+def _inside(name: str, entry: ShardEntry) -> ShardEntry:
+    """The entry of a source's shard in the manifest of all."""
+    return entry if entry.own else entry.model_copy(update={"file": f"{name}/{entry.file}"})

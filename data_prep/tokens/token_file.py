@@ -1,0 +1,149 @@
+"""One file of tokens as its header or index describes it, and reading it block by block.
+
+Where `offset` is known, tokens lie one after another from there on, little-endian, so that a loader maps them; else
+`rows` reads them. Documents are known by an index (`ends`), by the rows, or by the end-of-text tokens between them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
+
+Ids = npt.NDArray[np.integer]
+_BLOCK = 1 << 22
+LONGEST = 1 << 28
+"""Tokens of one document: beyond that its end was missed."""
+MAPPED = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
+"""Types that a loader takes, and as what; ids are checked to be no negative ones."""
+
+
+class TokenFile(NamedTuple):
+    """What is known of a file before its tokens are read."""
+
+    path: str
+    """Of the file that holds the tokens, absolute."""
+    format: str
+    dtype: str
+    """Name of their type, little-endian."""
+    tokens: int | None = None
+    """How many; None where only reading tells."""
+    offset: int | None = None
+    """Where they start, in bytes; None where they do not lie in one piece."""
+    ends: npt.NDArray[np.int64] | None = None
+    """Where each document ends, by the index: shape (documents,)."""
+    rows: Callable[[], Iterator[Ids]] | None = None
+    """The tokens of a file without an `offset`, in parts."""
+    row_is_document: bool = True
+    """Whether each of these parts is a document."""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why no loader can map it; None where one can."""
+        if self.offset is None:
+            return f"{self.format} does not hold them in one piece"
+        return None if self.dtype in MAPPED else f"they are {self.dtype}"
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Tokens [start, stop) of what lies in one piece. Raises UserError where the file is too short for that."""
+        assert self.offset is not None
+        kind = np.dtype(self.dtype).newbyteorder("<")
+        with open_regular(self.path) as file:
+            found = np.fromfile(file, kind, stop - start, offset=self.offset + start * kind.itemsize)
+        if len(found) < stop - start:
+            raise UserError(f"{self.path} is cut short: it ends before token {stop:,} of {self.tokens:,}")
+        return found
+
+    def blocks(self) -> Iterator[Ids]:
+        """All tokens, a few million at a time, or a document."""
+        if self.rows is not None:
+            yield from self.rows()
+            return
+        assert self.tokens is not None
+        for start in range(0, self.tokens, _BLOCK):
+            yield self.read(start, min(start + _BLOCK, self.tokens))
+
+    def documents(self, eos_id: int) -> Iterator[Ids]:
+        """The documents; without an index each ends with a token `eos_id`, the last perhaps without one.
+
+        Raises UserError where one does not end.
+        """
+        if self.rows is not None and self.row_is_document:
+            yield from self.rows()
+            return
+        parts: list[Ids] = []
+        before = waiting = 0
+        for block in self.blocks():
+            if self.ends is None:
+                borders = np.flatnonzero(block == eos_id) + 1
+            else:
+                first, last = np.searchsorted(self.ends, (before, before + len(block)), side="right")
+                borders = self.ends[first:last] - before
+            start = 0
+            for end in borders.tolist():
+                yield np.concatenate([*parts, block[start:end]])
+                parts, waiting, start = [], 0, end
+            if start < len(block):
+                parts, waiting = [*parts, block[start:]], waiting + len(block) - start
+            if waiting > LONGEST:
+                raise UserError(f"{self.path}: no token {eos_id} within {waiting:,} tokens: name their own tokenizer")
+            before += len(block)
+        if parts:
+            yield np.concatenate(parts)
+
+
+class Seen(NamedTuple):
+    """What reading all tokens told."""
+
+    tokens: int
+    largest: int
+    ended: int
+    """End-of-text tokens."""
+    unended: int
+    """Documents of the index that do not end with one."""
+
+
+def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
+    """Read all tokens. Raises UserError naming the place of the first id outside [0, vocab_size), and for no token."""
+    tokens = largest = ended = unended = seen = 0
+    for block in file.blocks():
+        if len(block) and (int(block.min()) < 0 or int(block.max()) >= vocab_size):
+            bad = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+            raise UserError(
+                f"{file.path}: token {tokens + bad:,} is {block[bad]}, and the tokenizer has the ids 0 to "
+                f"{vocab_size - 1}: the file is damaged, no {file.format}, or of another tokenizer"
+            )
+        largest = max(largest, int(block.max())) if len(block) else largest
+        ended += int(np.count_nonzero(block == eos_id))
+        if file.rows is not None and file.row_is_document:
+            unended += int(len(block) > 0 and block[-1] != eos_id)
+        elif file.ends is not None:
+            after = int(np.searchsorted(file.ends, tokens + len(block), side="right"))
+            ends = file.ends[seen:after]
+            lasts = ends[np.diff(ends, prepend=file.ends[seen - 1] if seen else 0) > 0] - 1 - tokens  # no empty ones
+            unended, seen = unended + int(np.count_nonzero(block[lasts] != eos_id)), after
+        tokens += len(block)
+    if not tokens:
+        raise UserError(f"{file.path} holds no tokens: leave it out")
+    return Seen(tokens, largest, ended, unended)
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file. Raises UserError for a pipe or a device."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def head_of(path: str, count: int) -> bytes:
+    """The first bytes of a file; b"" where there is none. Raises UserError for a pipe or a device."""
+    try:
+        with open_regular(path) as file:
+            return file.read(count)
+    except (FileNotFoundError, IsADirectoryError):
+        return b""

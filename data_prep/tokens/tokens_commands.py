@@ -1,0 +1,103 @@
+"""`data inspect|verify|import PATH…`: what token files are, whether they are whole, and a copy of them as shards.
+
+A copy is a folder of HDF5 shards (data_prep/text/shard_file.py) with an end-of-text token behind each document and its
+`documents` index: `data.source: DIR` with `data.records: tokens` takes it. It is whole, or not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.text.shard_file import ShardWriter
+from data_prep.text.tokenizer import Encoder, load_encoder
+from data_prep.tokens.formats import look
+from data_prep.tokens.token_file import TokenFile, scan
+from data_prep.tokens.tokens_folder import ENDINGS
+from pipeline.base.command import command
+from pipeline.base.errors import UserError
+from pipeline.base.files import new_folder, sha256_file
+from pipeline.data.manifest import FORMAT_VERSION, SHARDS
+
+_NO_TOKENIZER = 1 << 32
+_SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
+
+
+def main(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
+    """Do one of the three. Raises UserError; of `verify`, when all files were looked at."""
+    encoder = load_encoder(tokenizer, eos) if tokenizer else None
+    files = [file for path in paths for file in _files(path)]
+    if action == "import":
+        if to is None or encoder is None or tokenizer is None:
+            raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
+        copy(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
+        return
+    bad = 0
+    for path in files:
+        try:
+            file = look(path)
+            print(_words(file) + (_read_words(file, encoder) if action == "verify" else ""))
+        except UserError as error:
+            bad += 1
+            print(f"error: {error}")
+    if bad:
+        raise UserError(f"{bad} of {len(files)} files will not do")
+
+
+def _files(path: str) -> list[str]:
+    """A file, or all of a folder that may hold tokens."""
+    if not Path(path).is_dir():
+        return [str(Path(path).absolute())]
+    found = sorted(str(one.absolute()) for one in Path(path).rglob("*") if one.name.endswith((*ENDINGS,)))
+    if not found:
+        raise UserError(f"{path}: no file in it ends with {', '.join(ENDINGS)}")
+    return found
+
+
+def _words(file: TokenFile) -> str:
+    """A file by its header and index."""
+    count = "" if file.tokens is None else f"{file.tokens:,} "
+    documents = "" if file.ends is None else f" in {len(file.ends):,} documents"
+    how = f"to be copied ({file.why_not})" if file.why_not else f"can be used where they lie, from byte {file.offset}"
+    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {how}"
+
+
+def _read_words(file: TokenFile, encoder: Encoder | None) -> str:
+    """What reading all of it told."""
+    seen = scan(file, encoder.eos_id if encoder else -1, encoder.vocab_size if encoder else _NO_TOKENIZER)
+    ended = f", {seen.ended:,} end-of-text tokens, {seen.unended:,} documents without" if encoder else ""
+    return f"; {seen.tokens:,} read, largest id {seen.largest}{ended}, sha256 {sha256_file(file.path)}"
+
+
+def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
+    """Write the tokens of `files` as shards in a new folder `to`; documents get their end-of-text token, where they
+    have none and are not `packed`: rows that go on in the next.
+
+    Raises UserError for a folder that exists, and as `look` and `scan` do.
+    """
+    if to.exists():
+        raise UserError(f"--to {to}: it exists already: name a new folder")
+    kind, eos_id = np.dtype(encoder.dtype), np.array([encoder.eos_id], encoder.dtype)
+    tokens = documents = 0
+    with new_folder(to) as folder:
+        (folder / SHARDS).mkdir()
+        for number, path in enumerate(files):
+            source: dict[str, str | int] = {
+                "format_version": FORMAT_VERSION,
+                "tokenizer_sha256": tokenizer_sha256,
+                "source": path[-1000:],
+            }
+            writer, file = ShardWriter(folder, f"tokens-{number:05d}", _SHARD, encoder.dtype, source), look(path)
+            scan(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
+            for document in file.documents(encoder.eos_id):
+                if len(document):
+                    ended = packed or document[-1] == encoder.eos_id
+                    whole = document.astype(kind) if ended else np.concatenate([document.astype(kind), eos_id])
+                    writer.add(whole, 0)
+                    tokens, documents = tokens + len(whole), documents + 1
+            writer.close()
+            print(f"{path}: copied ({number + 1} of {len(files)})", flush=True)
+    print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
+    print(f"what they are: {command('data', 'inspect', str(to))}")

@@ -1,0 +1,305 @@
+"""Tokens that exist already: each format written here as its makers do, read again, damaged, used where it lies."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.text.text_folder import TextFolder
+from data_prep.text.tokenizer import load_encoder, train_bpe
+from data_prep.tokens.formats import look
+from data_prep.tokens.token_file import TokenFile, scan
+from data_prep.tokens.tokens_commands import main
+from data_prep.tokens.tokens_folder import TokensFolder
+from pipeline.base.errors import InputError, UserError
+from pipeline.config.datasets import DataConfig, TokenizerConfig
+from pipeline.data.manifest import ShardEntry, load_manifest
+from pipeline.data.samples import map_file
+
+EOS = 0
+VOCAB = 300
+Documents = list[list[int]]
+TEXTS = ["the model", "a step, then another one", "loss", "éü 漢字 😀", "shard after shard " * 9]
+
+
+def flat(documents: Documents) -> list[int]:
+    return [token for one in documents for token in one]
+
+
+def megatron(folder: Path, documents: Documents, kind: str = "uint16") -> Path:
+    codes = {"int32": 4, "uint16": 8, "int64": 5}
+    path, lengths = folder / "m.bin", [len(one) for one in documents]
+    path.write_bytes(np.array(flat(documents), kind).tobytes())
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1] * np.dtype(kind).itemsize
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, codes[kind], len(lengths), len(lengths) + 1)
+    borders = np.arange(len(lengths) + 1, dtype="<i8")
+    path.with_suffix(".idx").write_bytes(
+        head + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes() + borders.tobytes()
+    )
+    return path
+
+
+def llm_c(folder: Path, documents: Documents) -> Path:
+    tokens = np.array(flat(documents), "<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    (path := folder / "l.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    return path
+
+
+def nano_gpt(folder: Path, documents: Documents) -> Path:
+    np.array(flat(documents), "<u2").tofile(path := folder / "n.bin")
+    return path
+
+
+def datatrove(folder: Path, documents: Documents) -> Path:
+    tokens = np.array(flat(documents), "<u4")
+    (path := folder / "d.ds").write_bytes(tokens.tobytes())
+    ends = np.cumsum([len(one) for one in documents])
+    (folder / "d.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends.tolist()))
+    (folder / "d.ds.metadata").write_text(f"gpt2|4\n{len(tokens)}\n{len(tokens)} T")
+    return path
+
+
+def hdf5(folder: Path, documents: Documents, **how: object) -> Path:
+    with h5py.File(path := folder / "h.h5", "w") as file:
+        file.create_dataset("tokens", data=np.array(flat(documents), "<u2"), **how)
+    return path
+
+
+def hdf5_compressed(folder: Path, documents: Documents) -> Path:
+    return hdf5(folder, documents, chunks=(min(16, len(flat(documents))),), compression="gzip", shuffle=True)
+
+
+def arrow(folder: Path, documents: Documents) -> Path:
+    table = pyarrow.table({"input_ids": pyarrow.array(documents, pyarrow.list_(pyarrow.int32()))})
+    with pyarrow.ipc.new_stream(str(path := folder / "a.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    return path
+
+
+def web_tar(folder: Path, documents: Documents) -> Path:
+    with tarfile.open(path := folder / "w.tar", "w") as tar:
+        for number, one in enumerate(documents):
+            content = io.BytesIO()
+            np.save(content, np.array(one, "<i8"))
+            for name, data in ((f"{number:04}.npy", content.getvalue()), (f"{number:04}.json", b"{}")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+Writer = Callable[[Path, Documents], Path]
+MAPPED: list[Writer] = [megatron, llm_c, nano_gpt, datatrove, hdf5]
+WRITERS: list[Writer] = [*MAPPED, hdf5_compressed, arrow, web_tar]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    (path := tmp_path / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
+    return path
+
+
+def encoded(tokenizer: Path, count: int = 60) -> Documents:
+    encoder = load_encoder(tokenizer, "<|endoftext|>")
+    return [one.tolist() for one in encoder.encode([f"{TEXTS[i % 5]} {i}" for i in range(count)])]
+
+
+def config(source: object, tokenizer: Path, **more: object) -> DataConfig:
+    kind = TokenizerConfig(kind="file", path=tokenizer)
+    return DataConfig.model_validate(
+        {"source": source, "records": "tokens", "tokenizer": kind, "held_out": 0.2, **more}
+    )
+
+
+def sharded(data: DataConfig, folder: Path, kind: type[TextFolder] = TokensFolder) -> None:
+    made = kind(data, folder)
+    made.prepare(lambda _: None)
+    for task in (1, 0):
+        kind(data, folder).shard(task, 2, lambda _: None)
+    assert kind(data, folder).finalize(lambda _: None)
+
+
+def tokens_of(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
+    return [token for entry in entries for token in map_file(entry, folder)["tokens"].tolist()]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=40), min_size=1, max_size=12))
+@pytest.mark.parametrize("write", WRITERS)
+def test_each_format_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, write: Writer, bodies: Documents
+) -> None:
+    documents = [[*one, EOS] for one in bodies]
+    file = look(str(write(tmp_path_factory.mktemp("one"), documents)))
+    assert [one.tolist() for one in file.documents(EOS)] == documents
+    assert np.concatenate(list(file.blocks())).tolist() == flat(documents)
+    seen = scan(file, EOS, VOCAB)
+    assert (seen.tokens, seen.ended, seen.unended) == (len(flat(documents)), len(documents), 0)
+    assert seen.largest == max(flat(documents))
+    assert (file.why_not is None) is (write in MAPPED)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.tokens.token_file._BLOCK", size)
+    documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
+    file = look(str(megatron(tmp_path, documents)))
+    assert [one.tolist() for one in file.documents(EOS)] == documents
+    assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
+    bare = look(str(nano_gpt(tmp_path, documents)))
+    assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
+
+
+@pytest.mark.parametrize("write", MAPPED)
+def test_a_run_takes_them_where_they_lie(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
+    documents = encoded(tokenizer)
+    path = write(tmp_path, documents)
+    before = path.read_bytes()
+    sharded(config(str(path), tokenizer), folder := tmp_path / "data")
+    manifest = load_manifest(folder)
+    everything = flat(documents)
+    train, held_out = (tokens_of(folder, entries) for entries in (manifest.train, manifest.held_out))
+    assert train + held_out == everything and train[-1] == EOS
+    assert 0.2 * len(everything) - 1 <= len(held_out) < 0.3 * len(everything)
+    assert (manifest.documents, manifest.held_out_documents) == (60, held_out.count(EOS))
+    texts = [f"{TEXTS[i % 5]} {i}" for i in range(60)][-manifest.held_out_documents :]
+    assert manifest.held_out_bytes == sum(len(text.encode()) for text in texts)
+    assert {entry.file for entry in manifest.train} == {str(path)} and path.read_bytes() == before
+    assert not list((folder / "shards").glob("*.h5")), "nothing was copied"
+    path.write_bytes(before[:-2])
+    assert "put the file back" in (TokensFolder(config(str(path), tokenizer), folder).shard_missing() or "")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
+    documents = encoded(tokenizer)
+    given_ = [one[:-1] for one in documents] if write in (megatron, datatrove, arrow, web_tar) else documents
+    (tmp_path / "in").mkdir()
+    path = write(tmp_path / "in", given_)
+    main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+    with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
+        assert file["tokens"][:].tolist() == flat(documents)
+        assert file["documents"][:].tolist() == [0, *np.cumsum([len(one) for one in documents]).tolist()]
+    sharded(config(str(tmp_path / "copy"), tokenizer), folder := tmp_path / "data")
+    manifest = load_manifest(folder)
+    assert tokens_of(folder, manifest.train) + tokens_of(folder, manifest.held_out) == flat(documents)
+    with pytest.raises(UserError, match="exists already"):
+        main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+
+
+def refused(path: Path, tokenizer: Path, words: str) -> None:
+    data, folder = config(str(path), tokenizer), path.parent / "refused"
+    with pytest.raises((UserError, InputError), match=words):
+        sharded(data, folder)
+
+
+def test_what_a_run_cannot_use_is_refused_with_the_way_out(tokenizer: Path, tmp_path: Path) -> None:
+    documents = encoded(tokenizer)
+    refused(arrow(tmp_path, documents), tokenizer, r"cannot be mapped, for Arrow .*copy them, `.* data import")
+    refused(megatron(tmp_path, documents, "int64"), tokenizer, "for they are int64: copy them")
+    refused(megatron(tmp_path, [one[:-1] for one in documents]), tokenizer, "60 documents of its index do not end")
+    refused(nano_gpt(tmp_path, [[5, 6, VOCAB, EOS]]), tokenizer, f"token 2 is {VOCAB}, and the tokenizer has the ids 0")
+    (empty := tmp_path / "e.bin").touch()
+    refused(empty, tokenizer, "missing or empty")
+
+
+def test_text_of_arrow_and_tar_is_tokenised(tmp_path: Path) -> None:
+    texts = [f"document number {i} " + "word " * (i % 17) for i in range(80)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_stream(str(tmp_path / "t.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for number, text in enumerate(texts):
+            content = text.encode() if number % 2 else json.dumps({"text": text}).encode()
+            member = tarfile.TarInfo(f"{number:04}.{'txt' if number % 2 else 'json'}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    found = []
+    for ending in ("jsonl", "arrow", "tar"):
+        kind = TokenizerConfig(vocab_size=300, train_bytes=20_000)
+        data = DataConfig(source=str(tmp_path / f"t.{ending}"), tokenizer=kind, held_out=0.2, shard_tokens=1 << 20)
+        sharded(data, folder := tmp_path / ending, TextFolder)
+        manifest = load_manifest(folder)
+        found.append([sorted(tokens_of(folder, part)) for part in (manifest.train, manifest.held_out)])
+        assert manifest.documents == 80
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("write", [one for one in WRITERS if one is not nano_gpt])
+def test_a_file_that_is_cut_short_is_refused(write: Writer, tmp_path: Path) -> None:
+    """Of bare tokens half a token alone tells; a tar ends with zeros that may go."""
+    path = write(tmp_path, [[*range(1, 200), EOS]] * 5)
+    whole = path.read_bytes()
+    for missing in (3000 if write is web_tar else 4, len(whole) // 3, len(whole) - 600):
+        path.write_bytes(whole[:-missing])
+        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header"):
+            list(look(str(path)).documents(EOS))
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match="odd number"):
+        look(str(tmp_path / "odd.bin"))
+
+
+def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path) -> None:
+    path = web_tar(tmp_path, [[1, EOS]] * 5)
+    content = bytearray(path.read_bytes())
+    content[2048 + 150] ^= 255  # the checksum of the second array's header
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged, or no tar"):
+        list(look(str(path)).documents(EOS))
+
+
+def mutated(content: bytes, source: random.Random) -> bytes:
+    """Some bytes changed, cut off, doubled, or a length made huge."""
+    data = bytearray(content)
+    for _ in range(source.randint(1, 4)):
+        place = source.randrange(max(1, min(len(data), source.choice([64, 1 << 11, 1 << 30]))))
+        match source.randrange(5):
+            case 0:
+                data[place : place + 1] = bytes([source.randrange(256)])
+            case 1:
+                del data[place:]
+            case 2:
+                data[place : place + 8] = source.choice([b"\xff" * 8, b"\x00" * 8, b"\x00" * 7 + b"\x7f"])
+            case 3:
+                data[place:place] = source.randbytes(source.randint(1, 9))
+            case _:
+                del data[place : place + source.randint(1, 9)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_damaged_files_are_refused_or_read(write: Writer, tmp_path: Path) -> None:
+    """A thousand in all. What no hash or length protects may read as other ids, never as a crash or a huge read."""
+    source = random.Random(write.__name__)
+    documents = [[source.randrange(1, VOCAB) for _ in range(source.randrange(30))] + [EOS] for _ in range(12)]
+    files = {path: path.read_bytes() for path in write(tmp_path, documents).parent.iterdir()}
+    path, refusals = write(tmp_path, documents), 0
+    for _ in range(125):
+        for other, content in files.items():
+            other.write_bytes(content)
+        hurt = source.choice(sorted(files))
+        hurt.write_bytes(mutated(files[hurt], source))
+        try:
+            file: TokenFile = look(str(path))
+            read = list(file.documents(EOS))
+            assert sum(map(len, read)) <= 4 * sum(map(len, documents))
+            scan(file, EOS, VOCAB)
+        except UserError as error:
+            assert str(tmp_path) in str(error)
+            refusals += 1
+    assert refusals > 30
