@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +26,8 @@ try:
 
     from pipeline.base.errors import Exit, UserError, printable, storage_error
     from slurm.show.console import Plain
+    from slurm.submit import children
+    from slurm.submit.children import Overrides, RunPath, child
     from slurm.submit.executor import Executor, choose
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
@@ -47,14 +47,6 @@ if TYPE_CHECKING:
 
 
 VERSION = "0.1.0"
-
-
-class DataAction(StrEnum):
-    """What is done with files of tokens."""
-
-    IMPORT = "import"
-    INSPECT = "inspect"
-    VERIFY = "verify"
 
 
 class SubmitByDefault(TyperGroup):
@@ -84,9 +76,6 @@ app = typer.Typer(
     cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
 )
 console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
-
-RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
 
 
 def _print_version(asked: bool) -> None:
@@ -258,65 +247,7 @@ def cancel(run: RunPath) -> None:
         console.print(words, soft_wrap=True)
 
 
-@app.command()
-def verify(
-    run: RunPath, step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None
-) -> None:
-    """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
-    # our code, not the run's: it may be anybody's
-    raise _child("verify", str(_open(run).path), step=step)
-
-
-@app.command()
-def export(
-    run: RunPath,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
-    step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
-    dtype: Annotated[str, typer.Option(help="type of the weights: fp32 or bf16")] = "fp32",
-) -> None:
-    """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
-    raise _child("export", str(_open(run).path), str(folder.absolute()), f"--dtype={dtype}", step=step)
-
-
-@app.command()
-def generate(
-    target: Annotated[str, typer.Argument(metavar="RUN|DIR", help="a run, or a folder in Hugging Face's format")],
-    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="what to go on with")],
-    max_tokens: Annotated[int, typer.Option(help="how far at most")] = 100,
-    greedy: Annotated[bool, typer.Option("--greedy", help="take the likeliest token each time; draw none")] = False,
-    temperature: Annotated[float, typer.Option(help="less than 1: likely tokens become likelier")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens of this probability only")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of what is drawn")] = 1,
-    step: Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")] = None,
-) -> None:
-    """Go on with a text, on this machine: a look at what was learned."""
-    how = [f"--temperature={0.0 if greedy else temperature}", f"--top-p={top_p}", f"--seed={seed}"]
-    raise _child("generate", target, f"--prompt={prompt}", f"--max-tokens={max_tokens}", *how, step=step)
-
-
-def _child(*arguments: str, step: str | None = None) -> typer.Exit:
-    """Run `python -m pipeline` with the code beside this file; it may import torch."""
-    from pipeline.run.code import with_code
-
-    words = [sys.executable, "-m", "pipeline", *arguments, *([f"--step={step}"] if step else [])]
-    return typer.Exit(subprocess.run(words, env=with_code(os.environ, Path(__file__).resolve().parent)).returncode)
-
-
-@app.command()
-def data(
-    action: Annotated[DataAction, typer.Argument(help="copy them as shards; say what they are; read them through")],
-    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="files of tokens, or folders of them")],
-    to: Annotated[str | None, typer.Option(metavar="DIR", help="import: a folder that does not exist yet")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="the tokenizer.json that made them")] = None,
-    eos_token: Annotated[str, typer.Option(help="its token between documents")] = "<|endoftext|>",
-    packed: Annotated[
-        bool, typer.Option("--packed", help="import: rows are no documents, but go on in the next")
-    ] = False,
-) -> None:
-    """Look at tokens that exist (Megatron, nanoGPT, llm.c, datatrove, Arrow, WebDataset, HDF5), or copy them."""
-    options = {"--to": to, "--tokenizer": tokenizer, "--eos-token": eos_token}
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    raise _child("data", action.value, *given, *["--packed"] * packed, "--", *paths)
+children.add_to(app)
 
 
 @app.command()
@@ -392,7 +323,7 @@ def plan(
     named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
     asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
     asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
-    raise _child("plan", str(config), *asked, *(overrides or []))
+    raise child("plan", str(config), *asked, *(overrides or []))
 
 
 @app.command()
