@@ -65,12 +65,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of six megabytes: a copy of the code, and a few tiny checkpoints."""
+    """A file system of nine megabytes: a copy of the code, and a few tiny checkpoints."""
     if os.geteuid() != 0:
         lacking("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)], check=True, timeout=10)
     try:
         yield folder
     finally:

@@ -189,6 +189,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             os.environ["TERM"] = "xterm"
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test in the background of a script ignores it
             os.execv(sys.executable, [*SUBMIT, *arguments])
         self.seen = b""
 
