@@ -13,7 +13,7 @@ from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.order import ORDER_VERSION
 from pipeline.run.directory import Run
 
-LOOKING = ("log_every", "evaluate_every", "evaluate_sequences")
+LOOKING = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
 """Keys of `train` that change nothing of what is trained."""
 SOURCE = "source.json"
 """In the run directory: what the weights of an open model were that the training began with."""

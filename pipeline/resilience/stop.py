@@ -136,9 +136,10 @@ class Request:
         self._asked = False
 
     def done(self) -> None:
-        """It is done: the request that it answers is forgotten, and not before."""
+        """It is done: the request that it answers is forgotten, and not before. No file is worth a training."""
         if self._answering is not None and self._answering == self._written():  # else there is a newer one
-            self.file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.file.unlink()
         self._answering = None
 
     def _written(self) -> int | None:

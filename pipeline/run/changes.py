@@ -24,7 +24,7 @@ from pipeline.config.sections import Config
 
 _ANY_TIME = (
     "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "data.max_rejected",
-    "data.verify", "data.mixture.weights",
+    "data.verify", "data.mixture.weights", "train.profile_every",
 )  # fmt: skip
 """What `resume` takes at any time besides a longer training."""
 _OF_NO_RESULT = (

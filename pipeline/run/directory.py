@@ -86,8 +86,8 @@ class Run:
         self.changes = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
         self.decisions = self.path / "decisions.jsonl"
-        self.stop_file = self.path / "stop"
-        self.save_file, self.profile_file = self.path / "save", self.path / "profile"
+        self.stop_file, self.save_file = self.path / "stop", self.path / "save"
+        self.profile_file, self.profile_taken = self.path / "profile", self.path / "profile.taken"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
         self.corrections: dict[str, str] = {}

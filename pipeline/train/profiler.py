@@ -21,7 +21,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline.base.files import write_json
+from pipeline.base.files import open_regular, write_json
 from pipeline.comm.groups import World, from_rank0
 from pipeline.config.layout import Layout
 from pipeline.mpi.work import MpiWork
@@ -41,6 +41,8 @@ from pipeline.train.step_trace import GROUP, PIPELINE, STEP, mean, parts, read
 ROUND_TRIPS, CALLS = 5, 1000
 MOST_SPANS, MOST_STEPS = 100_000, 20
 """The longest spans of a rank's step are kept, and the newest steps of a run."""
+MOST_BYTES = 300_000_000
+"""Of torch's own trace of a step; reading one takes some times as much memory."""
 
 
 class Profiler:
@@ -56,15 +58,20 @@ class Profiler:
         self._clock = 0, 0
         self._step: record_function | None = None
         self._recorder: profile | None = None
+        if world.first:  # what an attempt did not survive is not done again
+            with suppress(OSError):
+                run.profile_taken.unlink()
 
     def ask(self) -> None:
         """There is a request: begin with the next step."""
         asked: list[Any] = [1, None]
         if self.world.first:
-            self.request.begun()
             with self._careful("the request"):  # an empty file asks for one step of all ranks
-                found = json.loads(self.request.file.read_bytes() or b"{}")
-                asked = [min(int(found.get("steps", 1)), MOST_STEPS), found.get("ranks")]
+                os.replace(self.request.file, self.run.profile_taken)
+                with open_regular(self.run.profile_taken) as file:
+                    found = json.loads(file.read() or b"{}")
+                asked = [min(max(1, int(found.get("steps", 1))), MOST_STEPS), found.get("ranks")]
+            self.request.begun()
         self._left, ranks = from_rank0(self.group, asked)
         self._ranks = ranks or range(self.world.size)
 
@@ -86,8 +93,11 @@ class Profiler:
         self._step = record_function(STEP)
         self._step.__enter__()
 
-    def end(self, step: int) -> dict[str, Any]:
-        """The step is over; what its line of metrics says of it, on rank 0: seconds by part, the mean of the ranks."""
+    def end(self, step: int, *, kept: bool) -> dict[str, Any]:
+        """The step is over; what its line of metrics says of it, on rank 0: seconds by part, the mean of the ranks.
+
+        Not `kept` where the ranks stop now, who have no time for it.
+        """
         if self._step is None:
             return {}
         if self.world.device.type == "cuda":  # its last kernels belong to it
@@ -98,6 +108,7 @@ class Profiler:
         with self._careful("the trace"):
             if self._recorder is not None:
                 self._recorder.stop()
+            if self._recorder is not None and kept:
                 folder.mkdir(parents=True, exist_ok=True)
                 mine = self._keep(folder / f"rank-{self.world.rank}.json.gz", self._recorder)
         self._step = self._recorder = MpiWork.recorded = None
@@ -111,10 +122,11 @@ class Profiler:
             with self._careful("the folder"):
                 if known:
                     write_json(folder / "parts.json", known)
-                for old in sorted(self.run.profiles.glob("step-*"))[:-MOST_STEPS]:
+                for old in sorted(self.run.profiles.glob("step-*"), key=os.path.getmtime)[:-MOST_STEPS]:
                     shutil.rmtree(old)
             if self._left == 0:
-                self.request.done()
+                with self._careful("the request"):
+                    self.run.profile_taken.unlink(missing_ok=True)
         self.seconds += time.perf_counter() - began
         return {"profile": mean(list(known.values()))} if known else {}
 
@@ -149,6 +161,8 @@ class Profiler:
         """Write what was recorded of this rank; its seconds by part."""
         with tempfile.NamedTemporaryFile(suffix=".json") as exported:
             recorder.export_chrome_trace(exported.name)
+            if (size := os.path.getsize(exported.name)) > MOST_BYTES:
+                raise ValueError(f"torch's trace has {size:,} bytes, more than {MOST_BYTES:,}: fewer micro-batches")
             trace = json.loads(Path(exported.name).read_bytes())  # torch puts another file there
         base, events = trace["baseTimeNanoseconds"], [one for one in trace["traceEvents"] if one["ph"] == "X"]
         called = [(call["time_ns"], call["operation"], call["group"]) for call in last_collectives(CALLS)]

@@ -196,7 +196,7 @@ class Trainer:
             self._enter(step, "data")
             self.profiler.begin(step)
             line = self.step(step, next(ready))
-            line |= self.profiler.end(step)
+            line |= self.profiler.end(step, kept=self.agreement.reason is None)
             line |= self._held_out(step)
             end, other_s = time.perf_counter(), self._checkpoint_s + self._evaluate_s + self.profiler.seconds
             self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))

@@ -11,7 +11,7 @@ import gzip
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
         _need_training(run)
         write_json(run.profile_file, {"ranks": wanted, "steps": steps})
     looked = time.monotonic()
-    while steps and run.profile_file.exists():
+    while steps and (run.profile_file.exists() or run.profile_taken.exists()):
         time.sleep(0.2)
         if time.monotonic() > looked + LOOK_S:
             _need_training(run)
@@ -52,7 +52,8 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
         raise UserError(f"{run.name}: no step was profiled; {who}the log of rank 0 may say why")
     for path in fresh:
         try:
-            known, (trace, error_ms) = read_json(path), merge(path.parent)
+            known = read_json(path)
+            trace, error_ms = merge(path.parent, sorted(map(int, known)))
             said = f"{words(mean(list(known.values())))} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
         except (gzip.BadGzipFile, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{path.parent} is damaged ({error!r}): remove it, or the file that is") from None
@@ -66,7 +67,6 @@ def _profiled(run: Run) -> list[Path]:
 
 def _need_training(run: Run) -> None:
     if not any(name.startswith("train") for name in running(run)):
-        run.profile_file.unlink(missing_ok=True)
         raise UserError(f"{run.name} is not training now; --steps 0 shows what was profiled before")
 
 
@@ -77,16 +77,15 @@ def words(parts: Mapping[str, Any]) -> str:
     return f"{1000 * whole:.1f} ms: {shares}"
 
 
-def merge(folder: Path) -> tuple[Path, float]:
-    """One trace of all ranks of a profiled step; its path, and how far their clocks may be apart, in milliseconds.
+def merge(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
+    """One trace of these ranks of a profiled step; its path, and how far their clocks may be apart, in milliseconds.
 
     Rank after rank, so that one is in memory at a time.
     """
-    ranks = sorted(folder.glob("rank-*.json.gz"), key=lambda path: int(path.name.split(".")[0][5:]))
     origin, errors, rows = 0, [0], 0
     with replacing(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
-        for path in ranks:
-            told = json.loads(gzip.decompress(path.read_bytes()))
+        for rank in ranks:
+            told = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
             errors, origin = [*errors, told["clock_error_ns"]], origin or told["begin_ns"]
             for event in _events(told, (told["begin_ns"] - origin) / 1000, rows):
                 rows = max(rows, event["tid"])

@@ -46,7 +46,7 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     time.sleep(REST_S)
     whole = time.perf_counter() - began
     known = {"compute": computed, "communication_exposed": waited, "copy": 0.0, "bubble": 0.0}
-    profiler.end(1)
+    profiler.end(1, kept=True)
     (found,) = profiled_parts(folder, rank)
     return found, known | {"idle": whole - computed - waited}
 

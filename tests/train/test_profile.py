@@ -153,9 +153,12 @@ def test_lines_of_metrics_have_the_parts(four: Run) -> None:
 
 
 def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
+    shutil.copy(
+        four.profiles / "step-00000006/rank-3.json.gz", four.profiles / "step-00000006/rank-4.json.gz"
+    )  # of old
     (_, of_step) = folders = sorted(four.profiles.iterdir())
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
-    path, error_ms = merge(of_step)
+    path, error_ms = merge(of_step, range(4))
     assert 0 < error_ms < 50
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     named = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -214,6 +217,9 @@ def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: s
     assert not (folder / "trace.json.gz").exists() or damage == "parts"
 
 
+FOLDER = b"a folder in place of the file"
+
+
 def failing_rank(place: Place, path: Path, request: bytes) -> int:
     """A rank whose profiles cannot be read, and who finds this request."""
     from pipeline.train import profiler
@@ -224,15 +230,27 @@ def failing_rank(place: Place, path: Path, request: bytes) -> int:
     if place.rank == 1:
         profiler.gzip = SimpleNamespace(compress=fail)  # type: ignore[assignment]
     if place.rank == 0:
-        Run.open(path).profile_file.write_bytes(request)
+        run = Run.open(path)
+        run.profile_taken.write_bytes(b'{"steps": 3}')  # an attempt before this one did not survive it
+        if request == FOLDER:
+            run.profile_file.mkdir()
+        else:
+            run.profile_file.write_bytes(request)
     with open(path / f"said-{place.rank}", "w") as said, redirect_stderr(said):
         return stage_rank(place, path, "train")
 
 
 @pytest.mark.parametrize(
     ("request_", "ranks", "steps"),
-    [(b'{"ranks": [0, 7], "steps": 2}', [0], 2), (b"", [0], 1), (b"not json", [0], 1), (b'{"ranks": [1]}', [], 1)],
-    ids=["ranks", "empty", "damaged", "fails"],
+    [
+        (b'{"ranks": [0, 7], "steps": 2}', [0], 2),
+        (b"", [0], 1),
+        (b"not json", [0], 1),
+        (b'{"ranks": [1]}', [], 1),
+        (b'{"steps": 0}', [0], 1),
+        (FOLDER, [0], 1),
+    ],
+    ids=["ranks", "empty", "damaged", "fails", "none", "folder"],
 )
 def test_a_profile_that_fails_stops_nothing(
     four: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
@@ -243,11 +261,13 @@ def test_a_profile_that_fails_stops_nothing(
     assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
     folders = sorted(run.profiles.glob("step-*/parts.json"))
     assert len(folders) == (steps if ranks else 0) and not run.profile_file.exists()
+    assert run.profile_taken.exists() == (request_ == FOLDER)
     for folder in folders:
         assert sorted(json.loads(folder.read_text())) == [str(rank) for rank in ranks]
     said = [(run.path / f"said-{rank}").read_text() for rank in range(2)]
     assert ("the trace failed on rank 1: no space left" in said[1]) == (b"[0" not in request_)
-    assert ("the request failed on rank 0" in said[0]) == (request_ == b"not json")
+    assert ("the request failed on rank 0" in said[0]) == (request_ in (b"not json", FOLDER))
+    run.change(["train.profile_every=2"])  # also of a training that has saved
 
 
 # -- clocks ----------------------------------------------------------------------------------------------
