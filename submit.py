@@ -315,6 +315,13 @@ def plan(
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
     or which is best, what failures cost, what a rank does."""
+    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None}
+    kinds = [name for name, asked_for in given.items() if asked_for]
+    if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
+        raise UserError(
+            "plan: --best, --goodput and --rehearse are asked for one at a time; --write goes with --best, --nodes "
+            "with --best or --goodput"
+        )
     if goodput:
         from slurm.show.expected import print_goodput
 

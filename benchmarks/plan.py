@@ -14,6 +14,7 @@ to be 10 %, and weighed by 1/|residual| beyond 5 % so that a few odd rows do not
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -91,7 +92,7 @@ def without(rows: Sequence[Row], source: str, slopes: np.ndarray, offset: np.nda
 
 def quantile(values: Sequence[float], share: float) -> float:
     """In per cent."""
-    return 100 * float(np.quantile(np.abs(values), share)) if len(values) else 0.0
+    return 100 * float(np.quantile(np.abs(values), share)) if len(values) else float("nan")
 
 
 def rank_of_layouts(rows: Sequence[Row], tokens: Sequence[float]) -> float:
@@ -107,7 +108,7 @@ def rank_of_layouts(rows: Sequence[Row], tokens: Sequence[float]) -> float:
         if len(pairs) >= 4:
             ranks = np.array([_ranks([pair[side] for pair in pairs]) for side in (0, 1)])
             ranks_of.append(float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).min() > 0 else 0.0)
-    return float(np.median(ranks_of)) if ranks_of else 1.0
+    return float(np.median(ranks_of)) if ranks_of else float("nan")
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -132,8 +133,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     rows, refused = rows_of(asked.file)
+    if not rows:
+        sys.exit(f"{asked.file}: none of its rows can be taken: {refused[:3]}")
     tokens = [predicted(row) for row in rows]
-    errors = {row.id: found / row.tokens - 1 for row, found in zip(rows, tokens, strict=True)}
+    errors = [found / row.tokens - 1 for row, found in zip(rows, tokens, strict=True)]
     sources = list(dict.fromkeys(row.source for row in rows))
     every, slopes, offset = fit(rows)
     lines, apart = [], []
@@ -142,28 +145,31 @@ def main() -> None:
         constants = without(rows, source, slopes, offset, every) if len(sources) > 1 else PRIOR
         others = [predicted(row, constants) / row.tokens - 1 for row in own]
         apart += others
-        now, memory = [errors[row.id] for row in own], memory_errors(own)
+        now, memory = (
+            [error for row, error in zip(rows, errors, strict=True) if row.source == source],
+            memory_errors(own),
+        )
         figures = [quantile(now, 0.5), 100 * float(np.median(now)), quantile(now, 0.9)]
         figures += [quantile(others, 0.5), quantile(others, 0.9)]
         words = f"{quantile(memory, 0.5):.1f} % of {len(memory)}" if memory else "-"
         lines.append([source, str(len(own)), *(f"{figure:.1f} %" for figure in figures), words])
     note = (
         "Tokens/s of one GPU: predicted with pipeline/planning/predict.py's constants, against what was printed; and "
-        "with constants that were fitted to all other sources. `python -m benchmarks.plan FILE.csv --write` (the rows "
-        "are not part of this repository). Worst rows and why: docs/planning.md."
+        "with constants that were fitted to all other sources (slopes are those at the fit to all). `python -m "
+        "benchmarks.plan FILE.csv --write` (the rows are not part of this repository). Worst rows and why: docs/planning.md."
     )
     header = ["source", "rows", "median error", "signed", "p90", "median, fitted without it", "p90, so", "memory"]
-    lines.append(["all", str(len(rows)), *(f"{x:.1f} %" for x in (quantile(list(errors.values()), 0.5),
-        100 * float(np.median(list(errors.values()))), quantile(list(errors.values()), 0.9), quantile(apart, 0.5),
+    lines.append(["all", str(len(rows)), *(f"{x:.1f} %" for x in (quantile(errors, 0.5),
+        100 * float(np.median(errors)), quantile(errors, 0.9), quantile(apart, 0.5),
         quantile(apart, 0.9), quantile(memory_errors(rows), 0.5)))])  # fmt: skip
     if asked.write:
         write_table("plan", "Predicted and printed throughput", note, header, lines)
     else:
         print("\n".join(" | ".join(line) for line in (header, *lines)))
     print("worst rows:")
-    for row in sorted(rows, key=lambda row: -abs(errors[row.id]))[:12]:
+    for row, error in sorted(zip(rows, errors, strict=True), key=lambda one: -abs(one[1]))[:12]:
         found = predict(row.work, row.machine)
-        print(f"  {row.id}: {100 * errors[row.id]:+.0f} %; of its step in %: {parts(found)}")
+        print(f"  {row.id}: {100 * error:+.0f} %; of its step in %: {parts(found)}")
     for name, why in refused:
         print(f"not taken: {name}: {why}")
     if refused:
@@ -171,7 +177,7 @@ def main() -> None:
     if asked.fit:
         print(every)
     print(
-        f"median error {quantile(list(errors.values()), 0.5):.1f} %, p90 {quantile(list(errors.values()), 0.9):.1f} %, "
+        f"median error {quantile(errors, 0.5):.1f} %, p90 {quantile(errors, 0.9):.1f} %, "
         f"memory {quantile(memory_errors(rows), 0.5):.1f} %, rank {rank_of_layouts(rows, tokens):.2f} "
         f"over {len(rows)} rows"
     )

@@ -33,7 +33,7 @@ from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError, printable
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
-from pipeline.config.read import load_config
+from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -152,17 +152,25 @@ def look(asked: argparse.Namespace) -> None:
         commands.main(asked.target, asked.overrides, asked.to, asked.tokenizer, asked.eos_token, asked.packed)
     else:
         path = Path(asked.target)
-        config = Run.open(path).config if path.is_dir() else load_config(path, asked.overrides)
+        if path.is_dir():
+            values = Run.open(path).config.model_dump(mode="json")
+            config = config_from_mapping(overridden(values, asked.overrides), COMMAND_LINE)
+        else:
+            config = load_config(path, asked.overrides)
+        from pipeline.planning.machine import load_machine
+
+        name, memory = asked.machine or config.site.machine, config.site.gpu_memory_gib
+        machine = load_machine(name) if name else None
+        if machine is not None and (asked.machine or memory is None):  # what if it were this one
+            memory = machine.memory_gib
+        config = config.model_copy(update={"site": config.site.model_copy(update={"gpu_memory_gib": memory})})
         if asked.rehearse is not None:
             from pipeline.planning.rehearse import rehearse
 
             lines = rehearse(config, asked.rehearse)
         else:
-            from pipeline.planning.machine import load_machine
             from pipeline.planning.plan import choose, plan
 
-            name = asked.machine or config.site.machine
-            machine = load_machine(name) if name else None
             lines = plan(config, machine)
             if asked.best:
                 if machine is None or (asked.write and path.is_dir()):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from pipeline.base.errors import UserError, printable
 from pipeline.config.types import Section
@@ -44,7 +45,7 @@ class Machine(Section):
     bandwidth: PositiveFloat
     """Bytes per second of the GPU's memory."""
     multiprocessors: PositiveInt
-    peak: dict[str, PositiveFloat]
+    peak: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     """FLOP/s by precision, dense, of the vendor's sheet."""
     achievable: dict[str, PositiveFloat]
     """FLOP/s of a long matrix product."""

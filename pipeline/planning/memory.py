@@ -37,6 +37,10 @@ class Memory:
         """All of it."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
+    def on_gpu(self, config: Config) -> int:
+        """What of it is not in host memory."""
+        return self.gathered + self.activations if config.parallel.offload else self.total
+
 
 def _frozen(config: Config, name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in config.optimizer.freeze)

@@ -23,6 +23,8 @@ from pipeline.run.code import CODE_ROOT
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
 GB = 1e9
+_SHOWN = 32
+"""So many of the first ranks, and of the last ones, have a line."""
 
 
 def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterator[int]:
@@ -48,12 +50,12 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
 def _room(config: Config, ranks: Sequence[Memory]) -> str:
     """What is left of a GPU, in words. Raises UserError where it is nothing."""
     size = (config.site.gpu_memory_gib or 0) * 2**30
-    needs = [part.gathered + part.activations if config.parallel.offload else part.total for part in ranks]
+    needs = [part.on_gpu(config) for part in ranks]
     most = max(needs)
     if most > size:
         raise UserError(
             f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, and a GPU has {size / GB:.1f} "
-            f"(site.gpu_memory_gib {config.site.gpu_memory_gib:g}): lower train.micro_batch "
+            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib): lower train.micro_batch "
             f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
             "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
         )
@@ -99,6 +101,10 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     yield ""
     yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
     for rank in range(layout.world):
+        if _SHOWN <= rank < layout.world - _SHOWN:
+            if rank == _SHOWN:
+                yield f"{'…':>5}"
+            continue
         at = layout.coordinates(rank)
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)

@@ -47,6 +47,7 @@ from pipeline.planning.memory import memory
 from pipeline.planning.plan import GB
 from pipeline.planning.timeline import actions
 from pipeline.train import engine as engines
+from pipeline.train import norm
 
 KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
 """What tensors are for; activations are all that is none of the others."""
@@ -233,6 +234,7 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
         stack.enter_context(patch.object(device_mesh, "new_group", own_group))
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
+        stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
         if layout.pipeline > 1:
             stack.enter_context(_told_by_neighbours(config, layout))
         yield
@@ -353,7 +355,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     if account.peak > room and not config.parallel.offload:
         raise UserError(
             f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
-            f"(site.gpu_memory_gib {config.site.gpu_memory_gib:g})"
+            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)"
         )
 
 

@@ -7,6 +7,7 @@ memory is counted until enough are found that fit. So what is faster and does no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,11 +16,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.base.errors import UserError, printable
+from pipeline.base.yaml12 import dump
 from pipeline.config.layout import Layout, LayoutError, layout_of
 from pipeline.config.parallel import DataParallel
+from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
 from pipeline.planning.memory import memory
@@ -51,7 +52,8 @@ class Choice:
         """Of the fullest rank, with what the allocator holds beyond the tensors."""
         orders = actions(self.layout)
         ranks = range(self.layout.pipeline)
-        return FRAGMENTS * max(memory(self.config, self.layout, rank, vocab, orders[rank]).total for rank in ranks)
+        found = (memory(self.config, self.layout, rank, vocab, orders[rank]) for rank in ranks)
+        return FRAGMENTS * max(part.on_gpu(self.config) for part in found)
 
     def words(self) -> str:
         """The layout in a few words."""
@@ -179,22 +181,15 @@ def node_counts(text: str) -> list[int]:
 
 def write_choice(choice: Choice, path: Path, overrides: Sequence[str]) -> Path:
     """A config beside `path` that extends it by a choice; `path` stays as it is. Raises UserError where one exists."""
-    values: dict[str, Any] = {"extends": path.name}
-    for override in overrides:
-        key, _, text = override.partition("=")
-        *sections, last = key.split(".")
-        into = values
-        for section in sections:
-            into = into.setdefault(section, {})
-        into[last] = yaml.safe_load(text)
-    for section, made in choice.values().items():
-        into = values.setdefault(section, {})
-        into.update(made if section != "stages" else {"train": {**into.get("train", {}), **made["train"]}})
+    said = overridden({}, overrides)
+    if not any(override.startswith("run.root=") for override in overrides):
+        said.get("run", {}).pop("root", None)  # that of `path` holds
+    values = merge(merge({"extends": path.name}, said), choice.values())
     target = path.with_name(f"{path.stem}-best.yaml")
     try:
         with target.open("x") as file:
             file.write(f"# Chosen by `plan {path.name} --best`: {choice.words()}\n")
-            yaml.safe_dump(values, file, sort_keys=False)
+            file.write(dump(json.loads(json.dumps(values))))
     except FileExistsError:
         raise UserError(printable(f"{target} exists: move it away, and ask again")) from None
     return target

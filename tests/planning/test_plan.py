@@ -162,7 +162,7 @@ def test_a_layout_above_the_card_is_refused_after_its_table() -> None:
 
     assert any(line.startswith("a GPU has 150.324 GB: 22.") for line in lines(140))
     refused, seen = lines(110), list[str]()
-    with pytest.raises(UserError, match=r"needs 128\.\d GB, and a GPU has 118\.1 \(site.gpu_memory_gib 110\)"):
+    with pytest.raises(UserError, match=r"needs 128\.\d GB, and a GPU has 118\.1 \(110 GiB, by"):
         seen.extend(refused)
     assert seen[-1].split()[-1].startswith("128.")
 

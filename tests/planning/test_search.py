@@ -129,3 +129,31 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     path = ROOT / "configs/lm-8b.yaml"
     code, _, err = run("--best")
     assert code == 2 and "--best needs --machine NAME or site.machine" in err
+    # what if: the card is that of --machine, whatever the site's has
+    code, out, err = run("--machine", "a100-40")
+    assert code == 2 and "a GPU has 42.9 (40 GiB, by --machine" in err and "predicted" not in out
+    for words in (("--nodes", "2"), ("--write",), ("--best", "--goodput"), ("--rehearse", "0", "--best")):
+        code, _, err = run(*words)
+        assert code == 2 and "are asked for one at a time" in err, words
+
+
+def test_what_is_written_is_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub/my.yaml"
+    path.write_text(yaml.safe_dump(BASE | {"run": {"name": "mine", "root": str(tmp_path / "elsewhere")}}))
+    monkeypatch.chdir(tmp_path)
+    said = ["stages.train.time=01:00:00", "run.name=no", "data.source=mine/*.txt", "train.global_batch=64"]
+    config = load_config(path, said)
+    _, first = search(config, H100, VOCAB, [2])
+    written = load_config(write_choice(first, path, said))
+    assert written.run.name == "no" and written.run.root == tmp_path / "elsewhere"
+    assert written.stages.train.time == "01:00:00" and written.data.source == str(tmp_path / "mine/*.txt")
+    assert written.train.global_batch == 64 and written.stages.train.nodes == 2
+    assert written.train.micro_batch == first.config.train.micro_batch
+
+
+def test_offload_leaves_the_card_to_what_is_gathered(tmp_path: Path) -> None:
+    config = config_from_mapping(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
+    (choice, *_), _ = best(list(choices(config, H100, VOCAB, 1)), VOCAB, 1e15)
+    (held,) = {memory(choice.config, choice.layout, 0, VOCAB, order) for order in actions(choice.layout)[:1]}
+    assert choice.bytes_needed(VOCAB) == pytest.approx(FRAGMENTS * (held.gathered + held.activations))
