@@ -156,7 +156,8 @@ def main() -> None:
     note = (
         "Tokens/s of one GPU: predicted with pipeline/planning/predict.py's constants, against what was printed; and "
         "with constants that were fitted to all other sources (slopes are those at the fit to all). `python -m "
-        "benchmarks.plan FILE.csv --write` (the rows are not part of this repository). Worst rows and why: docs/planning.md."
+        "benchmarks.plan FILE.csv --write` (the rows are not part of this repository). Worst rows and why: "
+        "docs/planning.md."
     )
     header = ["source", "rows", "median error", "signed", "p90", "median, fitted without it", "p90, so", "memory"]
     lines.append(["all", str(len(rows)), *(f"{x:.1f} %" for x in (quantile(errors, 0.5),

@@ -366,6 +366,8 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
     first, *others = [tiny_config(4, **more, parallel=parallel) for parallel in layouts]
     moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
     limits = LOW["bf16"] if low else (1e-5, 1e-5)
+    if sections is INT8:  # other last digits of a gradient may take the next of 127 levels
+        limits = (1e-4, 1e-4)
     for found, trained in moved:
         assert found == moved[0][0], "the digest of weights and moments, saved again"
         for ours, theirs in zip(trained, alone[3:5], strict=True):
