@@ -147,6 +147,6 @@ def test_a_source_without_samples_and_weights_that_do_not_fit_are_refused() -> N
     with pytest.raises(UserError, match="code has no sample"):
         Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 1])]), 8)
     assert Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 0])]), 8).indices(np.arange(50)).max() < 5
-    for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])]):
+    for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])], [(1, [1e308, 1e308])]):
         with pytest.raises(ValueError, match=r"from_step|weight|greater"):
             config(bad)
