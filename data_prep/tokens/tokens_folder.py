@@ -56,7 +56,8 @@ class TokensFolder(TextFolder):
         given, inputs = self.data.tokenizer, find_inputs(self.data, self.endings)
         assert given.path is not None
         encoder = load_encoder(given.path, given.eos_token)  # complains about the file that the user named
-        tokens, formats, parted = 0, set(), not self.data.held_out
+        formats: set[str] = set()
+        tokens, parted = 0, not self.data.held_out
         for source in inputs:
             file = mappable(source.path)
             tokens, formats = tokens + (file.tokens or 0), formats | {file.format}

@@ -278,7 +278,8 @@ def test_held_out_ends_near_and_a_file_without_such_an_end_is_trained_on_whole(t
     (tmp_path / "one").mkdir()
     long = nano_gpt(tmp_path / "one", [[*[5] * 9, EOS], [*[6] * 200_000, EOS]])
     refused(long, tokenizer, "set data.held_out: 0, or put an end-of-text token")
-    other, said = nano_gpt(tmp_path, encoded(tokenizer, 600)), []
+    said: list[str] = []
+    other = nano_gpt(tmp_path, encoded(tokenizer, 600))
     folder = TokensFolder(config([str(long), str(other)], tokenizer, held_out=0.02), tmp_path / "data")
     folder.prepare(said.append)
     folder.shard(0, 1, said.append)
