@@ -7,12 +7,14 @@ data_dir/manifest.json       the shards of all, source after source, and which a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.folder import PACKAGE, DataFolder, Log
+from data_prep.inputs.sources import find_inputs
 from data_prep.text.text_folder import TextFolder
 from data_prep.tokens.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError
@@ -74,7 +76,14 @@ class MixtureFolder(DataFolder[Any, Any]):
         return folder.make(own)
 
     def fix(self, log: Log) -> None:
-        """Prepare each source."""
+        """Prepare each source. Raises UserError for a file of two: what one holds out the other would train on."""
+        seen: dict[str, str] = {}
+        for name, folder in self.sources.items():
+            for source in find_inputs(folder.data, folder.endings):
+                if seen.setdefault(path := os.path.realpath(source.path), name) != name:
+                    raise UserError(
+                        f"data.mixture.sources: {path} is in {seen[path]} and in {name}: leave it out of one"
+                    )
         for name, folder in self.sources.items():
             folder.prepare(lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
 

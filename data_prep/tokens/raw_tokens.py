@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 
-from data_prep.tokens.token_file import TokenFile, size_of
+import numpy as np
+
+from data_prep.tokens.token_file import BARE, TokenFile, head_of, size_of
 from pipeline.base.errors import UserError
 
 
@@ -18,10 +20,18 @@ def fits(path: str, head: bytes) -> bool:
 
 
 def look(path: str) -> TokenFile:
-    """Count them. Raises UserError for an odd number of bytes, and for an index beside it that is none."""
+    """Count them. Raises UserError for an odd number of bytes, and for an index beside it that is none,
+    or where every other word of the first megabyte is next to nothing: the upper half of a wider id."""
     size, index = size_of(path), f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index):
         raise UserError(f"{path}: {index} beside it is damaged, or no index of Megatron's")
     if size % 2:
         raise UserError(f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens")
-    return TokenFile(path, "nanoGPT .bin", "uint16", size // 2, 0)
+    words = np.frombuffer(head_of(path, 1 << 20), "<u2")
+    low, high = words[: len(words) // 2 * 2].reshape(-1, 2).T
+    if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
+        raise UserError(
+            f"{path}: every other uint16 is (nearly) 0, as in ids of 4 or 8 bytes, and nothing beside it says so: put "
+            "Megatron's .idx beside it, or write them to HDF5, as a dataset `tokens` of uint32"
+        )
+    return TokenFile(path, BARE, "uint16", size // 2, 0)

@@ -18,6 +18,7 @@ from pipeline.base.files import open_regular
 
 Ids = npt.NDArray[np.integer]
 _BLOCK = 1 << 22
+BARE = "nanoGPT .bin"
 LONGEST = 1 << 28
 """Tokens of one document: beyond that its end was missed."""
 MAPPED = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
@@ -110,7 +111,13 @@ class Seen(NamedTuple):
 
 
 def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
-    """Read all tokens. Raises UserError naming the place of the first id outside [0, vocab_size), and for no token."""
+    """Read all tokens. Raises UserError naming the place of the first id outside [0, vocab_size), for no token, and for
+    bare uint16 where the tokenizer (below 2**32 ids) has more."""
+    if file.format == BARE and 1 << 16 < vocab_size < 1 << 32:
+        raise UserError(
+            f"{file.path}: a bare .bin is read as uint16, and the tokenizer has {vocab_size:,} ids: put Megatron's "
+            ".idx beside it, or write the tokens to HDF5, as a dataset `tokens` of uint32"
+        )
     tokens = largest = ended = unended = seen = 0
     for block in file.blocks():
         if len(block) and (int(block.min()) < 0 or int(block.max()) >= vocab_size):

@@ -5,8 +5,9 @@
     data_dir/manifest.json                              all of them
 
 Each file is read once: hashed, its ids compared with the tokenizer's, its documents counted. **Held out** is its end:
-the last `data.held_out` of its tokens, cut where a document ends (so a file of one document is trained on whole). Both
-parts are entries of the manifest that say from which byte on the same file is mapped, as for a shard of our own.
+the last `data.held_out` of its tokens, cut at the nearest end of a document; where that would be twice as much, or
+there is none (a file of one document), it is trained on whole. Both parts are entries of the manifest that say from
+which byte on the same file is mapped, as for a shard of our own.
 
 Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
 end with one is refused; a copy (`data import`) has them.
@@ -14,6 +15,7 @@ end with one is refused; a copy (`data import`) has them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from data_prep.inputs.folder import Log
@@ -26,7 +28,7 @@ from pipeline.data.manifest import ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
-    from data_prep.tokens.token_file import TokenFile
+    from data_prep.tokens.token_file import Seen, TokenFile
 
 MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
@@ -53,33 +55,40 @@ class TokensFolder(TextFolder):
 
         given, inputs = self.data.tokenizer, find_inputs(self.data, self.endings)
         assert given.path is not None
-        load_encoder(given.path, given.eos_token)  # complains about the file that the user named
-        kinds = [mappable(source.path) for source in inputs]
+        encoder = load_encoder(given.path, given.eos_token)  # complains about the file that the user named
+        formats: set[str] = set()
+        tokens, parted = 0, not self.data.held_out
+        for source in inputs:
+            file = mappable(source.path)
+            tokens, formats = tokens + (file.tokens or 0), formats | {file.format}
+            parted = parted or self._border(file, encoder.eos_id) < (file.tokens or 0)
+        if not parted:
+            for source in inputs:
+                self._scan(mappable(source.path), encoder.eos_id, encoder.vocab_size)  # may know a better reason
+            raise UserError(
+                f"data.held_out: no document ends near where the last {self.data.held_out:.1%} of a file begins, so "
+                "nothing could be evaluated: set data.held_out: 0, or put an end-of-text token "
+                f"({encoder.eos_id}, {given.eos_token}) behind each document"
+            )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
         units = tuple((Piece(number, 0, source.size),) for number, source in enumerate(inputs))
         write_plan(self.path / "units.json", Plan(tuple(inputs), units))
         self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
-        tokens = sum(kind.tokens or 0 for kind in kinds)
-        log(f"prepare: {tokens:,} tokens in {len(kinds)} files: {', '.join(sorted({kind.format for kind in kinds}))}")
+        log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
 
     def make(self, unit: int) -> bool:
         """Read one file through. Raises UserError, too, for ids that are not the tokenizer's."""
         from data_prep.tokens.formats import mappable
-        from data_prep.tokens.token_file import MAPPED, scan
+        from data_prep.tokens.token_file import MAPPED
 
         if self.unit(unit) is not None:
             return False
         self._check_inputs(self.plan.units[unit])
         source, fixed = self.inputs[unit], self.prepared
         file = mappable(source.path)
-        seen = scan(file, fixed.eos_id, fixed.vocab_size)
-        if seen.unended:
-            raise UserError(
-                f"{source.path}: {seen.unended:,} documents of its index do not end with the token {fixed.eos_id} "
-                f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one"
-            )
+        seen = self._scan(file, fixed.eos_id, fixed.vocab_size)
         assert file.offset is not None and file.tokens is not None
-        cut = self._border(file)
+        cut = self._border(file, fixed.eos_id)
         begin, left = file.offset + cut * int(file.dtype[-2:]) // 8, file.tokens - cut
         documents, text_bytes = self._counted(file._replace(offset=begin, tokens=left, ends=None))
         facts: dict[str, Any] = {"file": source.path, "size": source.size, "sha256": sha256_file(source.path)}
@@ -100,19 +109,40 @@ class TokensFolder(TextFolder):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _border(self, file: TokenFile) -> int:
-        """Where held-out tokens begin: where the last document ends that leaves at least the wanted fraction; at the
-        file's end where nothing is wanted, or no document ends before."""
+    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
+        """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
+        from data_prep.tokens.token_file import scan
+
+        seen = scan(file, eos_id, vocab_size)
+        if seen.unended:
+            raise UserError(
+                f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "
+                f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one"
+            )
+        return seen
+
+    def _border(self, file: TokenFile, eos_id: int) -> int:
+        """Where held-out tokens begin: at the end of a document that is nearest to the wanted place; at the file's end
+        where nothing is wanted, or that would hold out twice as much."""
         import numpy as np
 
         assert file.tokens is not None
-        wanted = file.tokens - int(file.tokens * self.data.held_out)
-        for stop in range(wanted if wanted < file.tokens else 0, 0, -_BLOCK):
-            start = max(0, stop - _BLOCK)
-            found = np.flatnonzero(file.read(start, stop) == self.prepared.eos_id)
-            if len(found):
-                return start + int(found[-1]) + 1
+        part = int(file.tokens * self.data.held_out)
+        wanted, last = file.tokens - part, file.tokens - 1  # the last token ends nothing that could be held out
+        for near in range(0, part, _BLOCK):
+            far, found = min(near + _BLOCK, part), []
+            for start, stop in ((max(0, wanted - far), wanted - near), (wanted + near, min(wanted + far, last))):
+                if start < stop:
+                    found += (np.flatnonzero(file.read(start, stop) == eos_id) + start + 1).tolist()
+            if found:
+                return int(min(found, key=lambda border: abs(border - wanted)))
         return file.tokens
+
+    def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
+        """And tell which files are trained on whole though a part was wanted."""
+        if self.data.held_out and (files := [unit.train[0].file for unit in units if not unit.held_out]):
+            log(f"shard: nothing is held out of {len(files)} files, no document ends where it should: {files[0]}, …")
+        super().whole(units, log)
 
     def _counted(self, part: TokenFile) -> tuple[int, int]:
         """End-of-text tokens of what is held out, and the UTF-8 bytes of its text: what bits per byte are of."""

@@ -41,14 +41,14 @@ def _array(where: str, content: bytes) -> Ids:
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(file)
+        shape, columns, kind = read(file)
         if (
             kind.kind not in "iu"
             or len(shape) > 2
             or np.prod(shape, dtype=object) * kind.itemsize != len(rest := content[file.tell() :])
         ):
             raise UserError(f"{where} claims {kind} of shape {shape}, and is no array of so many ids")
-        return np.frombuffer(rest, kind)
+        return np.frombuffer(rest, kind).reshape(shape, order="F" if columns else "C").ravel()
     except UserError:
         raise
     except Exception as error:  # numpy reads the header as Python, and has all kinds for what is none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -58,8 +59,8 @@ class WeightsConfig(Section):
 
     @model_validator(mode="after")
     def _something(self) -> WeightsConfig:
-        if not sum(self.weights.values()):
-            raise ValueError("at least one weight must be more than 0")
+        if not 0 < sum(self.weights.values()) < inf:
+            raise ValueError("at least one weight must be more than 0, and their sum below 1.8e308")
         return self
 
 

@@ -37,10 +37,12 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     notes = run.data / NOTES
-    read: Any = read_json(notes) if how == "cached" and notes.is_file() else None
-    known: dict[str, Any] = read if intact(read) else {}
+    known: dict[str, Any] = {}
 
     def check() -> dict[str, Any]:
+        with suppress(OSError):  # notes that cannot be read are none
+            if how == "cached" and intact(read := read_json(notes)):
+                known.update(read)
         seen: dict[str, Any] = {}
         for entry in shards[rank::size]:
             path = run.data / entry.file

@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.data.order import Int64Array, indices_of
+from pipeline.data.order import Int64Array, indices_of, position_of
 
 SCALE = 1 << 20
 """What weights add up to: products with sample numbers below 2**41 stay exact."""
@@ -34,8 +34,17 @@ SCALE = 1 << 20
 class Mixture:
     """The order of one mixture."""
 
-    def __init__(self, seed: int, sizes: Mapping[str, int], weights: MixtureConfig, global_batch: int) -> None:
-        """`sizes`: samples of each source. Raises UserError for a source that has none and should give some."""
+    def __init__(
+        self,
+        seed: int,
+        sizes: Mapping[str, int],
+        weights: MixtureConfig,
+        global_batch: int,
+        left_out: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`sizes`: samples of each source; `left_out`: as of GlobalOrderSampler, weights change behind them.
+
+        Raises UserError for a source that has none and should give some."""
         self.sizes, self.weights = dict(sizes), weights
         self._seeds = [int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) for name in sizes]
         self._firsts = np.cumsum([0, *sizes.values()])
@@ -45,7 +54,7 @@ class Mixture:
         for part in weights.weights:
             if empty := [name for name, size in sizes.items() if not size and part.weights[name]]:
                 raise UserError(f"data.mixture: {empty[0]} has no sample to train on, and its weight is not 0")
-            start = (part.from_step - 1) * global_batch
+            start = position_of((part.from_step - 1) * global_batch, left_out)
             if self._starts:
                 self._before.append(self.counts(np.array([start]))[:, 0])
             whole = sum(part.weights.values())
@@ -100,7 +109,9 @@ def _dealt(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
     return found
 
 
-def mixture_of(config: Config, manifest: Manifest | SampleManifest) -> Mixture | None:
+def mixture_of(
+    config: Config, manifest: Manifest | SampleManifest, left_out: Sequence[tuple[int, int]] = ()
+) -> Mixture | None:
     """The mixture of a run; None where it has one source."""
     wanted = config.data.mixture
     if wanted is None or not isinstance(manifest, Manifest):
@@ -109,4 +120,4 @@ def mixture_of(config: Config, manifest: Manifest | SampleManifest) -> Mixture |
     for part in manifest.parts:
         shards = manifest.train[first : first + part.train]
         sizes[part.name], first = sum((shard.tokens - 1) // length for shard in shards), first + part.train
-    return Mixture(config.run.seed, sizes, wanted, config.train.global_batch)
+    return Mixture(config.run.seed, sizes, wanted, config.train.global_batch, left_out)

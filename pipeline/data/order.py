@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,15 @@ def indices_of(seed: int, samples: Int64Array, n: int) -> Int64Array:
 def sample_indices(seed: int, start: int, count: int, n: int) -> Int64Array:
     """Dataset indices, int64 of shape (count,), of the run-global samples `start` to `start + count - 1`."""
     return indices_of(seed, np.arange(start, start + count, dtype=np.int64), n)
+
+
+def position_of(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
+    """Position of the sample that comes after `consumed` ones; `left_out`: sorted, apart (position, count) ranges."""
+    position = consumed
+    for start, count in left_out:
+        if position >= start:
+            position += count
+    return position
 
 
 def deal(lengths: Int64Array, ranks: int) -> Int64Array:

@@ -19,6 +19,7 @@ from pipeline.model.head import IGNORED
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
+_BLOCK = 1 << 24
 _TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
 
 
@@ -106,7 +107,8 @@ class TextHeldOut:
             if "mask" in arrays:
                 learned = arrays["mask"] & LEARNED != 0
                 found, whole = found[learned[:covered]], max(1, int(learned.sum()))
-            counts += np.bincount(found, minlength=self.vocab_size)
+            for start in range(0, len(found), _BLOCK):  # each is widened to int64
+                counts += np.bincount(found[start : start + _BLOCK], minlength=self.vocab_size)
             text_bytes += round(shard.bytes * len(found) / whole)  # all of them, but for a limit
         tokens, text_bytes = math.fsum(part["tokens"] for part in sums), max(1, text_bytes)
         present = counts[counts > 0].astype(np.float64)

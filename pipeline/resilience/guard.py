@@ -25,20 +25,12 @@ from typing import Any
 
 from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import append_line, fsync, seal
+from pipeline.data.order import position_of
 from pipeline.run.directory import Run, now
 
 WINDOW = 100
 LEAST = 20
 """How many losses the deviation is taken of, at most and at least."""
-
-
-def position_of(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
-    """Position of the sample that comes after `consumed` ones; `left_out`: :func:`merged` (position, count) ranges."""
-    position = consumed
-    for start, count in left_out:
-        if position >= start:
-            position += count
-    return position
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -39,7 +39,12 @@ def trained(run: Path) -> str | None:
 
 def _newest(run: Path, *names: str) -> str | None:
     found = [file for name in names for place in ("", "points/*/") for file in run.glob(place + name)]
-    return str(max(found).relative_to(run)) if found else None
+    return str(max(found, key=_step).relative_to(run)) if found else None
+
+
+def _step(path: Path) -> int:
+    """The step in a name; 0 where there is none."""
+    return int(found[1]) if (found := re.search(r"step-(\d+)", path.name)) else 0
 
 
 def made_with(run: Path, key: str) -> str | None:
@@ -93,7 +98,7 @@ def refuse_more(run: Path, old: Config, new: Config) -> None:
     for key, words in differences(old, new).items():
         made = made_with(run, key)
         if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
-            step = int(re.sub(r"\D", "", made) or 0)
+            step = _step(Path(made))
             same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
             made = None if same else f"{made}, and only weights of later steps may change"
         if made and key != _larger(old, new):

@@ -94,7 +94,6 @@ class Trainer:
         verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
         self.dataset = self._dataset(manifest)
         self.steps = steps_of(config, run.data) or 0
-        self.mixture = mixture_of(config, manifest)
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
         source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
@@ -109,6 +108,7 @@ class Trainer:
         self.samples_consumed = 0
         self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
+        self.mixture = mixture_of(config, manifest, self.guard.left_out)
         self.metrics = Metrics(run.metrics if world.first else None)
         self._checkpoint_s = self._evaluate_s = 0.0
         self.startup_s: Mapping[str, float] = {}

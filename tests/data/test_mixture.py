@@ -128,6 +128,20 @@ def test_each_epoch_of_a_source_has_each_sample_once_and_sources_do_not_depend_o
     assert Mixture(3, sizes, config([(1, [3, 1])]), 8).epochs(280) == {"web": 7.0, "code": 10.0}
 
 
+def test_weights_change_with_the_step_where_samples_were_left_out_too() -> None:
+    """At step 6: two batches were left out before, so its first position is 56, and those before are as they were."""
+    sizes, left_out = {"web": 30, "code": 7}, [(16, 16)]
+    order = Mixture(5, sizes, config([(1, [3, 1]), (6, [0, 1])]), 8, left_out)
+    old = Mixture(5, sizes, config([(1, [3, 1])]), 8)
+    assert order.indices(np.arange(56)).tolist() == old.indices(np.arange(56)).tolist()
+    sampler = GlobalOrderSampler(
+        _Data(37), global_batch=8, seed=5, left_out=left_out, num_replicas=1, rank=0, order=order.indices
+    )
+    steps = iter(sampler)
+    web = [int((next(steps) < 30).sum()) for _ in range(7)]
+    assert web == [6, 6, 6, 6, 6, 0, 0]
+
+
 def test_far_positions_are_exact() -> None:
     """Products stay within 64 bits: at sample 9 * 10**11 the shares are still those of whole numbers of any size."""
     order = Mixture(1, {"web": 10**9, "code": 10**7, "books": 3}, config([(1, [3, 1, 0.1]), (10**6, [1, 1, 2])]), 512)
@@ -147,6 +161,6 @@ def test_a_source_without_samples_and_weights_that_do_not_fit_are_refused() -> N
     with pytest.raises(UserError, match="code has no sample"):
         Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 1])]), 8)
     assert Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 0])]), 8).indices(np.arange(50)).max() < 5
-    for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])]):
+    for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])], [(1, [1e308, 1e308])]):
         with pytest.raises(ValueError, match=r"from_step|weight|greater"):
             config(bad)

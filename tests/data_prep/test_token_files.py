@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.mixture_folder import MixtureFolder
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder, train_bpe
 from data_prep.tokens.formats import look
@@ -174,7 +175,7 @@ def test_a_run_takes_them_where_they_lie(write: Writer, tokenizer: Path, tmp_pat
     everything = flat(documents)
     train, held_out = (tokens_of(folder, entries) for entries in (manifest.train, manifest.held_out))
     assert train + held_out == everything and train[-1] == EOS
-    assert 0.2 * len(everything) - 1 <= len(held_out) < 0.3 * len(everything)
+    assert abs(len(held_out) - 0.2 * len(everything)) <= max(map(len, documents)) / 2 + 1
     assert (manifest.documents, manifest.held_out_documents) == (60, held_out.count(EOS))
     texts = [f"{TEXTS[i % 5]} {i}" for i in range(60)][-manifest.held_out_documents :]
     assert manifest.held_out_bytes == sum(len(text.encode()) for text in texts)
@@ -261,6 +262,52 @@ def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match="is damaged, or no tar"):
         list(look(str(path)).documents(EOS))
+
+
+@pytest.mark.parametrize("kind", ["<u4", "<i4", "<i8"])
+def test_bare_ids_that_are_wider_are_refused(kind: str, tmp_path: Path) -> None:
+    (np.arange(108_000) % 100_000).astype(kind).tofile(path := tmp_path / "w.bin")
+    with pytest.raises(UserError, match="every other uint16 is"):
+        look(str(path))
+    file = look(str(nano_gpt(tmp_path, [[*range(100, 300), EOS]] * 9)))
+    with pytest.raises(UserError, match="tokenizer has 70,000 ids"):
+        scan(file, EOS, 70_000)
+
+
+def test_held_out_ends_near_and_a_file_without_such_an_end_is_trained_on_whole(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    long = nano_gpt(tmp_path / "one", [[*[5] * 9, EOS], [*[6] * 200_000, EOS]])
+    refused(long, tokenizer, "set data.held_out: 0, or put an end-of-text token")
+    said: list[str] = []
+    other = nano_gpt(tmp_path, encoded(tokenizer, 600))
+    folder = TokensFolder(config([str(long), str(other)], tokenizer, held_out=0.02), tmp_path / "data")
+    folder.prepare(said.append)
+    folder.shard(0, 1, said.append)
+    assert folder.finalize(said.append)
+    manifest = load_manifest(tmp_path / "data")
+    assert manifest.train[0].tokens == 200_011 and {entry.file for entry in manifest.held_out} == {str(other)}
+    assert any("nothing is held out of 1 files" in line and str(long) in line for line in said)
+    sharded(config(str(long), tokenizer, held_out=0), tmp_path / "none")
+
+
+def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
+    np.save(content := io.BytesIO(), np.asfortranarray(np.arange(6).reshape(2, 3)))
+    with tarfile.open(path := tmp_path / "f.tar", "w") as tar:
+        member = tarfile.TarInfo("0.npy")
+        member.size = len(content.getvalue())
+        tar.addfile(member, io.BytesIO(content.getvalue()))
+    assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
+
+
+def test_a_file_in_two_sources_of_a_mixture_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    path = nano_gpt(tmp_path, encoded(tokenizer))
+    (tmp_path / "link.bin").symlink_to(path)
+    sources = {name: {"source": str(tmp_path / file), "records": "tokens"} for name, file in
+               (("web", "n.bin"), ("code", "link.bin"))}  # fmt: skip
+    mixture = {"sources": sources, "weights": [{"weights": {"web": 1, "code": 1}}]}
+    data = DataConfig.model_validate({"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}})
+    with pytest.raises(UserError, match=r"n\.bin is in web and in code"):
+        MixtureFolder(data, tmp_path / "data").prepare(print)
 
 
 def mutated(content: bytes, source: random.Random) -> bytes:

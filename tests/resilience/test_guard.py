@@ -21,7 +21,8 @@ from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.config.read import load_config
-from pipeline.resilience.guard import Guard, merged, position_of
+from pipeline.data.order import position_of
+from pipeline.resilience.guard import Guard, merged
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from slurm.supervise.failures import blame

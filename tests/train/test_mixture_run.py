@@ -108,6 +108,7 @@ def test_weights_of_steps_to_come_may_change_and_no_others(trained: Run, tmp_pat
     shutil.copytree(trained.path, run, symlinks=True)
     for step in (14, 16):
         shutil.rmtree(run / f"checkpoints/step-{step:08}")
+    (run / "decisions.jsonl").touch()
     past = [{**WEIGHTS[0], "weights": {"web": 1, "code": 5}}, WEIGHTS[1]]
     with pytest.raises(UserError, match=r"data\.mixture\.weights.*resume cannot change it.*step-00000007"):
         Run.open(run).change([f"data.mixture.weights={json.dumps(past)}"])
