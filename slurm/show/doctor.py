@@ -234,7 +234,7 @@ def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | Non
     told = done.stderr.splitlines()
     if by_cat := [line for line in told if re.match(r"\S*\bcat: ", line)]:
         return by_cat[0], ""
-    return None, next((line for line in told if SRUN_ERROR.pattern.search(line)), f"srun left with {done.returncode}")
+    return None, next((line for line in told if SRUN_ERROR.search(line)), f"srun left with {done.returncode}")
 
 
 def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
