@@ -45,7 +45,6 @@ except ImportError as error:
     os.execv(python, [str(python), *sys.argv])
 
 if TYPE_CHECKING:
-    from pipeline.config.sections import Config
     from pipeline.run.directory import Run
 
 
@@ -146,6 +145,7 @@ def resume(
     and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
+    from slurm.query.site_variables import refuse_unready
     from slurm.submit.chain import begin_anew
 
     opened = _open(run)
@@ -159,7 +159,8 @@ def resume(
             opened.try_code()
         for one in (opened, *make_points(opened)):
             one.change(overrides or [], update_code)
-        _refuse_unready(chosen, opened.config)
+        if chosen == Executor.SLURM:  # jobs would lack something of this shell's
+            refuse_unready(opened.config.site, os.environ)
         begin_anew(opened, asked_anew=asked_anew)
         if update_code:
             opened.snapshot_code()
@@ -171,14 +172,6 @@ def _open(run: str) -> Run:
     from pipeline.run.directory import Run
 
     return Run.open(run)
-
-
-def _refuse_unready(executor: Executor, config: Config) -> None:
-    """Raise UserError where jobs on Slurm would lack something of this shell's, before anything is done."""
-    from slurm.query.site_variables import refuse_unready
-
-    if executor == Executor.SLURM:
-        refuse_unready(config.site, os.environ)
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:

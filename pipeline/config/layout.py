@@ -106,10 +106,6 @@ class Layout:
         """The pipeline rank that holds the last stage, and with it the loss."""
         return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_of(rank))
 
-    def random_place(self, rank: int) -> int:
-        """What seeds a rank's randomness: the same on ranks that compute the same activations."""
-        return rank if self.sequence else rank // self.tensor
-
     def words(self) -> str:
         """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
         return f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
