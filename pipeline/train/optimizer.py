@@ -212,11 +212,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     - `cosine`: half a cosine to the same end (Loshchilov and Hutter, "SGDR", arXiv 1608.03983, equation 5);
     - `wsd`: the peak, then a straight line to the same end over the last `decay_fraction` of all steps, rounded to
       whole steps and never into the warm-up (Hu et al., "MiniCPM", arXiv 2404.06395, section 4).
-
-    Raises ValueError for a step outside [1, steps].
     """
-    if not 1 <= step <= steps:
-        raise ValueError(f"step {step} is outside a training of {steps} steps")
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     after_warmup = steps - config.warmup_steps

@@ -479,14 +479,15 @@ def test_every_rank_has_a_node_and_no_node_too_many(tasks: list[int], distributi
 
 @given(
     st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.sampled_from([None, "block", "cyclic", "plane=2", "*:cyclic", "CYCLIC,NoPack"]),
 )
 def test_what_passes_has_each_tensor_group_on_one_node(
-    nodes: int, per_node: int, tensor: int, tasks: list[int], distribution: str | None
+    nodes: int, times: int, tensor: int, tasks: list[int], distribution: str | None
 ) -> None:
+    per_node = times * tensor  # pipeline/config/layout.py sees to it
     reason = problem("train", nodes, per_node, tensor, tasks, distribution)
     fits = len(tasks) >= nodes and all(room >= per_node for room in tasks[:nodes])
     place = nodes_of_ranks([per_node] * nodes, distribution or "block")
@@ -496,13 +497,12 @@ def test_what_passes_has_each_tensor_group_on_one_node(
     if reason is None:
         assert fits and together
     else:
-        assert not fits or not together or per_node % tensor
+        assert not fits or not together
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((2, 4, 3, [4, 4], None), "parallel.tensor (3) does not divide the ranks per node (4)"),
         ((4, 2, 1, [1, 1], None), "4 nodes × 2 ranks, and Slurm granted 2 nodes for 1, 1 tasks: ask with --nodes=4"),
         ((2, 2, 1, [4, 3], "plane=3"), "planes that do not divide the ranks per node (2)"),
         ((2, 2, 2, [2, 2], "cyclic"), "ranks 0 to 1 on several nodes"),
