@@ -274,10 +274,8 @@ class Engine:
         return squares.sqrt().float()
 
     def update(self, norm: float, *, good: bool = True) -> None:
-        """One step of the optimizer, where it is `good` and its gradient has not overflowed; gradients are gone then.
-
-        `norm` is what `clip` returned.
-        """
+        """One step of the optimizer, where it is `good` and its gradient, of the `norm` that `clip` returned, has not
+        overflowed; gradients are gone then."""
         good = good and (self.scaler is None or self.scaler.see(norm))
         if good:
             self.optimizer.step()
