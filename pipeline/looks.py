@@ -137,15 +137,14 @@ def plan(
 
         lines = rehearsed(found, rehearse)
     else:
-        from pipeline.planning.plan import choose
-        from pipeline.planning.plan import plan as planned
+        from pipeline.planning import plan as layouts
 
-        lines = planned(found, known)
+        lines = layouts.plan(found, known)
         if best:
             if known is None or (write and config.is_dir()):
                 raise UserError(
                     "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
                 )
-            lines = choose(found, known, nodes, config if write else None, overrides or [])
+            lines = layouts.choose(found, known, nodes, config if write else None, overrides or [])
     for line in lines:
         print(line)
