@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +27,10 @@ try:
     import typer
     from typer.core import TyperGroup
 
+    from pipeline import looks
     from pipeline.base.errors import Exit, UserError, printable, storage_error
+    from pipeline.looks import Overrides, RunPath
     from slurm.show.console import Plain
-    from slurm.submit import children
-    from slurm.submit.children import Overrides, RunPath, child
     from slurm.submit.executor import Executor, choose
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
@@ -42,7 +45,6 @@ except ImportError as error:
     os.execv(python, [str(python), *sys.argv])
 
 if TYPE_CHECKING:
-    from pipeline.config.sections import Config
     from pipeline.run.directory import Run
 
 
@@ -143,6 +145,7 @@ def resume(
     and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
+    from slurm.query.site_variables import refuse_unready
     from slurm.submit.chain import begin_anew
 
     opened = _open(run)
@@ -156,7 +159,8 @@ def resume(
             opened.try_code()
         for one in (opened, *make_points(opened)):
             one.change(overrides or [], update_code)
-        _refuse_unready(chosen, opened.config)
+        if chosen == Executor.SLURM:  # jobs would lack something of this shell's
+            refuse_unready(opened.config.site, os.environ)
         begin_anew(opened, asked_anew=asked_anew)
         if update_code:
             opened.snapshot_code()
@@ -168,14 +172,6 @@ def _open(run: str) -> Run:
     from pipeline.run.directory import Run
 
     return Run.open(run)
-
-
-def _refuse_unready(executor: Executor, config: Config) -> None:
-    """Raise UserError where jobs on Slurm would lack something of this shell's, before anything is done."""
-    from slurm.query.site_variables import refuse_unready
-
-    if executor == Executor.SLURM:
-        refuse_unready(config.site, os.environ)
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
@@ -247,7 +243,21 @@ def cancel(run: RunPath) -> None:
         console.print(words, soft_wrap=True)
 
 
-children.add_to(app)
+def in_child(look: Callable[..., None]) -> Callable[..., None]:
+    """The command `look`, its words read here and handed on to a child with our own code, which may import torch."""
+
+    @wraps(look)
+    def call(**given: Any) -> None:
+        from pipeline.run.code import CODE_ROOT, with_code
+
+        words = [sys.executable, "-m", "pipeline", *sys.argv[1:]]
+        raise typer.Exit(subprocess.run(words, env=with_code(os.environ, CODE_ROOT)).returncode)
+
+    return call
+
+
+for look in (looks.verify, looks.export, looks.generate, looks.data):
+    app.command()(in_child(look))
 
 
 @app.command()
@@ -295,42 +305,15 @@ def doctor(
 
 
 @app.command()
-def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")],
-    overrides: Overrides = None,
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="predict the speed on it: one of configs/machines, a file")
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="the fastest layouts that fit, instead of the config's own")
-    ] = False,
-    write: Annotated[bool, typer.Option("--write", help="with --best: the first, as a config beside CONFIG")] = False,
-    goodput: Annotated[
-        bool, typer.Option("--goodput", help="what failures cost, and how often to save; its figures: goodput.*")
-    ] = False,
-    nodes: Annotated[str | None, typer.Option(metavar="N,M|N..M", help="for --best and --goodput")] = None,
-    rehearse: Annotated[
-        int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
-    ] = None,
-) -> None:
-    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
-    or which is best, what failures cost, what a rank does."""
-    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None}
-    kinds = [name for name, asked_for in given.items() if asked_for]
-    if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
-        raise UserError(
-            "plan: --best, --goodput and --rehearse are asked for one at a time; --write goes with --best, --nodes "
-            "with --best or --goodput"
-        )
-    if goodput:
+@wraps(looks.plan)
+def plan(**given: Any) -> None:
+    """As in pipeline/looks.py, and `--goodput`, which asks runs and jobs and needs no torch."""
+    if given["goodput"] and not given["best"] and not given["write"] and given["rehearse"] is None:
         from slurm.show.expected import print_goodput
 
-        print_goodput(config, overrides or (), nodes, console)
-        return
-    named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
-    asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
-    asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
-    raise child("plan", str(config), *asked, *(overrides or []))
+        print_goodput(given["config"], given["overrides"] or (), given["nodes"], console)
+    else:
+        in_child(looks.plan)()
 
 
 @app.command()

@@ -107,12 +107,12 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{checkpoint / unknown[0]} is not listed in {MANIFEST}: no save wrote it; move it away")
 
 
-def set_aside(folder: Path, step: int) -> Path:
-    """Rename a damaged checkpoint so that nothing takes it again; returns its new place."""
+def set_aside(folder: Path, step: int) -> None:
+    """Rename a damaged checkpoint so that nothing takes it again."""
     number = 0
     while (target := folder / f"damaged-{step_name(step)}{f'-{number}' if number else ''}").exists():
         number += 1
-    return (folder / step_name(step)).rename(target)
+    (folder / step_name(step)).rename(target)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -121,11 +121,9 @@ def remove_temporary(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(folder: Path, keep: int) -> list[int]:
+def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, each renamed first so that none is ever half there."""
-    old = saved_steps(folder)[keep:]
-    for step in old:
+    for step in saved_steps(folder)[keep:]:
         trash = folder / f".tmp-old-{step_name(step)}"
         (folder / step_name(step)).rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
-    return old

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.base.errors import CheckpointError, UserError
 from pipeline.checkpoint import saved
 from pipeline.checkpoint.save import digest
 from pipeline.run.directory import Run
@@ -44,7 +44,7 @@ def named_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]
     return checkpoint, saved.read_manifest(checkpoint)
 
 
-def verify(run: Run, which: str | None) -> Exit:
+def verify(run: Run, which: str | None) -> None:
     """Check one checkpoint and say so. Raises what `intact_checkpoint` does."""
     checkpoint, manifest = intact_checkpoint(run, which)
     total = sum(entry["size"] for entry in manifest["files"].values())
@@ -54,4 +54,3 @@ def verify(run: Run, which: str | None) -> Exit:
     )
     print(f"step {manifest['step']}, samples {manifest['samples_consumed']}, saved by: {layout}")
     print(f"digest {digest(checkpoint)}")
-    return Exit.DONE

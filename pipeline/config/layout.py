@@ -106,10 +106,6 @@ class Layout:
         """The pipeline rank that holds the last stage, and with it the loss."""
         return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_of(rank))
 
-    def random_place(self, rank: int) -> int:
-        """What seeds a rank's randomness: the same on ranks that compute the same activations."""
-        return rank if self.sequence else rank // self.tensor
-
     def words(self) -> str:
         """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
         return f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
@@ -199,6 +195,8 @@ def check(config: Config) -> None:
                 f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
+    if config.data.mixture is not None and config.train.epochs is not None:
+        raise ValueError("train.epochs is for one source, and those of data.mixture have their own: set train.steps")
     if config.train.steps is not None:
         check_warmup(config, config.train.steps)
     if config.evaluate.task_files and (config.data.held_out == 0 or config.model.target is not None):

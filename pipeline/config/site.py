@@ -72,8 +72,8 @@ SbatchOptions = Annotated[dict[str, str | int | bool], _options("sbatch", OWN_OP
 SrunOptions = Annotated[dict[str, str | int | bool], _options("srun", OWN_SRUN_OPTIONS)]
 
 
-class JobRequest(Section):
-    """What some jobs ask for instead of what `site` says; null: what that says."""
+class Request(Section):
+    """What jobs ask of Slurm; null: what stands above, `site` above its stages and the cluster above that."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -82,16 +82,22 @@ class JobRequest(Section):
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that the nodes must have; "": none."""
+    """Features that the nodes must have, as sbatch takes them; "": none."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of each process; the tokenizer uses them all."""
+    """CPUs of each process (rank); the tokenizer uses them all."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB."""
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """More options of sbatch, by their long names: a value, `true` for an option without one, `false` for one that is
+    not given after all. A stage's come on top of the site's."""
+
+
+class JobRequest(Request):
+    """What some jobs ask for instead of what `site` says; null: what that says."""
+
     gpus_per_node: NonNegativeInt | None = None
     """GPUs asked for on each node; null: one for each rank, at most `site.gpus_per_node`, and none for prepare and
     shard."""
-    sbatch: SbatchOptions = Field(default_factory=dict)
-    """Options of sbatch on top of those before; `exclusive: false` takes that one back."""
 
     @model_serializer(mode="wrap")
     def _what_is_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -142,21 +148,9 @@ class Container(Section):
     """The interpreter inside, with all that Sluice imports."""
 
 
-class DataJobs(JobRequest):
-    """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. Short for both stages."""
-
-
-class SiteConfig(Section):
+class SiteConfig(Request):
     """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
 
-    partition: str | None = None
-    """Slurm partition."""
-    account: str | None = None
-    """Slurm account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the nodes must have, as sbatch takes them."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
     gpu_memory_gib: PositiveFloat | None = None
@@ -167,10 +161,6 @@ class SiteConfig(Section):
     """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
     gpu_type: str | None = None
     """Type of GPU to ask for, such as `h100`."""
-    cpus_per_task: PositiveInt | None = None
-    """CPUs of each rank; null: what the site gives."""
-    mem_gb: PositiveFloat | None = None
-    """Memory per node in GB; null: what the site gives."""
     distribution: (
         Annotated[str, matching(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
     ) = None
@@ -185,11 +175,8 @@ class SiteConfig(Section):
     """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
-    sbatch: SbatchOptions = Field(default_factory=dict)
-    """More options of sbatch for every job, by their long names: a value, `true` for an option without one, `false`
-    for one that is not given after all."""
-    data_jobs: DataJobs = DataJobs()
-    """What prepare and shard ask for instead of the above."""
+    data_jobs: JobRequest = JobRequest()
+    """What prepare and shard ask for instead: each job is one process, without a GPU. Short for both stages."""
     python: AbsolutePath | None = None
     """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all that Sluice imports;
     null: the one that submits."""

@@ -61,12 +61,12 @@ class Resources(JobRequest):
     """What a stage asks for: one process, where nothing else is said; of Slurm what `site` says, or its own keys."""
 
     time: TimeLimit = "01:00:00"
-    """Time limit, as Slurm writes it."""
+    """Time limit of a job (of one task of an array), as Slurm writes it."""
 
     @property
     def _asked(self) -> tuple[int | NodeRange, int, int]:
-        """Nodes, processes on each, and tasks of an array."""
-        return 1, 1, 1
+        """Nodes, processes on each, and tasks of an array: 1 of what the section has no key for."""
+        return getattr(self, "nodes", 1), getattr(self, "tasks_per_node", 1), getattr(self, "tasks", 1)
 
     @property
     def fewest_nodes(self) -> int:
@@ -105,22 +105,12 @@ class StageResources(Resources):
     tasks_per_node: PositiveInt = 1
     """Processes per node."""
 
-    @property
-    def _asked(self) -> tuple[int | NodeRange, int, int]:
-        return self.nodes, self.tasks_per_node, 1
-
 
 class ShardResources(Resources):
     """What the shard stage asks for."""
 
     tasks: PositiveInt = 1
     """Tasks that shard at the same time; the shards are the same for any number."""
-    time: TimeLimit = "01:00:00"
-    """Time limit of one task, as Slurm writes it."""
-
-    @property
-    def _asked(self) -> tuple[int | NodeRange, int, int]:
-        return 1, 1, self.tasks
 
 
 class StagesConfig(Section):

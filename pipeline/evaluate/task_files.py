@@ -8,7 +8,6 @@ All lines of a file are of one kind. A blank stands between a prompt and a choic
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,8 @@ class Item:
 def names(files: Sequence[Path]) -> list[str]:
     """How figures of each file begin: its name without its ending. Raises UserError where two are alike."""
     found = [file.stem for file in files]
-    for name, same in itertools.groupby(sorted(found)):
-        if len(list(same)) > 1:
-            raise UserError(f"evaluate.tasks: two files are called {name}, and figures have their names: rename one")
+    if twins := [name for name in found if found.count(name) > 1]:
+        raise UserError(f"evaluate.tasks: two files are called {twins[0]}, and figures have their names: rename one")
     return found
 
 

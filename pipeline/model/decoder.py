@@ -270,11 +270,6 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(place.start, place.stop) for place in places)
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Number of trained values; shared parameters count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
     """Floating-point operations of training on one token, forward and backward: 6 N + 12 L H Q T.
 

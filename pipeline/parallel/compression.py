@@ -60,17 +60,14 @@ class GradientHook(Replicas):
             self.residual = {name: torch.zeros_like(parameter) for name, parameter in names.items()}
         if config.kind == "powersgd":
             for name, parameter in names.items():
-                if self._pays(parameter):
-                    self.start[name] = _draw(parameter[0].numel(), config.rank, f"{seed}/{name}").to(parameter)
+                rows, columns = len(parameter), parameter[0].numel()
+                if parameter.ndim > 1 and (rows + columns) * config.rank < rows * columns:  # else it sends no less
+                    self.start[name] = _draw(columns, config.rank, f"{seed}/{name}").to(parameter)
 
     def register(self, model: DistributedDataParallel) -> None:
         """Let `model` reduce its buckets through this hook."""
-        kinds: dict[str, Callable[[dist.GradBucket], _Future[Tensor]]] = {
-            "topk": self._topk,
-            "powersgd": self._powersgd,
-        }
         self._group = model.process_group
-        send = kinds.get(self.config.kind, self._cast)
+        send = {"topk": self._topk, "powersgd": self._powersgd}.get(self.config.kind, self._cast)
         model.register_comm_hook(None, lambda _, bucket: send(bucket))
 
     def end(self, good: bool) -> None:
@@ -166,13 +163,6 @@ class GradientHook(Replicas):
         """All of it: nothing is left out."""
         self._next[0].update((name, torch.zeros_like(gradient)) for name, gradient in parts)
         return _when_done(dist.all_reduce(buffer, group=self._group, async_op=True), lambda: buffer)
-
-    def _pays(self, parameter: Tensor) -> bool:
-        """Whether PowerSGD sends less than the parameter itself."""
-        if parameter.ndim < 2:
-            return False
-        rows, columns = len(parameter), parameter[0].numel()
-        return (rows + columns) * self.config.rank < rows * columns
 
     # -- state -------------------------------------------------------------------------------------------
 

@@ -38,20 +38,11 @@ NAMES = {
 
 
 class _Stage(PipelineStage):
-    def __init__(
-        self,
-        part: nn.Module,
-        number: int,
-        stages: int,
-        device: torch.device,
-        own: AbstractContextManager[None],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(part, number, stages, device, group=group)
-        self._own = own
+    own: AbstractContextManager[None]
+    """Entered around each forward."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with self._own:
+        with self.own:
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +76,10 @@ class Pipeline:
         for part, number in zip(parts, numbers, strict=True):
             if number < layout.stages - 1:  # what is sent must be contiguous, and torch asks the stage for its strides
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
-        stages = [
-            _Stage(part, number, layout.stages, device, own, group) for part, number in zip(parts, numbers, strict=True)
-        ]
+        pairs = zip(parts, numbers, strict=True)
+        stages = [_Stage(part, number, layout.stages, device, group=group) for part, number in pairs]
+        for stage in stages:
+            stage.own = own
         kind: Any = get_schedule_class(NAMES[layout.schedule])
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)

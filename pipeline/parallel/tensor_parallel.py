@@ -13,16 +13,12 @@ alike.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    loss_parallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Replicated(ParallelStyle):
@@ -36,8 +32,3 @@ class Replicated(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
-
-
-def loss_context(keep_logits_cut: bool) -> contextlib.AbstractContextManager[None]:
-    """Around forward, loss and backward alike: cross-entropy on logits that are cut along the vocabulary."""
-    return loss_parallel() if keep_logits_cut else contextlib.nullcontext()

@@ -108,12 +108,8 @@ def _data(run: Run) -> list[str]:
 
 def _sources(run: Run) -> list[str]:
     """Each input file with its hash, where it is as it was when it was cut into units (data_prep/text/units.py)."""
-    files = (
-        (run.data / name / "units.json" for name in run.config.data.mixture.sources)
-        if (run.config.data.mixture)
-        else [run.data / "units.json"]
-    )
-    rows = [row for file in files for row in read_json(file)["inputs"]]
+    folders = run.config.data.mixture.sources if run.config.data.mixture else ("",)
+    rows = [row for name in folders for row in read_json(run.data / name / "units.json")["inputs"]]
     told = []
     for path, size, mtime_ns, *_ in rows if len(rows) <= _FILES else ():
         file = Path(path)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
             _register(run, version, step)
         elif code := subprocess.run(["bash", "-c", str(wanted.run)], cwd=version, check=False).returncode:
             raise UserError(f"publish.run ended with code {code} in {version}, which is published: {wanted.run}")
-        write_json(run.path / _DONE, {**_done(run), key: what})
+        write_json(run.path / _DONE, {**_object(run.path / _DONE), key: what})
     return Exit.DONE
 
 
@@ -114,12 +115,9 @@ def _lacking(run: Run, step: int) -> str | None:
     version = _version(run, step)
     if not version.exists():
         return ""
-    try:
-        found = read_json(version / SEAL)
-    except (FileNotFoundError, UserError):
-        found = None
+    found = _object(version / SEAL)
     checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
-    if not isinstance(found, dict) or not intact(found) or found.get("checkpoint") != checkpoint:
+    if not intact(found) or found.get("checkpoint") != checkpoint:
         return (
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
         )
@@ -131,7 +129,7 @@ def _lacking(run: Run, step: int) -> str | None:
 
 def _further(run: Run, step: int) -> dict[str, Any]:
     """What is still to do behind the rename, in order, as it is noted once it ended well."""
-    wanted, version, done = _wanted(run), str(_version(run, step)), _done(run)
+    wanted, version, done = _wanted(run), str(_version(run, step)), _object(run.path / _DONE)
     asked: dict[str, Any] = {}
     if wanted.mlflow is not None:
         asked["registered"] = [wanted.mlflow.uri, _entry(run), version]
@@ -140,12 +138,12 @@ def _further(run: Run, step: int) -> dict[str, Any]:
     return {key: what for key, what in asked.items() if done.get(key) != what}
 
 
-def _done(run: Run) -> dict[str, Any]:
-    try:
-        found = read_json(run.path / _DONE)
-    except (FileNotFoundError, UserError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is missing, torn or no ordinary file."""
+    with suppress(FileNotFoundError, UserError):
+        if isinstance(found := read_json(file), dict):
+            return found
+    return {}
 
 
 def _entry(run: Run) -> str:

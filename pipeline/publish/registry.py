@@ -19,23 +19,18 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 _SAME = ("run", "step", "weights_sha256")
 
 
-def client(uri: str) -> Any:
-    """A client of the MLflow server at `uri`. Raises UserError where the package is missing."""
+def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
+    """Enter the published `folder` as a version of `model`, unless one is there of the same run, step and weights; what
+    was done, in words. Raises UserError where MLflow is missing and, naming it, where the server does not answer or
+    refuses."""
     for name, value in _PATIENCE.items():
         os.environ.setdefault(name, value)
     try:
         from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise UserError("publish.mlflow needs MLflow's client: pip install -e '.[mlflow]'") from error
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
-    """Enter the published `folder` as a version of `model`, unless one is there of the same run, step and weights; what
-    was done, in words. Raises UserError, naming the server, where it does not answer or refuses."""
-    server, said = client(uri), {key: str(value) for key, value in tags.items()}
-    from mlflow.exceptions import MlflowException
-
+    server, said = MlflowClient(tracking_uri=uri, registry_uri=uri), {key: str(value) for key, value in tags.items()}
     try:
         if not server.search_registered_models(f"name = '{model}'"):
             server.create_registered_model(model)

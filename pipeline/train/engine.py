@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from pipeline.checkpoint.save import State
 from pipeline.comm.groups import World, agree, make_mesh
@@ -31,7 +32,7 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, HEAD, local, parameter_seed, put, whole
 from pipeline.model.recompute import recompute
 from pipeline.model.task import DTYPES, Batch, Task
-from pipeline.parallel import data_parallel, float8, tensor_parallel
+from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.replicas import Replicas
@@ -77,7 +78,8 @@ class Engine:
         mesh = None if uncut and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
         self._split = mesh is not None
         self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
-        self._place = layout.random_place(world.rank)
+        # seeds randomness: the same on ranks that compute the same activations
+        self._place = world.rank if layout.sequence else world.rank // layout.tensor
         self._entries = task.per_step  # what the loss of the global batch is a sum over
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
@@ -166,7 +168,7 @@ class Engine:
             dist.all_reduce(entries)
             self._entries = max(1, int(entries.item()) // (self.layout.pipeline * self.layout.tensor))
         self.replicas.begin(step)
-        with tensor_parallel.loss_context(self._cut_logits):
+        with loss_parallel() if self._cut_logits else nullcontext():  # cross-entropy on logits that are cut
             run = self._run_pipeline if self._pipeline else self._accumulate
             self._loss = run(batch, step, enter)
         enter("reduce")
@@ -272,10 +274,8 @@ class Engine:
         return squares.sqrt().float()
 
     def update(self, norm: float, *, good: bool = True) -> None:
-        """One step of the optimizer, where it is `good` and its gradient has not overflowed; gradients are gone then.
-
-        `norm` is what `clip` returned.
-        """
+        """One step of the optimizer, where it is `good` and its gradient, of the `norm` that `clip` returned, has not
+        overflowed; gradients are gone then."""
         good = good and (self.scaler is None or self.scaler.see(norm))
         if good:
             self.optimizer.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -117,11 +117,8 @@ def make_optimizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.state != StateConfig():
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
-
-        def lean(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-            return LeanAdamW(groups, config, keys or {}, compiled)
-
-        return _make(Kind(lean, (), fuses=False, zeros=partial(zero_moments, dtype=dtype)), parameters, config, device)
+        kind = Kind(lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled), (), fuses=False)
+        return _make(replace(kind, zeros=partial(zero_moments, dtype=dtype)), parameters, config, device)
     if config.name != "muon":
         return _make(KINDS[config.name], parameters, config, device)
     matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
@@ -215,11 +212,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     - `cosine`: half a cosine to the same end (Loshchilov and Hutter, "SGDR", arXiv 1608.03983, equation 5);
     - `wsd`: the peak, then a straight line to the same end over the last `decay_fraction` of all steps, rounded to
       whole steps and never into the warm-up (Hu et al., "MiniCPM", arXiv 2404.06395, section 4).
-
-    Raises ValueError for a step outside [1, steps].
     """
-    if not 1 <= step <= steps:
-        raise ValueError(f"step {step} is outside a training of {steps} steps")
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     after_warmup = steps - config.warmup_steps

@@ -92,7 +92,11 @@ class Trainer:
             on_saved=self._log_saved,
         )
         verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
-        self.dataset = self._dataset(manifest)
+        self.dataset: MappedDataset
+        if isinstance(manifest, SampleManifest):
+            self.dataset = SampleDataset(manifest)
+        else:
+            self.dataset = TokenDataset(manifest.train, config.data.sequence_length, run.data)
         self.steps = steps_of(config, run.data) or 0
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
@@ -113,11 +117,6 @@ class Trainer:
         self._checkpoint_s = self._evaluate_s = 0.0
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
-
-    def _dataset(self, manifest: Manifest | SampleManifest) -> MappedDataset:
-        if isinstance(manifest, SampleManifest):
-            return SampleDataset(manifest)
-        return TokenDataset(manifest.train, self.config.data.sequence_length, self.run.data)
 
     # -- one step ----------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class JobState:
     @property
     def dead(self) -> bool:
         """Pending for ever: what it waits for can no longer happen (Slurm keeps such jobs)."""
-        return self.state == "PENDING" and words.NEVER.pattern.search(self.reason) is not None
+        return self.state == "PENDING" and words.NEVER.search(self.reason) is not None
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def slurm_answers() -> bool:
         return False
     try:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=VIEW_TIMEOUT_S)
-        answers = words.CONTROLLER_UP.pattern.search(done.stdout) is not None
-        silent = not answers and words.CONTROLLER_DOWN.pattern.search(done.stdout) is not None
+        answers = words.CONTROLLER_UP.search(done.stdout) is not None
+        silent = not answers and words.CONTROLLER_DOWN.search(done.stdout) is not None
     except OSError:
         return False
     except subprocess.TimeoutExpired:
@@ -139,7 +139,7 @@ def must_answer(states: Iterable[JobState]) -> None:
         )
 
 
-def call(*command: str, timeout_s: float | None = None, none: words.Words | None = None) -> str | None:
+def call(*command: str, timeout_s: float | None = None, none: re.Pattern[str] | None = None) -> str | None:
     """Output of a Slurm command; None where it fails or does not answer in time (`TIMEOUT_S`).
 
     `none`: what it fails with where there is merely nothing to show.
@@ -149,7 +149,7 @@ def call(*command: str, timeout_s: float | None = None, none: words.Words | None
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    empty = none is not None and none.pattern.search(done.stderr) is not None
+    empty = none is not None and none.search(done.stderr) is not None
     return done.stdout if done.returncode == 0 or empty else None
 
 

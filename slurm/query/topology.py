@@ -43,16 +43,12 @@ def _plane(distribution: str) -> int | None:
 def problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
-    """Why `nodes` × `per_node` ranks in groups of `tensor` do not fit what was granted; None where they do.
+    """Why `nodes` × `per_node` ranks in groups of `tensor`, which divides `per_node`, do not fit what was granted; None
+    where they do.
 
     `tasks`: how many each granted node may run; `distribution` as sbatch takes it, None for the default (block).
     More nodes than wanted are no problem: srun takes the first ones.
     """
-    if per_node % tensor:
-        return (
-            f"parallel.tensor ({tensor}) does not divide the ranks per node ({per_node}), and the ranks of a tensor "
-            f"parallel group must share a node: change parallel.tensor or stages.{stage}.tasks_per_node"
-        )
     if len(tasks) < nodes or min(tasks[:nodes]) < per_node:
         return (
             f"{stage} wants {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes for "

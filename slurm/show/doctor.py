@@ -1,10 +1,11 @@
 """`submit.py doctor`: what the cluster it stands on offers, and what of it Sluice will use or lacks.
 
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
-`srun --mpi=list`, `sacctmgr show qos`), turned into plain values by the parsers, and judged by :func:`judge`, a pure
-function: `ok`, `note` (works, and something is worth knowing) or `problem` (something will not work). The sources of
-the judgements are slurm.conf(5) and what the tests see on a real Slurm. Where none answers, this machine is
-looked at: cores, memory, MPI, and torch with its GPUs, in a process of its own, for its import takes seconds.
+`srun --mpi=list`), turned into plain values by the parsers, and judged by :func:`judge`, a pure function: `ok`, `note`
+(works, and something is worth knowing) or `problem` (something will not work). The sources of the judgements are
+slurm.conf(5) and what the tests see on a real Slurm. What a person could do nothing about is left out. Where no Slurm
+answers, this machine is looked at: cores, memory, MPI, and torch with its GPUs, in a process of its own, for its import
+takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,6 @@ from rich.text import Text
 from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
 from pipeline.config.site import SiteConfig
-from pipeline.config.types import parse_time
 from slurm.query.states import call, fields, parse_config
 from slurm.query.words import SRUN_ERROR
 
@@ -45,7 +45,6 @@ import json, torch
 gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda, [f"{g.name}, {g.total_memory / 1e9:.0f} GB" for g in gpus]]))
 """
-_QOS = ("Name", "Preempt", "PreemptMode", "GraceTime")
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,6 @@ class Facts:
     """Generic resources (GPUs) of the nodes of each partition, where there are any."""
     mpi: Sequence[str]
     """Plugins of `srun --mpi`."""
-    qos: Sequence[Mapping[str, str]] = ()
-    """Name, Preempt, PreemptMode and GraceTime of each QOS, where they decide who makes room for whom."""
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
@@ -95,24 +92,10 @@ def parse_mpi(text: str) -> list[str]:
     return [word for word in words if re.fullmatch(r"[a-z]\w*", word)]
 
 
-def parse_qos(text: str) -> list[dict[str, str]]:
-    """`sacctmgr --noheader --parsable2 show qos format=…` of the names in :data:`_QOS`."""
-    rows = (line.split("|") for line in text.splitlines())
-    return [dict(zip(_QOS, row, strict=True)) for row in rows if len(row) == len(_QOS)]
-
-
-def number(settings: Mapping[str, str], name: str, behind: str = "^", default: int = 0) -> int:
-    """The number that a setting begins with, or has `behind` a word: `10 sec` → 10."""
-    match = re.search(rf"{behind}(\d+)", settings.get(name, ""))
-    return int(match[1]) if match else default
-
-
-def counted(
-    config: Mapping[str, str], what: str, setting: str, meaning: str, least: int = 0, unit: str = " s", **more: Any
-) -> Finding:
-    """What the number in a setting means, which is worth a note where it is less than `least`; `more`: see number."""
-    found = number(config, setting, **more)
-    return Finding(what, f"{found}{unit}", meaning, "ok" if found >= least else "note")
+def number(settings: Mapping[str, str], name: str) -> int:
+    """The number that a setting begins with, 0 where there is none: `10 sec` → 10."""
+    match = re.match(r"\d+", settings.get(name, ""))
+    return int(match[0]) if match else 0
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -122,13 +105,8 @@ def judge(facts: Facts) -> Iterator[Finding]:
     tried = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
     yield Finding("Slurm", version, "22.05 and later are known to work", "ok" if tried else "note")
     yield from _preemption(facts)
-    meaning = "cred_expire: a requeued job waits so long, and a second, before it may start"
-    yield counted(config, "after a requeue", "AuthInfo", meaning, behind="cred_expire=", default=120)
-    meaning = "from TERM to KILL; site.signal_s gives a save more time than that"
-    yield counted(config, "KillWait", "KillWait", meaning, 30)
-    meaning = "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
-    yield counted(config, "MaxJobCount", "MaxJobCount", meaning, 1000, "")
-    yield counted(config, "MinJobAge", "MinJobAge", "squeue and scontrol know a job for so long after its end", 60)
+    most, meaning = number(config, "MaxJobCount"), "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
+    yield Finding("MaxJobCount", str(most), meaning, "ok" if most >= 1000 else "note")
     if (tasks := number(config, "MaxArraySize")) > 1:
         yield Finding("MaxArraySize", str(tasks), f"stages.shard.tasks may be up to {tasks}")
     else:
@@ -140,23 +118,13 @@ def judge(facts: Facts) -> Iterator[Finding]:
     else:
         account = "" if enforced == "none" else f"; {enforced} enforced: site.account must be yours"
         yield Finding("accounting", storage, f"sacct knows jobs that ended{account}")
-    if config.get("EnforcePartLimits", "NO") == "NO":
-        meaning = "a job that asks for more than its partition has is accepted and waits for ever: see `status`"
-        yield Finding("EnforcePartLimits", "NO", meaning, "note")
     pmi = next((f"srun --mpi={name}" for name in facts.mpi if name.startswith("pm")), None)
     meaning = f"MPI ranks can be started by {pmi or 'mpirun (Slurm has no PMI here)'}; NCCL and Gloo need none of it"
     yield Finding("srun --mpi", ", ".join(facts.mpi) or "nothing", meaning, "ok" if pmi else "note")
-    topology = config.get("TopologyPlugin", "topology/none")
-    if topology in ("", "topology/none", "topology/default", "topology/flat"):
-        yield Finding("TopologyPlugin", topology, "Slurm knows no switches: site.switches does nothing", "note")
-    else:
-        most = number(config, "SchedulerParameters", "max_switch_wait=", default=300)
-        meaning = f"site.switches keeps a job under few switches, and waits for that at most {most} s"
-        yield Finding("TopologyPlugin", topology, meaning)
 
 
 def _preemption(facts: Facts) -> Iterator[Finding]:
-    """The partitions, and who makes room for whom: partitions or QOS say so, by PreemptType."""
+    """The partitions, and whether their jobs make room for others, by PreemptType."""
     config, kind = facts.config, facts.config.get("PreemptType", "preempt/none")
     for partition in facts.partitions:
         name, state, mode = (partition.get(key, "?") for key in ("PartitionName", "State", "PreemptMode"))
@@ -171,11 +139,6 @@ def _preemption(facts: Facts) -> Iterator[Finding]:
             yield Finding(what, found, "jobs here are not preempted")
         else:
             yield _preempted(what, found, mode, number(partition, "GraceTime"))
-    for qos in facts.qos if kind == "preempt/qos" else ():
-        if by := [other["Name"] for other in facts.qos if qos["Name"] in other["Preempt"].split(",")]:
-            mode = config.get("PreemptMode", "?") if qos["PreemptMode"] == "cluster" else qos["PreemptMode"].upper()
-            grace = parse_time(qos["GraceTime"]) if ":" in qos["GraceTime"] else 0
-            yield _preempted(f"QOS {qos['Name']}", f"may be preempted by {', '.join(by)}", mode, grace)
     if kind != "preempt/none":
         at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
         meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
@@ -271,7 +234,7 @@ def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | Non
     told = done.stderr.splitlines()
     if by_cat := [line for line in told if re.match(r"\S*\bcat: ", line)]:
         return by_cat[0], ""
-    return None, next((line for line in told if SRUN_ERROR.pattern.search(line)), f"srun left with {done.returncode}")
+    return None, next((line for line in told if SRUN_ERROR.search(line)), f"srun left with {done.returncode}")
 
 
 def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
@@ -291,8 +254,7 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
         return [lacks, *this_machine(), *file_system(folder, 0, kind, None)]
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
     gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
-    qos = call("sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(_QOS)}") or ""
-    facts = Facts(parse_config(config), partitions, parse_gres(gres), parse_mpi(mpi), parse_qos(qos))
+    facts = Facts(parse_config(config), partitions, parse_gres(gres), parse_mpi(mpi))
     nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
     unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
     findings = [*judge(facts), *file_system(folder, nodes, kind, unseen)]

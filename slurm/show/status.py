@@ -83,7 +83,7 @@ def judge(
         return "done", "", False
     if job is not None and job.dead:
         return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
-    if job is not None and job.active and (held_by := HELD.pattern.match(job.reason)):
+    if job is not None and job.active and (held_by := HELD.match(job.reason)):
         who = "" if held_by[1] == "User" else ", which takes an administrator"
         return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
     if job is not None and job.active:

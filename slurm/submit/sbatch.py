@@ -162,4 +162,4 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
 
 def _reason(error: Exception) -> str:
     """The lines of sbatch's own complaint."""
-    return "; ".join(SBATCH_ERROR.pattern.findall(str(error))) or str(error).splitlines()[-1]
+    return "; ".join(SBATCH_ERROR.findall(str(error))) or str(error).splitlines()[-1]

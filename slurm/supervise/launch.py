@@ -210,14 +210,14 @@ class SrunRanks(Ranks):
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
         slurmstepd saw it.
         """
-        found, starved = [], words.STEPD_STARVED.pattern.search(messages) is not None
+        found, starved = [], words.STEPD_STARVED.search(messages) is not None
         for line in messages.splitlines():
-            if match := words.SRUN_TASK.pattern.match(line):
+            if match := words.SRUN_TASK.match(line):
                 host, task, told = match.groups()
                 killed = next((-n for name, n in words.SIGNALS.items() if told.startswith(name)), None)
-                if words.SRUN_STARVED.pattern.search(told) or (killed == -signal.SIGKILL and starved):
+                if words.SRUN_STARVED.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(Exit.OUT_OF_MEMORY)
-                exited = words.SRUN_EXITED.pattern.search(told)
+                exited = words.SRUN_EXITED.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 

@@ -139,7 +139,7 @@ class MpirunRanks(SrunRanks):
     def _explained(self, left: Left) -> Left:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
-        if said.told and (match := words.HYDRA_LEFT.pattern.search(said.told)):
+        if said.told and (match := words.HYDRA_LEFT.search(said.told)):
             process, host, code = match[1], match[2], int(match[3])
             for log in self._run.stage_folder(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
@@ -150,9 +150,9 @@ class MpirunRanks(SrunRanks):
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
         """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
-        if killed := words.MPIRUN_KILLED.pattern.search(messages):
+        if killed := words.MPIRUN_KILLED.search(messages):
             return Left(int(killed[1]), -int(killed[3]), killed[2])
-        if exited := words.MPIRUN_EXITED.pattern.search(messages):
+        if exited := words.MPIRUN_EXITED.search(messages):
             return Left(int(exited[1]), int(exited[2]))
         return None
 

@@ -10,9 +10,12 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 import submit
-from pipeline.__main__ import parse
+from pipeline import looks
+from pipeline.__main__ import LOOKS, parse
 from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError
 from pipeline.run.code import CODE_ROOT
@@ -114,3 +117,22 @@ def test_the_ranks_door_helps(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert end.value.code == 0
     assert "evaluate RUN --step 100          a named checkpoint" in capsys.readouterr().out
+
+
+def test_what_is_no_stage_is_the_same_by_both_doors() -> None:
+    """Declared once: the names that the ranks' door knows, and the options of each, are those of submit.py."""
+    ours, theirs = (get_command(one) for one in (submit.app, looks.app))
+    assert isinstance(ours, TyperGroup) and isinstance(theirs, TyperGroup)
+    assert {*theirs.commands} == {*LOOKS}
+    for name, one in theirs.commands.items():
+        both = one, ours.commands[name]
+        words = [[(p.name, p.opts, p.default, p.required) for p in each.params] for each in both]
+        assert words[0] == words[1] and both[0].help == both[1].help
+
+
+def test_a_mistake_at_the_ranks_door_is_told() -> None:
+    done = [
+        run([sys.executable, "-m", "pipeline", *more], CODE_ROOT) for more in (["verify"], ["verify", "--stp=3", "x"])
+    ]
+    assert [one.returncode for one in done] == [2, 2] and "Traceback" not in "".join(one.stderr for one in done)
+    assert "Missing argument" in done[0].stderr and "No such option: --stp" in done[1].stderr

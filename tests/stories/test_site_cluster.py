@@ -21,7 +21,7 @@ from pipeline.config.read import load_config
 from pipeline.config.sections import SiteConfig
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.show.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions, parse_qos
+from slurm.show.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions
 from slurm.submit.sbatch import script
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -281,33 +281,20 @@ def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch
     assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.found and "gpu:h100:2" in low.found
     assert "4 nodes, time UNLIMITED" in low.found and high.meaning == "jobs here are not preempted"
     assert found["preempt_send_user_signal"].found == "on" and "USR2" in found["preempt_send_user_signal"].meaning
-    assert found["accounting"].verdict == "note" and found["MinJobAge"].found == "600 s"
+    assert found["accounting"].verdict == "note" and "pmi" in found["srun --mpi"].found
     assert found["MaxArraySize"].found == "1001" and found["MaxJobCount"].found == "10000"
-    assert found["KillWait"].found == "5 s" and found["after a requeue"].found == "5 s"
-    assert (
-        found["TopologyPlugin"].verdict == "ok"
-        and "300 s" in found["TopologyPlugin"].meaning
-        and "pmi" in found["srun --mpi"].found
-    )
     assert found["Slurm"].verdict == "ok" and found["file locks"].verdict == "ok"
     assert found["run.root"].verdict == "ok" and "compute nodes see it" in found["run.root"].meaning
 
 
 def test_doctor_knows_another(other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
-    other.output(["sacctmgr", "--immediate", "add", "qos", "urgent", "Preempt=normal"])
-    other.output(["sacctmgr", "--immediate", "modify", "qos", "normal", "set", "PreemptMode=requeue", "GraceTime=90"])
-    listing = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime"]
-    normal, urgent = sorted(parse_qos(other.output(listing)), key=lambda qos: qos["Name"])
-    assert normal == {"Name": "normal", "Preempt": "", "PreemptMode": "requeue", "GraceTime": "00:01:30"}
-    assert (urgent["Preempt"], urgent["PreemptMode"]) == ("normal", "cluster")
     found = findings(other, tmp_path, monkeypatch, check=False)
     low = found["partition low (default)"]
     assert low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.found and "is gone" in low.meaning
     assert found["partition high"].verdict == "problem" and "DOWN" in found["partition high"].meaning
     assert found["preempt_send_user_signal"].found == "off" and "TERM" in found["preempt_send_user_signal"].meaning
     assert found["accounting"].verdict == "ok" and "slurmdbd" in found["accounting"].found
-    assert found["TopologyPlugin"].verdict == "note"
     assert "--check-nodes" in found["run.root"].meaning
 
 
@@ -379,4 +366,4 @@ def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
 
 @given(st.text())
 def test_parsers_survive_anything(text: str) -> None:
-    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text), parse_qos(text)
+    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text)

@@ -264,9 +264,3 @@ def test_bounds_and_ends(data: st.DataObject, schedule: str, steps: int, fractio
     assert values[warmup:] == sorted(values[warmup:], reverse=True)
     if warmup < steps:
         assert values[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
-
-
-@pytest.mark.parametrize("step", [0, 11])
-def test_a_step_outside_the_training_is_refused(step: int) -> None:
-    with pytest.raises(ValueError, match="outside"):
-        learning_rate(OptimizerConfig(), step, 10)

@@ -30,7 +30,7 @@ from slurm.query import exclusion, topology
 from slurm.query.site_variables import refuse_unready
 from slurm.query.topology import nodes_of_ranks, problem
 from slurm.show.console import Plain
-from slurm.show.doctor import Facts, Finding, file_system, judge, parse_qos
+from slurm.show.doctor import Facts, Finding, file_system, judge
 from slurm.submit.dry_run import print_plan
 from slurm.submit.sbatch import _reason, parameters, script
 from slurm.supervise.launch import use_site
@@ -479,14 +479,15 @@ def test_every_rank_has_a_node_and_no_node_too_many(tasks: list[int], distributi
 
 @given(
     st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.sampled_from([None, "block", "cyclic", "plane=2", "*:cyclic", "CYCLIC,NoPack"]),
 )
 def test_what_passes_has_each_tensor_group_on_one_node(
-    nodes: int, per_node: int, tensor: int, tasks: list[int], distribution: str | None
+    nodes: int, times: int, tensor: int, tasks: list[int], distribution: str | None
 ) -> None:
+    per_node = times * tensor  # pipeline/config/layout.py sees to it
     reason = problem("train", nodes, per_node, tensor, tasks, distribution)
     fits = len(tasks) >= nodes and all(room >= per_node for room in tasks[:nodes])
     place = nodes_of_ranks([per_node] * nodes, distribution or "block")
@@ -496,13 +497,12 @@ def test_what_passes_has_each_tensor_group_on_one_node(
     if reason is None:
         assert fits and together
     else:
-        assert not fits or not together or per_node % tensor
+        assert not fits or not together
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((2, 4, 3, [4, 4], None), "parallel.tensor (3) does not divide the ranks per node (4)"),
         ((4, 2, 1, [1, 1], None), "4 nodes × 2 ranks, and Slurm granted 2 nodes for 1, 1 tasks: ask with --nodes=4"),
         ((2, 2, 1, [4, 3], "plane=3"), "planes that do not divide the ranks per node (2)"),
         ((2, 2, 2, [2, 2], "cyclic"), "ranks 0 to 1 on several nodes"),
@@ -547,7 +547,6 @@ def test_a_mismatch_in_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
-TREE = {"TopologyPlugin": "topology/tree", "SchedulerParameters": "max_switch_wait=9"}
 
 
 def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: str) -> dict[str, Finding]:
@@ -562,29 +561,16 @@ def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: st
         ({"SLURM_VERSION": "24.05.1"}, "Slurm", "ok", "22.05"),
         ({"MaxArraySize": "0"}, "MaxArraySize", "problem", "stages.shard.tasks to 1"),
         ({"MaxJobCount": "200"}, "MaxJobCount", "note", "all users"),
-        ({"MinJobAge": "2 sec"}, "MinJobAge", "note", "after its end"),
         (DBD, "accounting", "ok", "site.account"),
-        ({"AuthInfo": "(null)"}, "after a requeue", "ok", "cred_expire"),
         ({"PreemptType": "preempt/qos"}, "partition p", "ok", "sacctmgr show qos"),
         ({"PreemptType": "preempt/partition_prio"}, "partition p", "note", "treated with SUSPEND"),
         ({}, "partition p", "ok", "not preempted"),
         ({}, "srun --mpi", "note", "mpirun"),
-        (TREE, "TopologyPlugin", "ok", "9 s"),
     ],
 )  # fmt: skip
 def test_doctor_knows_other_clusters(config: dict[str, str], what: str, verdict: str, words: str) -> None:
     finding = judged(config, PreemptMode="SUSPEND,GANG")[what]
     assert finding.verdict == verdict and words in finding.meaning + finding.found
-    assert judged({"AuthInfo": "(null)"})["after a requeue"].found == "120 s"
-
-
-def test_doctor_judges_qos_that_are_preempted() -> None:
-    listed = parse_qos("low||requeue|00:02:00\nmid||cluster|00:00:00\nhigh|low,mid|cluster|00:00:00\nodd line\n")
-    assert [qos["Name"] for qos in listed] == ["low", "mid", "high"]
-    facts = Facts({"PreemptType": "preempt/qos", "PreemptMode": "CANCEL"}, [], {}, [], listed)
-    found = {finding.what: finding for finding in judge(facts)}
-    assert found["QOS low"].verdict == "ok" and "120 s to save" in found["QOS low"].meaning
-    assert "by high" in found["QOS mid"].found and "is gone" in found["QOS mid"].meaning and "QOS high" not in found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""The commands that look and leave everything as it is: verify, export, generate, data, plan.
+
+They are declared once. `python -m pipeline …` runs them. submit.py has the same ones, with the same words and the same
+help, and starts that as a child: what they import (torch, h5py) takes seconds, so it stands inside the functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pipeline.base.errors import UserError, printable
+
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
+Step = Annotated[str | None, typer.Option(help="which checkpoint; the newest without it")]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def verify(run: RunPath, step: Step = None) -> None:
+    """Hash a checkpoint's files again and print the digest of its weights and optimizer state."""
+    from pipeline.run.directory import Run
+
+    opened = Run.open(run)
+    from pipeline.checkpoint.verify import verify
+
+    verify(opened, step)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
+    step: Step = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="type of the weights")] = "fp32",
+) -> None:
+    """Write a checkpoint's weights as safetensors, with config.json and tokenizer: a folder for transformers."""
+    from pipeline.run.directory import Run
+
+    opened = Run.open(run)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: a third less time
+    from pipeline.publish.export import export
+
+    print(export(opened, folder.absolute(), step, dtype))
+
+
+@app.command()
+def generate(
+    target: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="a run, or a folder in Hugging Face's format")],
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="what to go on with")],
+    max_tokens: Annotated[int, typer.Option(help="how far at most")] = 100,
+    greedy: Annotated[bool, typer.Option("--greedy", help="take the likeliest token each time; draw none")] = False,
+    temperature: Annotated[float, typer.Option(help="less than 1: likely tokens become likelier")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens of this probability only")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 1,
+    step: Step = None,
+) -> None:
+    """Go on with a text, on this machine: a look at what was learned."""
+    from pipeline.publish.generate import generate
+
+    temperature = 0.0 if greedy else temperature
+    text = generate(target, prompt, step=step, most=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    print(printable(text))
+
+
+@app.command()
+def data(
+    action: Annotated[
+        Literal["import", "inspect", "verify"],
+        typer.Argument(help="copy them as shards; say what they are; read them through"),
+    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="files of tokens, or folders of them")],
+    to: Annotated[str | None, typer.Option(metavar="DIR", help="import: a folder that does not exist yet")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="the tokenizer.json that made them")] = None,
+    eos_token: Annotated[str, typer.Option(help="its token between documents")] = "<|endoftext|>",
+    packed: Annotated[
+        bool, typer.Option("--packed", help="import: rows are no documents, but go on in the next")
+    ] = False,
+) -> None:
+    """Look at tokens that exist (Megatron, nanoGPT, llm.c, datatrove, Arrow, WebDataset, HDF5), or copy them."""
+    commands = importlib.import_module("data_prep.tokens.tokens_commands")  # it builds on this package
+    commands.main(action, paths, to, tokenizer, eos_token, packed)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")],
+    overrides: Overrides = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="predict the speed on it: one of configs/machines, a file")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="the fastest layouts that fit, instead of the config's own")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="with --best: the first, as a config beside CONFIG")] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="what failures cost, and how often to save; its figures: goodput.*")
+    ] = False,
+    nodes: Annotated[str | None, typer.Option(metavar="N,M|N..M", help="for --best and --goodput")] = None,
+    rehearse: Annotated[
+        int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
+    ] = None,
+) -> None:
+    """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
+    or which is best, what failures cost, what a rank does."""
+    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None}
+    kinds = [name for name, asked_for in given.items() if asked_for]
+    if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
+        raise UserError(
+            "plan: --best, --goodput and --rehearse are asked for one at a time; --write goes with --best, --nodes "
+            "with --best or --goodput"
+        )
+    if goodput:
+        raise UserError("plan --goodput looks into runs and jobs: ask submit.py for it")
+    from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
+    from pipeline.planning.machine import load_machine
+    from pipeline.run.directory import Run
+
+    if config.is_dir():
+        values = Run.open(config).config.model_dump(mode="json")
+        found = config_from_mapping(overridden(values, overrides or ()), COMMAND_LINE)
+    else:
+        found = load_config(config, overrides or ())
+    name, memory = machine or found.site.machine, found.site.gpu_memory_gib
+    known = load_machine(name) if name else None
+    if known is not None and (machine or memory is None):  # what if it were this one
+        memory = known.memory_gib
+    found = found.model_copy(update={"site": found.site.model_copy(update={"gpu_memory_gib": memory})})
+    if rehearse is not None:
+        from pipeline.planning.rehearse import rehearse as rehearsed
+
+        lines = rehearsed(found, rehearse)
+    else:
+        from pipeline.planning import plan as layouts
+
+        lines = layouts.plan(found, known)
+        if best:
+            if known is None or (write and config.is_dir()):
+                raise UserError(
+                    "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
+                )
+            lines = layouts.choose(found, known, nodes, config if write else None, overrides or [])
+    for line in lines:
+        print(line)
