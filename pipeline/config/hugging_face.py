@@ -27,13 +27,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, parse, read_json, sha256_json
+from pipeline.base.files import open_regular, parse, read_json, sha256_file, sha256_json
 from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
 """The files' names."""
 ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
+FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
+"""Keys of a config that name such folders."""
 _QWEN = {
     "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
 }  # fmt: skip
@@ -82,28 +84,45 @@ class FolderError(UserError):
 
 
 def filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config `values` with what the folder `model.init_from` says, where it was not asked before.
+    """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
+    they were not asked before; without a folder of its own the sweep itself is as its first point.
 
-    Raises ValueError for a key of `model` that disagrees, FolderError for a folder that cannot be used.
+    Raises ValueError for a folder that cannot be used and for a key of `model` that disagrees.
     """
+    try:
+        return _filled(values)
+    except FolderError as error:
+        raise ValueError(f"model.init_from: {error}") from error
+
+
+def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
         return dict(values)  # said of their types where they are checked
-    folder = model.get("init_from")
-    if not isinstance(folder, str) or model.get("target") is not None or model.get("init_sha256") is not None:
+    grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
+    lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
+    swept = [folder for given in lists for folder in given if isinstance(folder, str)]
+    folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
+    if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
-    section, place = section_from(Path(folder)), f"{Path(folder, CONFIG)} of model.init_from"
-    varied = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
-    for key, value in section.items():
-        if key in model and model[key] != value:
-            raise ValueError(
-                f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
-            )
-        if any(f"model.{key}" in keys for keys in varied):
-            raise ValueError(f"sweep: model.{key} cannot vary, for {place} says it: leave it out")
-    found = {**values, "model": {**model, **section}}
+    sections = {folder: section_from(Path(folder)) for folder in folders}
+    for folder, section in sections.items():
+        place = f"{Path(folder, CONFIG)} of model.init_from"
+        for key, value in section.items():
+            if key in model and model[key] != value:
+                raise ValueError(
+                    f"model.{key} is {json.dumps(model[key])}, but {place} says {json.dumps(value)}: leave it out"
+                )
+            if any(f"model.{key}" in grid for grid in grids):
+                raise ValueError(f"sweep: model.{key} cannot vary, for {place} says it: leave it out")
+    found = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
+    if swept:
+        found["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
     if data.get("tokenizer") is None:
-        found["data"] = {**data, "tokenizer": _tokenizer(Path(folder), section["vocab_size"])}
+        tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
+        found["data"] = {**data, "tokenizer": tokenizers[0]}
+        if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
+            raise FolderError("points of a sweep share their tokens, and these folders have several tokenizers")
     return found
 
 

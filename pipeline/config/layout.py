@@ -195,8 +195,6 @@ def check(config: Config) -> None:
                 f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
             )
-    if config.data.mixture is not None and config.train.epochs is not None:
-        raise ValueError("train.epochs is for one source, and those of data.mixture have their own: set train.steps")
     if config.train.steps is not None:
         check_warmup(config, config.train.steps)
     if config.evaluate.task_files and (config.data.held_out == 0 or config.model.target is not None):

@@ -30,7 +30,7 @@ from pipeline.base.command import did_you_mean
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
-from pipeline.config.hugging_face import FolderError, filled
+from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
 from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
@@ -42,9 +42,9 @@ _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
-    ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"), ("data", "tokenizer", "path"),
-    ("model", "init_from"), ("evaluate", "tasks"), ("publish", "to"), ("publish", "no_worse_than"),
-    ("track", "prometheus", "textfile"), ("track", "jsonl"),
+    ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
+    ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
+    ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 
@@ -80,8 +80,6 @@ def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
         return config
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, values, where))) from None
-    except FolderError as error:
-        raise ConfigError(f"{where}: model.init_from: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -97,6 +95,8 @@ def point_configs(config: Config) -> list[Config]:
         point = merge(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
             point = merge(point, _nested(key.split("."), value, where))
+            if key == "model.init_from":  # null: the same sizes, with drawn weights
+                point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None, "init_files": None})
         configs.append(config_from_mapping(point, where))
     return configs
 

@@ -298,6 +298,14 @@ class Config(Section):
     track: TrackConfig = TrackConfig()
     """Who else is told how the run goes."""
 
+    @model_validator(mode="after")
+    def _epochs_are_of_one_source(self) -> Config:
+        if self.data.mixture is not None and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs is for one source, and those of data.mixture have their own: set train.steps"
+            )
+        return self
+
     @property
     def rows(self) -> dict[str, Stage]:
         """The stages that this config has, by name, in order."""

@@ -64,6 +64,8 @@ class SweepConfig(Section):
     """Seed of the draws."""
     at_most: PositiveInt | None = None
     """How many points may run at the same time; null: no limit."""
+    sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What the folders of a swept `model.init_from` say of `model`, by folder. Sluice writes it; leave it out."""
 
     @model_validator(mode="after")
     def _keys_are_free(self) -> SweepConfig:
@@ -75,7 +77,7 @@ class SweepConfig(Section):
         if count > MOST_POINTS:
             raise ValueError(f"these are {count:,} points; a sweep may have {MOST_POINTS:,}: make several sweeps of it")
         for key in (*self.grid, *self.random):
-            if not key.startswith(ALLOWED) or key in ("train.threads", "model.target", "model.init_from"):
+            if not key.startswith(ALLOWED) or key in ("train.threads", "model.target"):
                 raise ValueError(
                     f"{key} cannot be swept: points share their shards and what they ask of Slurm; a sweep may vary "
                     "train.*, optimizer.*, model.*, checkpoint.*, evaluate.* and run.seed"

@@ -253,23 +253,29 @@ def test_what_contradicts_the_folder_is_refused(tmp_path: Path, override: str, t
         load_config(file, [override])
 
 
-def test_the_folder_is_asked_once_for_all_points_of_a_sweep(tmp_path: Path) -> None:
+def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", **LLAMA3}
-    folder = folder_with(tmp_path / "first", rope_scaling=rope)
+    first, second = folder_with(tmp_path / "first", rope_scaling=rope), folder_with(tmp_path / "second", hidden_size=64)
     file = tmp_path / "run.yaml"
-    text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: first}\nsweep: {grid: {%s}}\n"
-    file.write_text(text % "model.dropout: [0.1, 0.2]")
+    text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
+    file.write_text(text % "first, null, second")
     config = load_config(file)
+    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in point_configs(config)]
+    assert found == [(first, 32, False), (None, 32, False), (second, 64, True)]
+    digests = [point.model.init_sha256 for point in point_configs(config)]
+    assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
+    assert [point.model.dropout for point in point_configs(config)] == [0.1] * 3
+    write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
+    with pytest.raises(ConfigError, match=r"model\.init_from: points of a sweep share their tokens"):
+        load_config(file)
     frozen = tmp_path / "config.yaml"
     frozen.write_text(dump_config(config))
-    file.write_text(text % "model.init_from: [first, null]")
-    with pytest.raises(ConfigError, match=r"model\.init_from cannot be swept"):
-        load_config(file)
-    for path in folder.iterdir():
+    for path in (*first.iterdir(), *second.iterdir()):
         path.unlink()
     assert load_config(frozen) == config and point_configs(load_config(frozen)) == point_configs(config)
-    found = [(p.model.init_from, p.model.dim, p.model.dropout) for p in point_configs(config)]
-    assert found == [(folder, 32, 0.1), (folder, 32, 0.2)]
+    file.write_text(text % "first, 3")
+    with pytest.raises(ConfigError, match=r"model\.init_from: .*first/config\.json: cannot read it"):
+        load_config(file)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
