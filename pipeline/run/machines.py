@@ -5,11 +5,23 @@ slurm/track/telemetry.py writes it. `time` is in seconds since 1970, `gpus` a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from pipeline.base.files import last_objects
 from pipeline.run import lines
+
+_BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
+"""Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
+_IN_USE = 0.1
+"""With less than this share of the memory that the fullest of its kind uses, a GPU is taken for none of the job's."""
+_TAIL = 1 << 15
+"""Bytes of a file that two minutes need: 12 lines, or so, of 8 GPUs."""
 
 
 def look(line: Any) -> bool:
@@ -21,6 +33,7 @@ def look(line: Any) -> bool:
         and all(lines.number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
         and isinstance(line.get("gpus", []), list)
         and all(isinstance(gpu, dict) and lines.count(gpu.get("index")) for gpu in line.get("gpus", []))
+        and all(isinstance(gpu.get(key, []), list) for gpu in line.get("gpus", []) for key in ("throttled", "xid"))
     )
 
 
@@ -41,3 +54,42 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
                 joules += (now[0] - before[0]) * (now[1] + before[1]) / 2
             before = now
     return joules / 3.6e6 if measured else None
+
+
+def gpus_behind(run: Path, begin: float, end: float = inf, tail: int = _TAIL) -> list[str]:
+    """The GPUs that fall behind those of their model between two times (seconds since 1970), in words, worst first.
+
+    A GPU does where its median of a figure is below the share in `_BEHIND` of the median of all that are in use. Told
+    of any: Xids since the job began, uncorrected memory errors since the driver was loaded, and that it says nothing.
+    `tail`: of each host's file so many bytes are read.
+    """
+    rows_of: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)  # the newest first
+    for file in run.glob("telemetry-*.jsonl"):
+        for line in takewhile(lambda line: line["time"] >= begin, last_objects(file, look, tail)):
+            if line["time"] <= end:
+                for gpu in line.get("gpus", ()):
+                    rows_of[line["host"], gpu["index"]].append(gpu)
+    kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
+    for gpu, rows in rows_of.items():
+        told = {key: [row[key] for row in rows if lines.number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
+        medians = {key: median(values) for key, values in told.items() if values}
+        kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians
+    found = []
+    for kind in kinds.values():
+        most = max(one.get("memory_gb", 0.0) for one in kind.values())
+        used = {gpu: one for gpu, one in kind.items() if one.get("memory_gb", 0.0) >= _IN_USE * most}
+        usual = {key: median([one[key] for one in used.values() if key in one] or [0.0]) for key in _BEHIND}
+        for (host, index), figures in kind.items():
+            newest, words, worst = rows_of[host, index][0], [], 1.0
+            for key, (name, unit, share) in _BEHIND.items():
+                if (host, index) in used and figures.get(key, inf) < share * usual[key]:
+                    words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual")
+                    worst = min(worst, figures[key] / usual[key])
+            serious = [f"Xid {number}" for number in newest.get("xid") or ()]
+            serious += ["says nothing any more"] if newest.keys() <= {"index", "xid"} else []
+            serious += [f"{count} uncorrected memory errors"] if (count := newest.get("ecc_errors")) else []
+            if words and newest.get("throttled"):
+                words[-1] += f" ({', '.join(map(str, newest['throttled']))})"
+            if words or serious:
+                found.append((0.0 if serious else worst, f"GPU {index} on {host}: {', '.join([*serious, *words])}"))
+    return [words for _, words in sorted(found)]

@@ -47,6 +47,7 @@ _OF_A_GPU = {
     "power_w": ("gpu_power_watts", "Power", 1),
     "temperature_c": ("gpu_temperature_celsius", "Temperature", 1),
     "sm_clock_mhz": ("gpu_sm_clock_hertz", "Clock of the multiprocessors", 1e6),
+    "ecc_errors": ("gpu_uncorrected_memory_errors", "Uncorrected memory errors since the driver was loaded", 1),
 }
 _OF_A_HOST = {
     "cpu_percent": ("cpu_utilization_ratio", "Time in which a CPU ran, of all", 0.01),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -13,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,11 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
-from pipeline.run.machines import energy_kwh
 from slurm.submit.rehearsal import rehearse
 from slurm.track import follower, sinks
 from slurm.track.follower import Follower
-from slurm.track.telemetry import Gpus
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port
 from tests.support.tiny import write_config
@@ -211,41 +207,3 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
     with pytest.raises(UserError, match=r"track.wandb needs wandb, which is not installed: pip install 'sluice\[wandb"):
         rehearse(config, on_slurm=False)
     assert not config.run.root.exists()
-
-
-def test_energy_is_the_power_between_looks(tmp_path: Path) -> None:
-    for host, watts in (("a", 100.0), ("b", 300.0)):
-        looks = [{"time": 1000.0 + 10 * n, "host": host, "gpus": [{"index": 0, "power_w": watts}]} for n in range(361)]
-        looks[200:200] = [{"time": "x"}]
-        (tmp_path / f"telemetry-{host}.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
-    assert energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
-    assert energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(
-        0.2, rel=0.01
-    )
-    assert energy_kwh(tmp_path / "none", [(0.0, 1e10)]) is None
-
-
-def test_a_gpu_says_what_it_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake NVML, for no GPU is here: one card, which knows nothing of ECC."""
-
-    class NVMLError(Exception):
-        pass
-
-    def lacks(*_: object) -> None:
-        raise NVMLError
-
-    fake = SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda gpu: "NVIDIA H200",
-        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=97),
-        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=120_000_000_000),
-        nvmlDeviceGetPowerUsage=lambda gpu: 651_500, nvmlDeviceGetTemperature=lambda gpu, where: 66,
-        nvmlDeviceGetClockInfo=lambda gpu, which: 1785, nvmlDeviceGetCurrentClocksEventReasons=lambda gpu: 0x24,
-        nvmlDeviceGetTotalEccErrors=lacks, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1,
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0, nvmlClocksEventReasonSwPowerCap=0x4,
-        nvmlClocksThrottleReasonSwThermalSlowdown=0x20,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, fake))
-    told = {"index": 0, "name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
-    told |= {"temperature_c": 66, "sm_clock_mhz": 1785, "throttled": ["power cap", "heat"]}
-    assert Gpus().read() == [told]
