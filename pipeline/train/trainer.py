@@ -241,6 +241,7 @@ class Trainer:
         if self.evaluator is None or not groups.from_rank0(self.agreement.group, lacks):
             return True
         if (more := self._held_out(step)) and self.world.first:
+            self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
             rewind(self.run.metrics, step, more)
             self.metrics = Metrics(self.run.metrics)  # it is a new file
         return self.agreement.reason is None

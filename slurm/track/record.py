@@ -2,7 +2,8 @@
 
 metrics.jsonl grows by a line a step, and after a restore is cut back to the restored step. The trainer writes the lines
 that go as `lost_work` into events.jsonl first, then cuts (pipeline/run/metrics.py); so whoever has read that event and
-still finds one of those lines in the file is early, and takes none of them.
+still finds one of those lines in the file is early, and takes none of them. A look at held-out data that a stop cut
+short is made up for after the restore, when the line of its step may have been read: the event `held_out` says so.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import open_regular, parse
-from pipeline.evaluate.result import all_results
+from pipeline.evaluate.result import HELD_OUT, all_results
 from pipeline.run import lines
 from pipeline.run.directory import Run
+from slurm.query.attempts import ENDS
 from slurm.show.ledger import seconds
 
 Line = dict[str, Any]
@@ -29,6 +31,11 @@ MOST = 500
 def sha256(line: Mapping[str, Any]) -> str:
     """What tells this line from all others, as 64 hex digits."""
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def late(event: Line) -> bool:
+    """Whether it has figures of a step whose line was there before."""
+    return event["event"] == "held_out"
 
 
 def _from(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
@@ -52,15 +59,25 @@ class Record:
         self._offset, self._file = 0, 0
         self._lost: dict[str, int] = {}
         self._starts: list[tuple[float, Line]] = []
+        self._late: dict[int, Line] = {}
+        self.going: Line | None = None
+        """The start of the training's attempt that runs, as far as events say, and is not about to end."""
         for event, _ in self.events(0):
             self.note(event)
 
     def note(self, event: Line) -> None:
-        """Take in an event: it says which lines are lost, or that an attempt began."""
+        """Take in an event: it says which lines are lost, or change, or how attempts of the training begin and end."""
         if event["event"] == "lost_work":
             self._lost, self._offset = {sha256(line): line["step"] for line in event["lines"]}, 0
-        elif event["event"] == "started" and event["stage"] == "train":
+            self._late = {step: more for step, more in self._late.items() if step not in event["steps"]}
+        elif late(event):
+            self._late[event["step"]] = {key: value for key, value in event.items() if key.startswith(HELD_OUT)}
+            self._offset = 0
+        elif event.get("stage") == "train" and event["event"] == "started":
             self._starts.append((seconds(event), event))
+            self.going = event
+        elif event.get("stage") == "train" and event["event"] in (*ENDS, "stopping", "stop_requested"):
+            self.going = None
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """The events from byte `offset` of events.jsonl on, each with the offset behind it."""
@@ -85,7 +102,7 @@ class Record:
                     return [one for one in found if one["step"] < min(self._lost.values())]
                 if self._lost and line["step"] >= min(self._lost.values()):
                     self._lost = {}  # it was cut, and what comes is new
-                found.append(line)
+                found.append(self._late.get(line["step"], {}) | line)
             self._offset = end
             if len(found) == MOST:
                 break

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -22,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from slurm.submit.rehearsal import rehearse
-from slurm.track import follower, sinks
+from slurm.track import follower, sinks, webhook
 from slurm.track.follower import Follower
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port
@@ -46,7 +47,11 @@ class Killed(Exception):
 
 
 WAYS = st.lists(
-    st.sampled_from(["steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill"]),
+    st.sampled_from([
+        "steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill",
+        "steps save crash late", "steps save look crash late", "steps save look crash announce look write",
+        "steps save crash announce torn kill write",
+    ]),
     min_size=4, max_size=14,
 )  # fmt: skip
 
@@ -57,7 +62,7 @@ def invented(tmp_path_factory: pytest.TempPathFactory) -> Invented:
     return Invented(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=WAYS, number=st.integers(1, 9))
 def test_each_step_stands_once(
     invented: Invented, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
@@ -87,8 +92,12 @@ def test_each_step_stands_once(
             getattr(one, way)()
     found = curve(one.run.path, "train/loss")
     assert found == in_float32(one.losses().items())
+    if made_up := one.losses("held_out_loss"):
+        assert curve(one.run.path, "train/held_out_loss") == [*made_up.items()]
     told = [(line["step"], line["loss"]) for line in json_lines(file) if line["kind"] == "step"]
     assert dict(told) == first and len(told) == len(first)
+    late = {line["step"]: line["held_out_loss"] for line in json_lines(file) if "held_out_loss" in line}
+    assert made_up.items() <= late.items()
 
 
 def _die(*_: object) -> None:
@@ -163,6 +172,92 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
         "tiny: train failed (crashed): oh", "tiny: train stalled: rank 3", "tiny: done"
     ]  # fmt: skip
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
+
+
+def quiet(one: Invented, name: str, seconds: float) -> Follower:
+    """A follower that is up to date, and has heard nothing for so long."""
+    Follower(one.run, name).catch_up()
+    file = one.run.path / "track" / f"{name}.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"heard": time.time() - seconds}))
+    return Follower(one.run, name)
+
+
+@pytest.fixture
+def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers that began before all."""
+    monkeypatch.setattr(webhook, "_BEGAN", 0.0)
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
+    """Once for each; not of a long start, nor while it ends; through a chat that is out of order, and kills."""
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+
+    def heard(seconds: float) -> list[str]:
+        feed, before = quiet(one, "webhook", seconds), len(Chat.heard)
+        for _ in range(3):
+            with suppress(OSError):
+                feed.catch_up()
+        return [text.partition(" [")[0].removeprefix("tiny: ") for _, text in Chat.heard[before:]]
+
+    stall = "train seems to stall: no step for"
+    assert heard(800) == [], "a start takes longer"
+    one.steps(3)
+    assert heard(140) == [], "not yet"
+    Chat.failing = 1
+    assert heard(160) == [f"{stall} 02:40, since step 3"]
+    assert heard(160) == [], "it was told"
+    one.steps(1)
+    assert heard(160) == [f"{stall} 02:40, since step 4"]
+    one.crash()
+    Follower(one.run, "webhook").catch_up()
+    assert heard(910) == [f"{stall} 15:10, since the start"]
+    one.steps(1)
+    one.run.event("stopping", "train", job_id="2", by="USR2")
+    assert heard(1000) == []
+    assert len({name for name, _ in Chat.heard}) == len(Chat.heard) == 4
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps as they are here, a save as long as those before, a last save; the job before that left no word."""
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
+    for step_s, save_s, told in ((40.0, 0.0, 0), (1.0, 200.0, 0), (1.0, 0.0, 1)):
+        one.anew()
+        one.step_s, one.save_s = step_s, save_s
+        one.steps(3)
+        quiet(one, "webhook", 300).catch_up()
+        assert len(Chat.heard) == told, (step_s, save_s)
+    one.steps(5)
+    quiet(one, "webhook", 300).catch_up()
+    assert len(Chat.heard) == 1, "the last step, and its save"
+    one.anew()
+    one.steps(3)
+    monkeypatch.setattr(webhook, "_BEGAN", time.time())  # the next job's follower, before `started`
+    quiet(one, "webhook", 300).catch_up()
+    assert len(Chat.heard) == 1
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Invented(tmp_path, "track={mail: me@example.org}")
+    one.steps(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(webhook.shutil, "which", lambda name, path: None)
+        with pytest.raises(UserError, match="has no sendmail: tiny: train seems to stall: no step for 05:00, since s"):
+            quiet(one, "mail", 300).catch_up()
+    program = tmp_path / "sendmail"
+    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && cat >> {tmp_path}/sent\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for _ in range(2):
+        Follower(one.run, "mail").catch_up()
+    mail = message_from_bytes((tmp_path / "sent").read_bytes())
+    assert (
+        mail["To"] == "me@example.org"
+        and mail["Subject"] == "tiny: train seems to stall: no step for 05:00, since step 2"
+    )
+    assert (tmp_path / "sent").read_text().count("since step 2 [") == 1
 
 
 def scraped(port: int) -> str:
