@@ -76,7 +76,7 @@ class Trainer:
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = Request(run.save_file)
-        self.profiler = Profiler(run, self.layout, world, self.agreement.group)
+        self.profiler = Profiler(run, self.layout, world, self.agreement)
         if world.first:
             self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)

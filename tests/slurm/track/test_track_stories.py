@@ -219,7 +219,7 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
 
 
 def test_four_points_stopped_and_resumed_at_another_layout(tmp_path: Path, mlflow: str) -> None:
-    """Each point of a real sweep is one curve everywhere; one was stopped in the middle, and all go on with one rank."""
+    """Each point of a real sweep is one curve everywhere; one was stopped midway, and all go on with one rank."""
     config = write_config(tmp_path, steps=60)
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}"
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
