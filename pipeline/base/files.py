@@ -196,6 +196,19 @@ def last_object(path: str | Path, fits: Callable[[Any], bool]) -> dict[str, Any]
     return next(last_objects(path, fits), None)
 
 
+def whole_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            offset += len(line)
+            yield line, offset
+
+
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's content, as 64 hex digits. Raises UserError for a pipe or a device."""
     with open_regular(path) as file:

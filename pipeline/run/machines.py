@@ -16,6 +16,18 @@ from typing import Any
 from pipeline.base.files import last_objects
 from pipeline.run import lines
 
+SENSORS = {
+    "gpus.utilization_percent": ("GPU utilisation", "%", "gpu_utilization_ratio", 0.01),
+    "gpus.memory_gb": ("GPU memory", "GB", "gpu_memory_used_bytes", 1e9),
+    "gpus.power_w": ("GPU power", "W", "gpu_power_watts", 1.0),
+    "gpus.temperature_c": ("GPU temperature", "°C", "gpu_temperature_celsius", 1.0),
+    "gpus.sm_clock_mhz": ("GPU clock", "MHz", "gpu_sm_clock_hertz", 1e6),
+    "cpu_percent": ("CPU", "%", "cpu_utilization_ratio", 0.01),
+    "memory_gb": ("host memory", "GB", "host_memory_used_bytes", 1e9),
+    "read_mb_per_s": ("read", "MB/s", "host_read_bytes_per_second", 1e6),
+    "written_mb_per_s": ("written", "MB/s", "host_written_bytes_per_second", 1e6),
+}
+"""Figures of a line, those of a GPU behind `gpus.`: name, unit, Prometheus' name, and what one is in its unit."""
 _BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
 """Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
 _IN_USE = 0.1
@@ -37,6 +49,13 @@ def look(line: Any) -> bool:
     )
 
 
+def readings(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
+    """What a line says by a sensor: a value for each GPU, by its number, or one of the host, or none."""
+    rows = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
+    key = sensor.removeprefix("gpus.")
+    return [(str(row.get("index", "")), row[key]) for row in rows if lines.number(row.get(key))]
+
+
 def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     """What the GPUs took within these spans of time (seconds since 1970); None where no power was measured.
 
@@ -46,10 +65,9 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     for file in run.glob("telemetry-*.jsonl"):
         before: tuple[float, float] | None = None
         for line in lines.read(file, look):
-            watts = [gpu["power_w"] for gpu in line.get("gpus", ()) if lines.number(gpu.get("power_w"))]
-            if not watts:
+            if not (watts := readings(line, "gpus.power_w")):
                 continue
-            measured, now = True, (line["time"], sum(watts))
+            measured, now = True, (line["time"], sum(value for _, value in watts))
             if before and 0 < now[0] - before[0] < 300 and any(begin <= now[0] <= end for begin, end in spans):
                 joules += (now[0] - before[0]) * (now[1] + before[1]) / 2
             before = now

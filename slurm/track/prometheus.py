@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from pipeline.base.files import last_object
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
-from pipeline.run.machines import look
+from pipeline.run.machines import SENSORS, look, readings
 from slurm.query.attempts import ENDS, GOES_ON
 from slurm.show.ledger import seconds
 from slurm.track.record import Line, Record
@@ -41,18 +41,6 @@ _OF_A_STEP = {
 }  # fmt: skip
 """Key of metrics.jsonl: name, meaning, and what one of it is in Prometheus' unit."""
 _GROWING = {"tokens": ("tokens", "Tokens trained on"), "samples_consumed": ("samples", "Samples trained on")}
-_OF_A_GPU = {
-    "utilization_percent": ("gpu_utilization_ratio", "Time in which a kernel ran", 0.01),
-    "memory_gb": ("gpu_memory_used_bytes", "Memory in use", GIGA),
-    "power_w": ("gpu_power_watts", "Power", 1),
-    "temperature_c": ("gpu_temperature_celsius", "Temperature", 1),
-    "sm_clock_mhz": ("gpu_sm_clock_hertz", "Clock of the multiprocessors", 1e6),
-    "ecc_errors": ("gpu_uncorrected_memory_errors", "Uncorrected memory errors since the driver was loaded", 1),
-}
-_OF_A_HOST = {
-    "cpu_percent": ("cpu_utilization_ratio", "Time in which a CPU ran, of all", 0.01),
-    "memory_gb": ("host_memory_used_bytes", "Memory in use", GIGA),
-}
 
 
 class Prometheus(Sink):
@@ -124,43 +112,37 @@ class Prometheus(Sink):
         """What is scraped (prometheus_client's protocol of a collector)."""
         own, values = list(self._labels), list(self._labels.values())
 
-        def gauge(name: str, meaning: str, rows: Sequence[tuple[list[str], float]], *labels: str) -> Metric:
-            family = GaugeMetricFamily(f"sluice_{name}", meaning, labels=[*own, *labels])
+        def family(
+            name: str, meaning: str, rows: Iterable[tuple[list[str], float]], *labels: str, grows: bool = False
+        ) -> Metric:
+            found = (CounterMetricFamily if grows else GaugeMetricFamily)(
+                f"sluice_{name}", meaning, labels=[*own, *labels]
+            )
             for more, value in rows:
-                family.add_metric([*values, *more], value)
-            return family
+                found.add_metric([*values, *more], value)
+            return found
 
-        for key, (name, meaning, unit) in _OF_A_STEP.items():
+        newest = [(key, *row, False) for key, row in _OF_A_STEP.items()]
+        newest += [(key, *row, 1, True) for key, row in _GROWING.items()]
+        for key, name, meaning, unit, grows in newest:
             if (value := self._newest.get(key)) is not None:
-                yield gauge(name, meaning, [([], value * unit)])
+                yield family(name, meaning, [([], value * unit)], grows=grows)
         if self._steps:
-            yield gauge("steps", "Steps of the whole training", [([], self._steps)])
-        for key, (name, meaning) in _GROWING.items():
-            if key in self._newest:
-                family = CounterMetricFamily(f"sluice_{name}", meaning, labels=own)
-                family.add_metric(values, self._newest[key])
-                yield family
-        for name, meaning, label, counts in (
-            ("stops", "Attempts that ended before they were done", "cause", self._stops),
-            ("attempts", "Attempts that began", "stage", self._starts),
-        ):
-            family = CounterMetricFamily(f"sluice_{name}", meaning, labels=[*own, label])
-            for word, number in counts.items():
-                family.add_metric([*values, word], number)
-            yield family
-        queue = CounterMetricFamily("sluice_queue_seconds", "Time in which jobs waited to begin", labels=own)
-        queue.add_metric(values, self._queue_s)
-        yield queue
+            yield family("steps", "Steps of the whole training", [([], self._steps)])
+        stops, attempts = ([([word], n) for word, n in one.items()] for one in (self._stops, self._starts))
+        yield family("stops", "Attempts that ended before they were done", stops, "cause", grows=True)
+        yield family("attempts", "Attempts that began", attempts, "stage", grows=True)
+        yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s)], grows=True)
         slow = [([rank, event["host"]], event["ratio"]) for rank, event in self._slow.items()]
-        yield gauge("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
+        yield family("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
         if self._evaluated:
-            rows = [([key], value) for key, value in self._evaluated.items()]
-            yield gauge("evaluation", "Figures of the newest evaluation", rows, "figure")
+            found = [([key], value) for key, value in self._evaluated.items()]
+            yield family("evaluation", "Figures of the newest evaluation", found, "figure")
         looks = [one for path in self.run.path.glob("telemetry-*.jsonl") if (one := last_object(path, look))]
         looks = [one for one in looks if time.time() - one["time"] < 120]
-        for key, (name, meaning, unit) in _OF_A_HOST.items():
-            yield gauge(name, meaning, [([one["host"]], one[key] * unit) for one in looks if key in one], "host")
-        gpus = [(one["host"], gpu) for one in looks for gpu in one.get("gpus", ())]
-        for key, (name, meaning, unit) in _OF_A_GPU.items():
-            rows = [([host, str(gpu["index"])], gpu[key] * unit) for host, gpu in gpus if gpu.get(key) is not None]
-            yield gauge(name, meaning, rows, "host", "gpu")
+        for sensor, (meaning, _, name, unit) in SENSORS.items():
+            told = [([one["host"], gpu], value * unit) for one in looks for gpu, value in readings(one, sensor)]
+            if sensor.startswith("gpus."):
+                yield family(name, meaning, told, "host", "gpu")
+            else:
+                yield family(name, meaning, [([host], value) for (host, _), value in told], "host")

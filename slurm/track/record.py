@@ -13,10 +13,9 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import open_regular, parse
+from pipeline.base.files import parse, whole_lines
 from pipeline.evaluate.result import HELD_OUT, all_results
 from pipeline.run import lines
 from pipeline.run.directory import Run
@@ -36,19 +35,6 @@ def sha256(line: Mapping[str, Any]) -> str:
 def late(event: Line) -> bool:
     """Whether it has figures of a step whose line was there before."""
     return event["event"] == "held_out"
-
-
-def _from(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):  # it is being written
-                return
-            offset += len(line)
-            yield line, offset
 
 
 class Record:
@@ -81,7 +67,7 @@ class Record:
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """The events from byte `offset` of events.jsonl on, each with the offset behind it."""
-        for text, end in _from(self.run.events, offset):
+        for text, end in whole_lines(self.run.events, offset):
             if lines.event(event := parse(text)):
                 yield event, end
 
@@ -94,7 +80,7 @@ class Record:
         if file.st_ino != self._file or file.st_size < self._offset:
             self._file, self._offset = file.st_ino, 0
         found: list[Line] = []
-        for text, end in _from(self.run.metrics, self._offset):
+        for text, end in whole_lines(self.run.metrics, self._offset):
             line = parse(text)
             if lines.metric(line) and line["step"] > after:
                 if self._lost and sha256(line) in self._lost:  # not cut yet

@@ -53,22 +53,23 @@ class Gpus:
                 self._events[index] = events
 
     def hear(self) -> None:
-        """Take in the Xids that came since, each number once: NVML gives of several that wait only the last one's."""
-        for index, events in self._events.items():
-            with suppress(self._nvml.NVMLError):  # as a rule: none came within 0 ms
-                for _ in range(_MOST_XIDS):
-                    number = int(self._nvml.nvmlEventSetWait_v2(events, 0).eventData)
-                    self._xids[index] += [number] if number not in self._xids[index] else []
+        """Take in the Xids that came since: NVML gives of several that wait only the last one's number."""
+        for index in self._events:
+            self._xids_of(index)
+
+    def _xids_of(self, index: int) -> list[int]:
+        """The Xids of a GPU since this process began, each number once."""
+        with suppress(self._nvml.NVMLError):  # as a rule: none came within 0 ms
+            for _ in range(_MOST_XIDS):
+                number = int(self._nvml.nvmlEventSetWait_v2(self._events[index], 0).eventData)
+                self._xids[index] += [number] if number not in self._xids[index] else []
+        return self._xids[index]
 
     def read(self) -> list[dict[str, Any]]:
-        """A row for each, with the Xids since this process began."""
-        self.hear()
-        return [
-            {"index": index, **dict(self._figures(gpu)), **({"xid": self._xids[index]} if self._xids[index] else {})}
-            for index, gpu in enumerate(self._handles)
-        ]
+        """A row for each."""
+        return [{"index": index, **dict(self._figures(index, gpu))} for index, gpu in enumerate(self._handles)]
 
-    def _figures(self, gpu: Any) -> Iterator[tuple[str, Any]]:
+    def _figures(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
         """What this GPU says."""
         nvml = self._nvml
         ask: dict[str, Callable[[], Any]] = {
@@ -83,6 +84,8 @@ class Gpus:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
+        if index in self._events:
+            ask["xid"] = lambda: self._xids_of(index)
         for name, question in ask.items():
             with suppress(nvml.NVMLError):  # not every card has it
                 yield name, question()
