@@ -95,19 +95,19 @@ def gpus_behind(run: Path, begin: float, end: float = inf, tail: int = _TAIL) ->
     found = []
     for kind in kinds.values():
         most = max(one.get("memory_gb", 0.0) for one in kind.values())
-        used = {gpu: one for gpu, one in kind.items() if one.get("memory_gb", 0.0) >= _IN_USE * most}
-        usual = {key: median([one[key] for one in used.values() if key in one] or [0.0]) for key in _BEHIND}
+        used = [one for one in kind.values() if one.get("memory_gb", 0.0) >= _IN_USE * most]
+        usual = {key: median([one[key] for one in used if key in one] or [0.0]) for key in _BEHIND}
         for (host, index), figures in kind.items():
-            newest, words, worst = rows_of[host, index][0], [], 1.0
+            newest = rows_of[host, index][0]
+            words = [f"Xid {number}" for number in newest.get("xid") or ()]
+            words += ["says nothing any more"] if newest.keys() <= {"index", "xid"} else []
+            words += [f"{count} uncorrected memory errors"] if (count := newest.get("ecc_errors")) else []
+            worst = 0.0 if words else 1.0
             for key, (name, unit, share) in _BEHIND.items():
-                if (host, index) in used and figures.get(key, inf) < share * usual[key]:
-                    words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual")
+                if figures in used and figures.get(key, inf) < share * usual[key]:
+                    why = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
+                    words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual{why}")
                     worst = min(worst, figures[key] / usual[key])
-            serious = [f"Xid {number}" for number in newest.get("xid") or ()]
-            serious += ["says nothing any more"] if newest.keys() <= {"index", "xid"} else []
-            serious += [f"{count} uncorrected memory errors"] if (count := newest.get("ecc_errors")) else []
-            if words and newest.get("throttled"):
-                words[-1] += f" ({', '.join(map(str, newest['throttled']))})"
-            if words or serious:
-                found.append((0.0 if serious else worst, f"GPU {index} on {host}: {', '.join([*serious, *words])}"))
+            if words:
+                found.append((worst, f"GPU {index} on {host}: {', '.join(words)}"))
     return [words for _, words in sorted(found)]

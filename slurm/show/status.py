@@ -213,14 +213,14 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
 
 def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
     """Ranks and GPUs that fall behind now, in an attempt that runs."""
-    begin = max(seconds(started) if started else 0.0, time.time() - GPU_LOOK_S)
-    gpus = gpus_behind(run.path, begin)
+    ranks = [f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in stragglers(events)]
+    gpus = gpus_behind(run.path, max(seconds(started) if started else 0.0, time.time() - GPU_LOOK_S))
     more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
-    return "; ".join(filter(None, [slow_ranks(events), *gpus[:_MOST_GPUS], *more]))
+    return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
 
 
-def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
-    """The stragglers of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
+def stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
     slow: dict[int, Mapping[str, Any]] = {}
     for event in events:
         if event["event"] == "started":
@@ -229,8 +229,7 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
             slow[event["rank"]] = event
         elif event["event"] == "recovered":
             slow.pop(event["rank"], None)
-    worst = sorted(slow.values(), key=lambda event: -float(event["ratio"]))
-    return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
+    return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
 
 
 def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:

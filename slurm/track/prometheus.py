@@ -20,6 +20,7 @@ from pipeline.run.directory import Run
 from pipeline.run.machines import SENSORS, look, readings
 from slurm.query.attempts import ENDS, GOES_ON
 from slurm.show.ledger import seconds
+from slurm.show.status import stragglers
 from slurm.track.record import Line, Record
 from slurm.track.sink import Memory, Sink, names
 
@@ -54,9 +55,7 @@ class Prometheus(Sink):
         self._textfile = wanted.textfile / f"sluice-{called}.prom" if wanted.textfile else None
         self._labels, self._steps = {"run": called, "sweep": sweep or ""}, steps_of(run.config, run.data)
         self._newest: Line = {}
-        self._stops, self._starts, self._evaluated = Counter[str](), Counter[str](), dict[str, float]()
-        self._asked = self._queue_s = 0.0
-        self._slow: dict[str, Line] = {}
+        self._events, self._evaluated = list[Line](), dict[str, float]()
         memory.step = memory.events = 0  # it forgets: gauges are of now
         memory.evaluations.clear()
         self._registry = CollectorRegistry()
@@ -74,19 +73,19 @@ class Prometheus(Sink):
             self._newest |= line
 
     def event(self, event: Line) -> None:
-        """Count it."""
-        if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
-            self._asked = seconds(event)
-        elif event["event"] == "started":
-            self._starts[event["stage"]] += 1
-            self._queue_s += max(0.0, seconds(event) - self._asked) if self._asked else 0.0
-            self._asked, self._slow = 0.0, {}
-        elif event["event"] == "straggler":
-            self._slow[str(event["rank"])] = event
-        elif event["event"] == "recovered":
-            self._slow.pop(str(event["rank"]), None)
-        if event["event"] in ENDS and event["event"] != "done":
-            self._stops[str(event.get("cause", event["event"]))] += 1
+        """Keep it."""
+        self._events.append(event)
+
+    def _queue_s(self) -> float:
+        """How long jobs have waited to begin."""
+        asked = found = 0.0
+        for event in self._events:
+            if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
+                asked = seconds(event)
+            elif event["event"] == "started":
+                found += max(0.0, seconds(event) - asked) if asked else 0.0
+                asked = 0.0
+        return found
 
     def rewind(self, step: int) -> None:
         """It goes back."""
@@ -129,11 +128,16 @@ class Prometheus(Sink):
                 yield family(name, meaning, [([], value * unit)], grows=grows)
         if self._steps:
             yield family("steps", "Steps of the whole training", [([], self._steps)])
-        stops, attempts = ([([word], n) for word, n in one.items()] for one in (self._stops, self._starts))
-        yield family("stops", "Attempts that ended before they were done", stops, "cause", grows=True)
-        yield family("attempts", "Attempts that began", attempts, "stage", grows=True)
-        yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s)], grows=True)
-        slow = [([rank, event["host"]], event["ratio"]) for rank, event in self._slow.items()]
+        ends = [event for event in self._events if event["event"] in ENDS and event["event"] != "done"]
+        stops = Counter(str(event.get("cause", event["event"])) for event in ends)
+        starts = Counter(event["stage"] for event in self._events if event["event"] == "started")
+        for name, meaning, label, counted in (
+            ("stops", "Attempts that ended before they were done", "cause", stops),
+            ("attempts", "Attempts that began", "stage", starts),
+        ):
+            yield family(name, meaning, [([word], n) for word, n in counted.items()], label, grows=True)
+        yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s())], grows=True)
+        slow = [([str(event["rank"]), event["host"]], event["ratio"]) for event in stragglers(self._events)]
         yield family("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
         if self._evaluated:
             found = [([key], value) for key, value in self._evaluated.items()]

@@ -36,7 +36,7 @@ class Gpus:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
-        self._events: dict[int, Any] = {}
+        self.events: dict[int, Any] = {}
         self._xids: dict[int, list[int]] = defaultdict(list)
         with suppress(ImportError):
             import pynvml
@@ -50,18 +50,14 @@ class Gpus:
             with suppress(self._nvml.NVMLError):  # not every card, nor every driver, tells them
                 events = self._nvml.nvmlEventSetCreate()  # one for each: a GPU that is lost cannot say which it was
                 self._nvml.nvmlDeviceRegisterEvents(gpu, self._nvml.nvmlEventTypeXidCriticalError, events)
-                self._events[index] = events
+                self.events[index] = events
 
-    def hear(self) -> None:
-        """Take in the Xids that came since: NVML gives of several that wait only the last one's number."""
-        for index in self._events:
-            self._xids_of(index)
-
-    def _xids_of(self, index: int) -> list[int]:
-        """The Xids of a GPU since this process began, each number once."""
+    def xids(self, index: int) -> list[int]:
+        """The Xids of a GPU since this process began, each number once; of several that wait NVML gives only the
+        last one's, so ask often."""
         with suppress(self._nvml.NVMLError):  # as a rule: none came within 0 ms
             for _ in range(_MOST_XIDS):
-                number = int(self._nvml.nvmlEventSetWait_v2(self._events[index], 0).eventData)
+                number = int(self._nvml.nvmlEventSetWait_v2(self.events[index], 0).eventData)
                 self._xids[index] += [number] if number not in self._xids[index] else []
         return self._xids[index]
 
@@ -84,8 +80,8 @@ class Gpus:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
-        if index in self._events:
-            ask["xid"] = lambda: self._xids_of(index)
+        if index in self.events:
+            ask["xid"] = lambda: self.xids(index)
         for name, question in ask.items():
             with suppress(nvml.NVMLError):  # not every card has it
                 yield name, question()
@@ -135,7 +131,8 @@ def sample(run: Run, every_s: float, flag: StopFlag) -> int:
         due += every_s
         while not flag and time.monotonic() < due:
             time.sleep(min(0.5, max(0.0, due - time.monotonic())))
-            gpus.hear()
+            for index in gpus.events:
+                gpus.xids(index)
         line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **machine.read()}
         if found := gpus.read():
             line["gpus"] = found
