@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -25,13 +26,14 @@ from pipeline.run.points import points as points_of
 from slurm.track.follower import Follower
 from slurm.track.sink import identity
 from slurm.track.wandb import steps_in
-from tests.slurm.track.test_followers import curve, in_float32, scraped
+from tests.slurm.track.test_followers import Chat, chat, curve, in_float32, scraped
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.story
+__all__ = ["chat"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +198,35 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [line for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
+
+
+def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
+    config = write_config(tmp_path, steps=100_000)
+    more = [f"track={{webhook: {{url: '{chat}'}}}}", "recovery.hang_s=24", "recovery.hang=0"]
+    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *more]
+    with open(tmp_path / "log", "wb") as log:
+        training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    run, deadline = Run(tmp_path / "runs/tiny"), time.monotonic() + 300
+    while not run.metrics.exists() or len(run.metrics.read_bytes().splitlines()) < 20:
+        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    words = f"pipeline\0train\0{run.path}".encode()
+    ranks = [int(one.parent.name) for one in Path("/proc").glob("[0-9]*/cmdline") if words in cmdline(one)]
+    assert len(ranks) == 2, ranks
+    os.kill(ranks[1], signal.SIGSTOP)
+    while not Chat.heard:
+        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    assert "train seems to stall: no step for 00:" in Chat.heard[0][1]
+    assert not run.read_events("train", "failed"), "the attempt has not ended"
+    assert training.wait(200) != 0
+    assert "train stalled: " in Chat.heard[1][1] and len(Chat.heard) == 2
+
+
+def cmdline(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None:
