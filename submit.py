@@ -267,9 +267,13 @@ def track(
     to: Annotated[str | None, typer.Option(help="one sink, such as tensorboard; all of the config without it")] = None,
 ) -> None:
     """Tell trackers what a run's files say and they do not know yet: TensorBoard, W&B, MLflow, Prometheus …"""
+    from slurm.page.report import print_report
     from slurm.track.beside import bring_up_to_date
 
-    raise typer.Exit(bring_up_to_date(_open(run), to, overrides or ()))
+    opened = _open(run)
+    if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
+        print_report(opened, Plain(quiet=True))
+    raise typer.Exit(bring_up_to_date(opened, to, overrides or ()))
 
 
 @app.command()

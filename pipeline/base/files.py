@@ -180,15 +180,33 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     return (value for value in map(parse, lines) if isinstance(value, dict))
 
 
-def last_object(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> dict[str, Any] | None:
-    """The last object of a JSON-lines file that fits, reading at most `tail` bytes; None where there is none."""
+def last_objects(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file that fit, the newest first, in its last `tail` bytes; none without a file."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return None
-    return next(filter(fits, _objects(reversed(lines))), None)
+        return
+    yield from filter(fits, _objects(reversed(lines)))
+
+
+def last_object(path: str | Path, fits: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The newest of these; None where there is none."""
+    return next(last_objects(path, fits), None)
+
+
+def whole_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            offset += len(line)
+            yield line, offset
 
 
 def sha256_file(path: str | Path) -> str:

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from html import escape
 
 Points = Sequence[tuple[float, float]]
-COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#db2777", "#94a3b8", "#dde3ea")
-"""By number; the last two are grey, for what is behind and for waiting."""
+COLOURS = (
+    "#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#db2777", "#94a3b8", "#dde3ea",
+    "#4d7c0f",
+)  # fmt: skip
+"""By number; 8 and 9 are grey, for what is behind and for waiting."""
 GREY, PALE = 8, 9
 BUCKETS = 300
 """So many parts of a curve keep their least and their greatest value: more than a screen shows."""

@@ -53,7 +53,7 @@ class PrometheusConfig(Section):
 
 
 class WebhookConfig(Section):
-    """Words to a chat at a failure, a stall and the end, in the form that Slack takes: {"text": …}."""
+    """Words to a chat at a failure, a stall (while it lasts) and the end, in the form that Slack takes: {"text": …}."""
 
     url: _Url | None = None
     """Where to; whoever knows it can write there."""
@@ -84,7 +84,8 @@ class TrackConfig(Section):
     webhook: WebhookConfig | None = None
     """A chat."""
     mail: str | None = None
-    """Address that Slurm writes to when a job fails or can never start, and when the last stage ends."""
+    """Address that Slurm writes to when a job fails or can never start, and when the last stage ends; and at a stall
+    the job's first node, by its sendmail."""
     telemetry_s: PositiveFloat | None = None
     """Seconds between two looks at each node of a job: GPUs, CPUs, memory and disk, in telemetry-HOST.jsonl; null:
     none. A look takes some milliseconds of one core; 10 is a good figure."""

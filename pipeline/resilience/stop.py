@@ -49,9 +49,9 @@ class Clock:
         """Whether a save is in flight; the next one begins after it."""
         self._steps = 0
 
-    def due(self) -> bool:
-        """Whether the job must stop now to save within its time limit."""
-        return time.monotonic() + 2 * self.step_s + 2.5 * self.save_s + SPARE_S >= self.end
+    def due(self, before_s: float = 0.0) -> bool:
+        """Whether the job must stop now to save within its time limit; or that it must after so many seconds."""
+        return time.monotonic() + before_s + 2 * self.step_s + 2.5 * self.save_s + SPARE_S >= self.end
 
     def left_s(self) -> float:
         """Seconds until this rank is ended, as far as it knows."""

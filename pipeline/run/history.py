@@ -6,13 +6,12 @@ appended since; where a restore cut the file, or it is another one, everything i
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import open_regular, parse
+from pipeline.base.files import parse, whole_lines
 from pipeline.run.lines import Check, left_out, number
 
 
@@ -36,21 +35,15 @@ class History:
         """Read what was appended since the last look. Nothing where there is no file."""
         if not self.path.exists():
             return self
-        with open_regular(self.path) as file:
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
-                self._begin((found.st_dev, found.st_ino))
-            file.seek(self._end)
-            for text in file:
-                line = parse(text)
-                fits = self.fits(line)
-                if not fits and not text.endswith(b"\n"):
-                    break  # it is being written
-                self._end += len(text)
-                if fits:
-                    self._add(line)
-                else:
-                    self.odd += not text.isspace()
+        found = self.path.stat()
+        if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
+            self._begin((found.st_dev, found.st_ino))
+        for text, end in whole_lines(self.path, self._end):
+            self._end = end
+            if self.fits(line := parse(text)):
+                self._add(line)
+            else:
+                self.odd += not text.isspace()
         return self
 
     def _add(self, line: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ _OF_AN_EVENT = {
 }  # fmt: skip
 _NEEDED = {
     "submitted": ("stage", "job_id"), "started": ("stage",), "saved": ("step",), "restored": ("step",),
-    "ready": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
+    "ready": ("step",), "held_out": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
     "recovered": ("rank",), "took_over": ("job_id", "children"), "retried": ("job_id", "cause"),
 }  # fmt: skip
 

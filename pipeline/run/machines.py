@@ -5,11 +5,35 @@ slurm/track/telemetry.py writes it. `time` is in seconds since 1970, `gpus` a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from pipeline.base.files import last_objects
 from pipeline.run import lines
+
+SENSORS = {
+    "gpus.utilization_percent": ("GPU utilisation", "%", "gpu_utilization_ratio", 0.01),
+    "gpus.memory_gb": ("GPU memory", "GB", "gpu_memory_used_bytes", 1e9),
+    "gpus.power_w": ("GPU power", "W", "gpu_power_watts", 1.0),
+    "gpus.temperature_c": ("GPU temperature", "°C", "gpu_temperature_celsius", 1.0),
+    "gpus.sm_clock_mhz": ("GPU clock", "MHz", "gpu_sm_clock_hertz", 1e6),
+    "cpu_percent": ("CPU", "%", "cpu_utilization_ratio", 0.01),
+    "memory_gb": ("host memory", "GB", "host_memory_used_bytes", 1e9),
+    "read_mb_per_s": ("read", "MB/s", "host_read_bytes_per_second", 1e6),
+    "written_mb_per_s": ("written", "MB/s", "host_written_bytes_per_second", 1e6),
+}
+"""Figures of a line, those of a GPU behind `gpus.`: name, unit, Prometheus' name, and what one is in its unit."""
+_BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
+"""Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
+_IN_USE = 0.1
+"""With less than this share of the memory that the fullest of its kind uses, a GPU is taken for none of the job's."""
+_TAIL = 1 << 15
+"""Bytes of a file that two minutes need: 12 lines, or so, of 8 GPUs."""
 
 
 def look(line: Any) -> bool:
@@ -21,7 +45,15 @@ def look(line: Any) -> bool:
         and all(lines.number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
         and isinstance(line.get("gpus", []), list)
         and all(isinstance(gpu, dict) and lines.count(gpu.get("index")) for gpu in line.get("gpus", []))
+        and all(isinstance(gpu.get(key, []), list) for gpu in line.get("gpus", []) for key in ("throttled", "xid"))
     )
+
+
+def readings(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
+    """What a line says by a sensor: a value for each GPU, by its number, or one of the host, or none."""
+    rows = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
+    key = sensor.removeprefix("gpus.")
+    return [(str(row.get("index", "")), row[key]) for row in rows if lines.number(row.get(key))]
 
 
 def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
@@ -33,11 +65,49 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     for file in run.glob("telemetry-*.jsonl"):
         before: tuple[float, float] | None = None
         for line in lines.read(file, look):
-            watts = [gpu["power_w"] for gpu in line.get("gpus", ()) if lines.number(gpu.get("power_w"))]
-            if not watts:
+            if not (watts := readings(line, "gpus.power_w")):
                 continue
-            measured, now = True, (line["time"], sum(watts))
+            measured, now = True, (line["time"], sum(value for _, value in watts))
             if before and 0 < now[0] - before[0] < 300 and any(begin <= now[0] <= end for begin, end in spans):
                 joules += (now[0] - before[0]) * (now[1] + before[1]) / 2
             before = now
     return joules / 3.6e6 if measured else None
+
+
+def gpus_behind(run: Path, begin: float, end: float = inf, tail: int = _TAIL) -> list[str]:
+    """The GPUs that fall behind those of their model between two times (seconds since 1970), in words, worst first.
+
+    A GPU does where its median of a figure is below the share in `_BEHIND` of the median of all that are in use. Told
+    of any: Xids since the job began, uncorrected memory errors since the driver was loaded, and that it says nothing.
+    `tail`: of each host's file so many bytes are read.
+    """
+    rows_of: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)  # the newest first
+    for file in run.glob("telemetry-*.jsonl"):
+        for line in takewhile(lambda line: line["time"] >= begin, last_objects(file, look, tail)):
+            if line["time"] <= end:
+                for gpu in line.get("gpus", ()):
+                    rows_of[line["host"], gpu["index"]].append(gpu)
+    kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
+    for gpu, rows in rows_of.items():
+        told = {key: [row[key] for row in rows if lines.number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
+        medians = {key: median(values) for key, values in told.items() if values}
+        kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians
+    found = []
+    for kind in kinds.values():
+        most = max(one.get("memory_gb", 0.0) for one in kind.values())
+        used = [one for one in kind.values() if one.get("memory_gb", 0.0) >= _IN_USE * most]
+        usual = {key: median([one[key] for one in used if key in one] or [0.0]) for key in _BEHIND}
+        for (host, index), figures in kind.items():
+            newest = rows_of[host, index][0]
+            words = [f"Xid {number}" for number in newest.get("xid") or ()]
+            words += ["says nothing any more"] if newest.keys() <= {"index", "xid"} else []
+            words += [f"{count} uncorrected memory errors"] if (count := newest.get("ecc_errors")) else []
+            worst = 0.0 if words else 1.0
+            for key, (name, unit, share) in _BEHIND.items():
+                if figures in used and figures.get(key, inf) < share * usual[key]:
+                    why = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
+                    words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual{why}")
+                    worst = min(worst, figures[key] / usual[key])
+            if words:
+                found.append((worst, f"GPU {index} on {host}: {', '.join(words)}"))
+    return [words for _, words in sorted(found)]

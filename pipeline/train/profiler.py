@@ -33,7 +33,7 @@ from pipeline.base.files import open_regular, write_json
 from pipeline.comm.groups import World, from_rank0
 from pipeline.config.layout import Layout
 from pipeline.mpi.work import MpiWork
-from pipeline.resilience.stop import Request
+from pipeline.resilience.stop import Agreement, Request
 from pipeline.resilience.watchdog import last_collectives
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import GROUP, PIPELINE, STEP, mean, parts, read
@@ -43,17 +43,20 @@ MOST_SPANS, MOST_STEPS = 100_000, 20
 """The longest spans of a rank's step are kept, and the newest steps of a run."""
 MOST_BYTES = 300_000_000
 """Of torch's own trace of a step; reading one takes some times as much memory."""
+LEAST_S = 30.0
+"""A profile counts as so long, until one took longer: nobody knows before the first."""
 
 
 class Profiler:
     """This rank's part; all ranks call everything together."""
 
-    def __init__(self, run: Run, layout: Layout, world: World, group: dist.ProcessGroup) -> None:
-        """`group`: for control, of all ranks."""
-        self.run, self.layout, self.world, self.group = run, layout, world, group
+    def __init__(self, run: Run, layout: Layout, world: World, agreement: Agreement) -> None:
+        """`agreement`: its group is for control, of all ranks; none is begun that its clock has no time for."""
+        self.run, self.layout, self.world, self.group, self.clock = run, layout, world, agreement.group, agreement.clock
         self.request = Request(run.profile_file)
         self.seconds = 0.0
         """What profiling took, but for the step itself, since somebody set it to 0."""
+        self._longest_s = LEAST_S
         self._left, self._ranks = 0, range(world.size)
         self._clock = 0, 0
         self._step: record_function | None = None
@@ -63,9 +66,10 @@ class Profiler:
                 run.profile_taken.unlink()
 
     def ask(self) -> None:
-        """There is a request: begin with the next step."""
-        asked: list[Any] = [1, None]
-        if self.world.first:
+        """There is a request: begin with the next step, or leave it to the next attempt."""
+        asked: list[Any] = [0, None]
+        if self.world.first and not self.clock.due(self._longest_s):
+            asked = [1, None]
             with self._careful("the request"):  # an empty file asks for one step of all ranks
                 os.replace(self.request.file, self.run.profile_taken)
                 with open_regular(self.run.profile_taken) as file:
@@ -79,6 +83,8 @@ class Profiler:
         """Step number `step` begins: record it, where it is due."""
         every, began = self.run.config.train.profile_every, time.perf_counter()
         if not self._left and (every is None or step % every):
+            return
+        if from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
             return
         self._clock = self._compare_clocks()
         with self._careful("the start"):
@@ -128,6 +134,7 @@ class Profiler:
                 with self._careful("the request"):
                     self.run.profile_taken.unlink(missing_ok=True)
         self.seconds += time.perf_counter() - began
+        self._longest_s = max(self._longest_s, self.seconds)
         return {"profile": mean(list(known.values()))} if known else {}
 
     @contextmanager

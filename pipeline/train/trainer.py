@@ -76,7 +76,7 @@ class Trainer:
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = Agreement(flag, groups.side_group(), self.clock)
         self.save_request = Request(run.save_file)
-        self.profiler = Profiler(run, self.layout, world, self.agreement.group)
+        self.profiler = Profiler(run, self.layout, world, self.agreement)
         if world.first:
             self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
@@ -240,6 +240,7 @@ class Trainer:
         if self.evaluator is None or not groups.from_rank0(self.agreement.group, lacks):
             return True
         if (more := self._held_out(step)) and self.world.first:
+            self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
             rewind(self.run.metrics, step, more)
             self.metrics = Metrics(self.run.metrics)  # it is a new file
         return self.agreement.reason is None

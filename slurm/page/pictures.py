@@ -25,7 +25,7 @@ from slurm.show.ledger import Attempt
 PART_COLOURS = {
     "idle": PALE, "queue": GREY, "startup": 6, "compute": 2, "data": 5, "communication": 0, "evaluation": 3,
     "checkpoint": 1, "lost": 4, "ending": 7, "communication_exposed": 0, "copy": 5, "bubble": 6,
-    "profiling": 7,
+    "profiling": 10,
 }  # fmt: skip
 """Parts of the ledger, and of a profiled step, which have the same colour in all pictures."""
 _HEIGHT = "height:19rem"

@@ -27,6 +27,7 @@ from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
 from pipeline.run.history import History
+from pipeline.run.machines import gpus_behind
 from pipeline.run.metrics import own_times
 from pipeline.train import step_trace
 from slurm.page import sections
@@ -168,6 +169,9 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
+    span = (max(training[-1].end - 600, training[-1].begin), training[-1].end) if training else (0.0, 0.0)
+    if gpus := gpus_behind(run.path, *span, tail=1 << 20):
+        yield f"GPUs behind the others of their kind in the last 10 minutes of training: {'; '.join(gpus[:8])}"
     yield from filter(None, (lines.odd(run.events, lines.event), found.steps.odd_words))
 
 

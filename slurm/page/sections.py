@@ -6,7 +6,6 @@ picture. Telemetry is `telemetry-HOST.jsonl` in the run directory, lines with `t
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +17,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.plot import Points, means
 from pipeline.config.layout import layout_of
 from pipeline.evaluate.result import HELD_OUT, figure, metrics_of, newest_result, result_words
-from pipeline.run import stages
+from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.machines import energy_kwh, look
+from pipeline.run.machines import SENSORS, energy_kwh, look, readings
 from pipeline.run.metrics import own_times
 from pipeline.run.points import points as points_of
 from pipeline.train.step_trace import PARTS
@@ -33,13 +32,6 @@ from slurm.show.status import Row
 _STEP = "optimizer step"
 _SLICES = 150
 """Parts of a step are drawn as means over so many slices of the training."""
-_SENSORS = {
-    "gpus.utilization_percent": ("GPU utilisation", "%"), "gpus.memory_gb": ("GPU memory", "GB"),
-    "gpus.power_w": ("GPU power", "W, mean of the host's GPUs"), "gpus.temperature_c": ("GPU temperature", "°C"),
-    "cpu_percent": ("CPU", "%"), "memory_gb": ("Memory of the host", "GB"), "read_mb_per_s": ("Read", "MB/s"),
-    "written_mb_per_s": ("Written", "MB/s"),
-}  # fmt: skip
-"""Figures of telemetry: name and unit by key; of a host's GPUs the mean."""
 
 
 def summary(
@@ -156,12 +148,14 @@ def of_machines(run: Run, attempts: Sequence[Attempt]) -> list[str]:
     begin, end = min((a.begin for a in attempts), default=0.0), max((a.end for a in attempts), default=0.0)
     unit, size = unit_of(end - begin)
     for file in sorted(run.path.glob("telemetry-*.jsonl")):
-        sums: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-        history = History(file, look, "time").look()
-        for name in history.names:  # gpus.0.power_w and gpus.1.power_w are two values of gpus.power_w
-            for time, value in history.curve(name):
-                sums[re.sub(r"\.\d+\.", ".", name)][(time - begin) / size].append(value)
-        for key in _SENSORS:
-            points = [(at, fmean(values)) for at, values in sums[key].items()]
-            found[key][file.stem.removeprefix("telemetry-")] = means(points, 150) or points
-    return drawn + [curves(words, f"{unit} since the run began", y, found[key]) for key, (words, y) in _SENSORS.items()]
+        points: dict[str, list[tuple[float, float]]] = {key: [] for key in SENSORS}
+        for line in lines.read(file, look):
+            for key, of_key in points.items():
+                if told := readings(line, key):
+                    of_key.append(((line["time"] - begin) / size, fmean(value for _, value in told)))
+        for key, of_key in points.items():
+            found[key][file.stem.removeprefix("telemetry-")] = means(of_key, 150) or of_key
+    for key, (words, y, *_) in SENSORS.items():
+        mean = ", mean of the host's GPUs" if key.startswith("gpus.") else ""
+        drawn.append(curves(words[0].upper() + words[1:], f"{unit} since the run began", y + mean, found[key]))
+    return drawn

@@ -49,12 +49,9 @@ PRODUCTIVE = ("compute", "data", "communication", "evaluation")
 WAITING = ("idle", "queue")
 _STEPS = (*PRODUCTIVE, "checkpoint", "profiling", "lost")
 _IN_STEP = {
-    "data": "data_wait_s",
-    "communication": "exposed_comm_s",
-    "evaluation": "evaluate_s",
-    "checkpoint": "checkpoint_s",
-    "profiling": "profile_s",
-}
+    "data": "data_wait_s", "communication": "exposed_comm_s", "evaluation": "evaluate_s",
+    "checkpoint": "checkpoint_s", "profiling": "profile_s",
+}  # fmt: skip
 STEP_KEYS = ("step", "step_time_s", *_IN_STEP.values())
 """What the ledger asks of the line of a step."""
 _ASKS = ("submitted", "resumed")

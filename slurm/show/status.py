@@ -32,6 +32,7 @@ from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
+from pipeline.run.machines import gpus_behind
 from slurm.query import attempts
 from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
@@ -43,6 +44,8 @@ from slurm.show.ledger import seconds
 LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
+GPU_LOOK_S, _MOST_GPUS = 120.0, 3
+"""GPUs are compared by what they did in the last two minutes; so many are named."""
 _LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
 IDLE_LOOKS = 2
@@ -66,7 +69,7 @@ class Row:
     cells: Mapping[str, str]
     """What the table shows besides stage and state, by the names of its columns."""
     slow: str
-    """Ranks that keep the others waiting, in words."""
+    """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
 
 
 def judge(
@@ -197,7 +200,7 @@ class Lookout:
             "time": clock(spent),
         }
         why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
-        return Row(run, stage, state, why, going, cells, slow_ranks(events) if running else "")
+        return Row(run, stage, state, why, going, cells, _slow(run, told.started, events) if running else "")
 
 
 def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
@@ -208,8 +211,16 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
     return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
 
 
-def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
-    """The stragglers of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
+def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
+    """Ranks and GPUs that fall behind now, in an attempt that runs."""
+    ranks = [f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in stragglers(events)]
+    gpus = gpus_behind(run.path, max(seconds(started) if started else 0.0, time.time() - GPU_LOOK_S))
+    more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
+    return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
+
+
+def stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
     slow: dict[int, Mapping[str, Any]] = {}
     for event in events:
         if event["event"] == "started":
@@ -218,8 +229,7 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> str:
             slow[event["rank"]] = event
         elif event["event"] == "recovered":
             slow.pop(event["rank"], None)
-    worst = sorted(slow.values(), key=lambda event: -float(event["ratio"]))
-    return ", ".join(f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in worst)
+    return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
 
 
 def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:

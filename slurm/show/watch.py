@@ -29,7 +29,7 @@ from pipeline.base.files import last_object
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.machines import look
+from pipeline.run.machines import SENSORS, look, readings
 from slurm.show.console import Plain, lively
 from slurm.show.ledger import seconds
 from slurm.show.status import IDLE_LOOKS, LOOK_S, Lookout, table
@@ -38,10 +38,6 @@ _NOTICE_S = 0.25
 """So soon a resized terminal is noticed."""
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_HOSTS = 4
-_SENSORS = (
-    ("utilization_percent", "%"), ("cpu_percent", "% CPU"), ("memory_gb", "GB"), ("power_w", "W"),
-    ("temperature_c", "°C"),
-)  # fmt: skip
 
 
 class Screen:
@@ -161,9 +157,9 @@ def _machines(run: Run) -> Iterator[str]:
     for file in files[:_MOST_HOSTS]:
         line = last_object(file, look) or {}
         gpus, told = line.get("gpus", []), []
-        for key, unit in _SENSORS:
-            if values := [one[key] for one in gpus or [line] if lines.number(one.get(key))]:
-                told.append(f"{fmean(values):,.0f} {unit}")
+        for sensor, (name, unit, *_) in SENSORS.items():
+            if sensor.startswith("gpus.") == bool(gpus) and (found := readings(line, sensor)):
+                told.append(f"{'' if gpus else f'{name} '}{fmean(value for _, value in found):,.0f} {unit}")
         yield f"{file.stem.removeprefix('telemetry-')}  {f'{len(gpus)} GPUs, ' if gpus else ''}{', '.join(told)}"
     if len(files) > _MOST_HOSTS:
         yield f"… and {len(files) - _MOST_HOSTS} more hosts"

@@ -18,7 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import flock, open_lock, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run, now
-from slurm.track.record import Record
+from slurm.track.record import Record, late
 from slurm.track.sink import Memory, Sink
 from slurm.track.sinks import make
 
@@ -55,8 +55,9 @@ class Follower:
         events = list(record.events(memory.events))
         for event, _ in events:
             record.note(event)
-            if event["event"] == "lost_work" and event["steps"] and min(event["steps"]) <= memory.step:
-                sink.rewind(min(event["steps"]) - 1)
+            changed = event["steps"] if event["event"] == "lost_work" else [event["step"]] if late(event) else []
+            if changed and min(changed) <= memory.step:
+                sink.rewind(min(changed) - 1)
             sink.event(event)
         if events:
             self._told(sink, events=events[-1][1])
@@ -67,10 +68,12 @@ class Follower:
             for result in results:
                 sink.evaluation(result)
             self._told(sink, evaluations=[*memory.evaluations, *(int(result["step"]) for result in results)])
+        if sink.look():
+            self._told(sink)
 
     def _told(self, sink: Sink, **what: Any) -> None:
         sink.flush()
-        vars(sink.memory).update(what)
+        vars(sink.memory).update(what, heard=time.time())
         self._keep(sink.memory)
 
     def _keep(self, memory: Memory) -> None:

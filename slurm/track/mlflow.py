@@ -17,9 +17,10 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from pipeline.evaluate.result import result_file
+from pipeline.evaluate.result import HELD_OUT, result_file
 from pipeline.run.directory import Run
-from slurm.track.record import Line, Record
+from slurm.show.ledger import seconds
+from slurm.track.record import Line, Record, late
 from slurm.track.sink import Memory, Sink, figures, identity, last_stage, names, shown_config
 
 _MOST_METRICS, _MOST_PARAMS, _LONGEST = 1000, 100, 500
@@ -75,8 +76,14 @@ class Mlflow(Sink):
         self._log([found], "evaluation/")
 
     def event(self, event: Line) -> None:
-        """Follow how the run stands."""
-        if event["event"] == "started":
+        """Follow how the run stands; take what is said late of a step."""
+        if late(event) and event["step"] <= self.memory.step:
+            told = self._client.get_metric_history(self._id, f"{HELD_OUT}loss")
+            if event["step"] not in [one.step for one in told]:
+                self._log(
+                    [{key: value for key, value in event.items() if key != "time"} | {"time": seconds(event)}], ""
+                )
+        elif event["event"] == "started":
             self._client.update_run(self._id, status="RUNNING")
         elif event["event"] in _STATUS and (event["event"] != "done" or event.get("stage") == last_stage(self.run)):
             self._client.set_terminated(self._id, _STATUS[event["event"]])

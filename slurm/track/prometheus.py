@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
@@ -17,9 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from pipeline.base.files import last_object
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
-from pipeline.run.machines import look
+from pipeline.run.machines import SENSORS, look, readings
 from slurm.query.attempts import ENDS, GOES_ON
 from slurm.show.ledger import seconds
+from slurm.show.status import stragglers
 from slurm.track.record import Line, Record
 from slurm.track.sink import Memory, Sink, names
 
@@ -41,17 +42,6 @@ _OF_A_STEP = {
 }  # fmt: skip
 """Key of metrics.jsonl: name, meaning, and what one of it is in Prometheus' unit."""
 _GROWING = {"tokens": ("tokens", "Tokens trained on"), "samples_consumed": ("samples", "Samples trained on")}
-_OF_A_GPU = {
-    "utilization_percent": ("gpu_utilization_ratio", "Time in which a kernel ran", 0.01),
-    "memory_gb": ("gpu_memory_used_bytes", "Memory in use", GIGA),
-    "power_w": ("gpu_power_watts", "Power", 1),
-    "temperature_c": ("gpu_temperature_celsius", "Temperature", 1),
-    "sm_clock_mhz": ("gpu_sm_clock_hertz", "Clock of the multiprocessors", 1e6),
-}
-_OF_A_HOST = {
-    "cpu_percent": ("cpu_utilization_ratio", "Time in which a CPU ran, of all", 0.01),
-    "memory_gb": ("host_memory_used_bytes", "Memory in use", GIGA),
-}
 
 
 class Prometheus(Sink):
@@ -65,9 +55,7 @@ class Prometheus(Sink):
         self._textfile = wanted.textfile / f"sluice-{called}.prom" if wanted.textfile else None
         self._labels, self._steps = {"run": called, "sweep": sweep or ""}, steps_of(run.config, run.data)
         self._newest: Line = {}
-        self._stops, self._starts, self._evaluated = Counter[str](), Counter[str](), dict[str, float]()
-        self._asked = self._queue_s = 0.0
-        self._slow: dict[str, Line] = {}
+        self._events, self._evaluated = list[Line](), dict[str, float]()
         memory.step = memory.events = 0  # it forgets: gauges are of now
         memory.evaluations.clear()
         self._registry = CollectorRegistry()
@@ -85,19 +73,19 @@ class Prometheus(Sink):
             self._newest |= line
 
     def event(self, event: Line) -> None:
-        """Count it."""
-        if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
-            self._asked = seconds(event)
-        elif event["event"] == "started":
-            self._starts[event["stage"]] += 1
-            self._queue_s += max(0.0, seconds(event) - self._asked) if self._asked else 0.0
-            self._asked, self._slow = 0.0, {}
-        elif event["event"] == "straggler":
-            self._slow[str(event["rank"])] = event
-        elif event["event"] == "recovered":
-            self._slow.pop(str(event["rank"]), None)
-        if event["event"] in ENDS and event["event"] != "done":
-            self._stops[str(event.get("cause", event["event"]))] += 1
+        """Keep it."""
+        self._events.append(event)
+
+    def _queue_s(self) -> float:
+        """How long jobs have waited to begin."""
+        asked = found = 0.0
+        for event in self._events:
+            if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
+                asked = seconds(event)
+            elif event["event"] == "started":
+                found += max(0.0, seconds(event) - asked) if asked else 0.0
+                asked = 0.0
+        return found
 
     def rewind(self, step: int) -> None:
         """It goes back."""
@@ -123,43 +111,42 @@ class Prometheus(Sink):
         """What is scraped (prometheus_client's protocol of a collector)."""
         own, values = list(self._labels), list(self._labels.values())
 
-        def gauge(name: str, meaning: str, rows: Sequence[tuple[list[str], float]], *labels: str) -> Metric:
-            family = GaugeMetricFamily(f"sluice_{name}", meaning, labels=[*own, *labels])
+        def family(
+            name: str, meaning: str, rows: Iterable[tuple[list[str], float]], *labels: str, grows: bool = False
+        ) -> Metric:
+            found = (CounterMetricFamily if grows else GaugeMetricFamily)(
+                f"sluice_{name}", meaning, labels=[*own, *labels]
+            )
             for more, value in rows:
-                family.add_metric([*values, *more], value)
-            return family
+                found.add_metric([*values, *more], value)
+            return found
 
-        for key, (name, meaning, unit) in _OF_A_STEP.items():
+        newest = [(key, *row, False) for key, row in _OF_A_STEP.items()]
+        newest += [(key, *row, 1, True) for key, row in _GROWING.items()]
+        for key, name, meaning, unit, grows in newest:
             if (value := self._newest.get(key)) is not None:
-                yield gauge(name, meaning, [([], value * unit)])
+                yield family(name, meaning, [([], value * unit)], grows=grows)
         if self._steps:
-            yield gauge("steps", "Steps of the whole training", [([], self._steps)])
-        for key, (name, meaning) in _GROWING.items():
-            if key in self._newest:
-                family = CounterMetricFamily(f"sluice_{name}", meaning, labels=own)
-                family.add_metric(values, self._newest[key])
-                yield family
-        for name, meaning, label, counts in (
-            ("stops", "Attempts that ended before they were done", "cause", self._stops),
-            ("attempts", "Attempts that began", "stage", self._starts),
+            yield family("steps", "Steps of the whole training", [([], self._steps)])
+        ends = [event for event in self._events if event["event"] in ENDS and event["event"] != "done"]
+        stops = Counter(str(event.get("cause", event["event"])) for event in ends)
+        starts = Counter(event["stage"] for event in self._events if event["event"] == "started")
+        for name, meaning, label, counted in (
+            ("stops", "Attempts that ended before they were done", "cause", stops),
+            ("attempts", "Attempts that began", "stage", starts),
         ):
-            family = CounterMetricFamily(f"sluice_{name}", meaning, labels=[*own, label])
-            for word, number in counts.items():
-                family.add_metric([*values, word], number)
-            yield family
-        queue = CounterMetricFamily("sluice_queue_seconds", "Time in which jobs waited to begin", labels=own)
-        queue.add_metric(values, self._queue_s)
-        yield queue
-        slow = [([rank, event["host"]], event["ratio"]) for rank, event in self._slow.items()]
-        yield gauge("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
+            yield family(name, meaning, [([word], n) for word, n in counted.items()], label, grows=True)
+        yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s())], grows=True)
+        slow = [([str(event["rank"]), event["host"]], event["ratio"]) for event in stragglers(self._events)]
+        yield family("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
         if self._evaluated:
-            rows = [([key], value) for key, value in self._evaluated.items()]
-            yield gauge("evaluation", "Figures of the newest evaluation", rows, "figure")
+            found = [([key], value) for key, value in self._evaluated.items()]
+            yield family("evaluation", "Figures of the newest evaluation", found, "figure")
         looks = [one for path in self.run.path.glob("telemetry-*.jsonl") if (one := last_object(path, look))]
         looks = [one for one in looks if time.time() - one["time"] < 120]
-        for key, (name, meaning, unit) in _OF_A_HOST.items():
-            yield gauge(name, meaning, [([one["host"]], one[key] * unit) for one in looks if key in one], "host")
-        gpus = [(one["host"], gpu) for one in looks for gpu in one.get("gpus", ())]
-        for key, (name, meaning, unit) in _OF_A_GPU.items():
-            rows = [([host, str(gpu["index"])], gpu[key] * unit) for host, gpu in gpus if gpu.get(key) is not None]
-            yield gauge(name, meaning, rows, "host", "gpu")
+        for sensor, (meaning, _, name, unit) in SENSORS.items():
+            told = [([one["host"], gpu], value * unit) for one in looks for gpu, value in readings(one, sensor)]
+            if sensor.startswith("gpus."):
+                yield family(name, meaning, told, "host", "gpu")
+            else:
+                yield family(name, meaning, [([host], value) for (host, _), value in told], "host")

@@ -2,7 +2,8 @@
 
 metrics.jsonl grows by a line a step, and after a restore is cut back to the restored step. The trainer writes the lines
 that go as `lost_work` into events.jsonl first, then cuts (pipeline/run/metrics.py); so whoever has read that event and
-still finds one of those lines in the file is early, and takes none of them.
+still finds one of those lines in the file is early, and takes none of them. A look at held-out data that a stop cut
+short is made up for after the restore, when the line of its step may have been read: the event `held_out` says so.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import open_regular, parse
-from pipeline.evaluate.result import all_results
+from pipeline.base.files import parse, whole_lines
+from pipeline.evaluate.result import HELD_OUT, all_results
 from pipeline.run import lines
 from pipeline.run.directory import Run
+from slurm.query.attempts import ENDS
 from slurm.show.ledger import seconds
 
 Line = dict[str, Any]
@@ -31,17 +32,9 @@ def sha256(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
 
 
-def _from(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):  # it is being written
-                return
-            offset += len(line)
-            yield line, offset
+def late(event: Line) -> bool:
+    """Whether it has figures of a step whose line was there before."""
+    return event["event"] == "held_out"
 
 
 class Record:
@@ -52,19 +45,29 @@ class Record:
         self._offset, self._file = 0, 0
         self._lost: dict[str, int] = {}
         self._starts: list[tuple[float, Line]] = []
+        self._late: dict[int, Line] = {}
+        self.going: Line | None = None
+        """The start of the training's attempt that runs, as far as events say, and is not about to end."""
         for event, _ in self.events(0):
             self.note(event)
 
     def note(self, event: Line) -> None:
-        """Take in an event: it says which lines are lost, or that an attempt began."""
+        """Take in an event: it says which lines are lost, or change, or how attempts of the training begin and end."""
         if event["event"] == "lost_work":
             self._lost, self._offset = {sha256(line): line["step"] for line in event["lines"]}, 0
-        elif event["event"] == "started" and event["stage"] == "train":
+            self._late = {step: more for step, more in self._late.items() if step not in event["steps"]}
+        elif late(event):
+            self._late[event["step"]] = {key: value for key, value in event.items() if key.startswith(HELD_OUT)}
+            self._offset = 0
+        elif event.get("stage") == "train" and event["event"] == "started":
             self._starts.append((seconds(event), event))
+            self.going = event
+        elif event.get("stage") == "train" and event["event"] in (*ENDS, "stopping", "stop_requested"):
+            self.going = None
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """The events from byte `offset` of events.jsonl on, each with the offset behind it."""
-        for text, end in _from(self.run.events, offset):
+        for text, end in whole_lines(self.run.events, offset):
             if lines.event(event := parse(text)):
                 yield event, end
 
@@ -77,7 +80,7 @@ class Record:
         if file.st_ino != self._file or file.st_size < self._offset:
             self._file, self._offset = file.st_ino, 0
         found: list[Line] = []
-        for text, end in _from(self.run.metrics, self._offset):
+        for text, end in whole_lines(self.run.metrics, self._offset):
             line = parse(text)
             if lines.metric(line) and line["step"] > after:
                 if self._lost and sha256(line) in self._lost:  # not cut yet
@@ -85,7 +88,7 @@ class Record:
                     return [one for one in found if one["step"] < min(self._lost.values())]
                 if self._lost and line["step"] >= min(self._lost.values()):
                     self._lost = {}  # it was cut, and what comes is new
-                found.append(line)
+                found.append(self._late.get(line["step"], {}) | line)
             self._offset = end
             if len(found) == MOST:
                 break

@@ -30,13 +30,18 @@ class Memory:
         """How many bytes of events.jsonl."""
         self.evaluations: list[int] = []
         """The steps whose evaluations it was told."""
+        self.heard = 0.0
+        """When it was last told anything, in seconds since 1970."""
+        self.stall = ""
+        """The last stall that it told of itself."""
 
     @classmethod
     def read(cls, file: Path) -> Memory:
         """What stands in a file; of what is not there, or another's, nothing was told."""
         memory, found = cls(), read_json(file) if file.exists() else None
-        if isinstance(found, dict) and all(isinstance(found.get(key), type(old)) for key, old in vars(memory).items()):
-            vars(memory).update(found)
+        before = vars(memory)
+        if isinstance(found, dict) and all(isinstance(found.get(key, old), type(old)) for key, old in before.items()):
+            before.update(found)
         return memory
 
 
@@ -55,6 +60,10 @@ class Sink:
 
     def evaluation(self, found: Line) -> None:
         """Take the figures of an evaluation."""
+
+    def look(self) -> bool:
+        """After all that is new was handed over, be that nothing: whether it told something by itself."""
+        return False
 
     def rewind(self, step: int) -> None:
         """Take back what is behind `step`, and set `memory.step` to it; else it keeps what it has."""

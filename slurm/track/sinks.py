@@ -29,6 +29,7 @@ SINKS = {
     "prometheus": _Row("prometheus", "Prometheus", "prometheus_client"),
     "jsonl": _Row("lines_file", "LinesFile"),
     "webhook": _Row("webhook", "Webhook"),
+    "mail": _Row("webhook", "Mail"),
 }
 """By the keys of `track:`."""
 

@@ -1,7 +1,8 @@
 """The machine: what GPUs, CPUs, memory and disk of one node do, every few seconds, in `telemetry-HOST.jsonl`.
 
 One process per node, in a step of its own that overlaps the ranks' (slurm/track/beside.py). GPUs through NVML, by
-NVIDIA's own nvidia-ml-py; figures that a card does not give are left out. A line is some 300 bytes and 200 more for
+NVIDIA's own nvidia-ml-py; figures that a card does not give are left out. Xids, the driver's reports of errors, come as
+NVML's events. A line is some 300 bytes and 200 more for
 each GPU: 7 MB a day and node of 8 at 10 s.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -24,6 +26,8 @@ _THROTTLED = {
     "HwThermalSlowdown": "heat, by hardware", "HwPowerBrakeSlowdown": "power brake", "SyncBoost": "sync boost",
 }  # fmt: skip
 """Names in nvmlClocksEventReasons* that say that a clock is lower than it could be (NVML API reference)."""
+_MOST_XIDS = 100
+"""So many are taken in at a time."""
 
 
 class Gpus:
@@ -32,7 +36,8 @@ class Gpus:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
-        self._mixed = False
+        self.events: dict[int, Any] = {}
+        self._xids: dict[int, list[int]] = defaultdict(list)
         with suppress(ImportError):
             import pynvml
 
@@ -41,12 +46,26 @@ class Gpus:
                 self._nvml = pynvml
                 count = pynvml.nvmlDeviceGetCount()
                 self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        for index, gpu in enumerate(self._handles):
+            with suppress(self._nvml.NVMLError):  # not every card, nor every driver, tells them
+                events = self._nvml.nvmlEventSetCreate()  # one for each: a GPU that is lost cannot say which it was
+                self._nvml.nvmlDeviceRegisterEvents(gpu, self._nvml.nvmlEventTypeXidCriticalError, events)
+                self.events[index] = events
+
+    def xids(self, index: int) -> list[int]:
+        """The Xids of a GPU since this process began, each number once; of several that wait NVML gives only the
+        last one's, so ask often."""
+        with suppress(self._nvml.NVMLError):  # as a rule: none came within 0 ms
+            for _ in range(_MOST_XIDS):
+                number = int(self._nvml.nvmlEventSetWait_v2(self.events[index], 0).eventData)
+                self._xids[index] += [number] if number not in self._xids[index] else []
+        return self._xids[index]
 
     def read(self) -> list[dict[str, Any]]:
         """A row for each."""
-        return [{"index": index, **dict(self._figures(gpu))} for index, gpu in enumerate(self._handles)]
+        return [{"index": index, **dict(self._figures(index, gpu))} for index, gpu in enumerate(self._handles)]
 
-    def _figures(self, gpu: Any) -> Iterator[tuple[str, Any]]:
+    def _figures(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
         """What this GPU says."""
         nvml = self._nvml
         ask: dict[str, Callable[[], Any]] = {
@@ -61,6 +80,8 @@ class Gpus:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
+        if index in self.events:
+            ask["xid"] = lambda: self.xids(index)
         for name, question in ask.items():
             with suppress(nvml.NVMLError):  # not every card has it
                 yield name, question()
@@ -110,6 +131,8 @@ def sample(run: Run, every_s: float, flag: StopFlag) -> int:
         due += every_s
         while not flag and time.monotonic() < due:
             time.sleep(min(0.5, max(0.0, due - time.monotonic())))
+            for index in gpus.events:
+                gpus.xids(index)
         line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **machine.read()}
         if found := gpus.read():
             line["gpus"] = found

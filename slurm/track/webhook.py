@@ -1,4 +1,4 @@
-"""Words to a chat: at a failure, a stall and the end, each at least once, and named by an id.
+"""Words to a chat: at a failure, a stall and the end, each at least once, and named by an id; of a stall by mail, too.
 
 The body is what Slack's incoming webhooks take, {"text": …} (https://api.slack.com/messaging/webhooks); Mattermost and
 Discord's /slack endpoint take it, too. The id stands in the text and in the header Idempotency-Key.
@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import time
 import urllib.error
 import urllib.request
+from email.message import EmailMessage
+from statistics import median
 
 from pipeline.base.errors import UserError, printable
+from pipeline.base.files import last_objects
+from pipeline.data.manifest import steps_of
 from pipeline.evaluate.result import newest_result, result_words
+from pipeline.run import lines
+from slurm.show.follow import clock
+from slurm.show.ledger import seconds
 from slurm.track.record import Line, sha256
 from slurm.track.sink import HOST, Sink, last_stage, names
 
 TIMEOUT_S = 10.0
+_BEGAN = time.time()
+"""This process, which knows nothing of what was before it: a job that waited is no stall."""
+LEAST_HANG_S, _STEPS = 300.0, 10
+"""The watchdog waits at least so long (pipeline/resilience/watchdog.py); a stall is told after so many usual steps."""
 
 
 class Webhook(Sink):
@@ -24,10 +38,35 @@ class Webhook(Sink):
 
     def event(self, event: Line) -> None:
         """Tell it, if it is one that people wait for."""
-        if (words := self._words(event)) is None:
-            return
-        name = sha256(event)[:12]
-        text = f"{names(self.run)[0]}: {printable(words)} [{self.run.path}, {HOST}, id {name}]"
+        if (words := self._words(event)) is not None:
+            self._tell(words, sha256(event)[:12])
+
+    def look(self) -> bool:
+        """Tell of a training from which nothing has come for long: half as long as its watchdog waits, or less."""
+        start, limits = self.record.going, self.run.config.recovery
+        quiet_s = time.time() - max(self.memory.heard, _BEGAN)
+        hang_s = limits.hang_s or LEAST_HANG_S
+        if start is None or 2 * quiet_s < hang_s:
+            return False
+        steps = [*last_objects(self.run.metrics, lines.metric)]  # the newest first
+        if not steps or (steps[0].get("time") or 0.0) < seconds(start):  # none of this attempt
+            longest_s, last = limits.start_s / 2, "since the start"
+        else:
+            pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
+            usual_s = 0.0 if limits.hang_s else _STEPS * median(line["step_time_s"] for line in steps)
+            longest_s, last = max(hang_s / 2, usual_s) + max(pauses), f"since step {steps[0]['step']}"
+        name = sha256({"stall": last, "start": start["time"]})[:12]
+        saves_last = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data)
+        if quiet_s < longest_s or name == self.memory.stall or saves_last:
+            return False
+        self._tell(f"train seems to stall: no step for {clock(quiet_s)}, {last}", name)
+        self.memory.stall = name
+        return True
+
+    def _tell(self, words: str, name: str) -> None:
+        self._send(f"{names(self.run)[0]}: {printable(words)} [{self.run.path}, {HOST}, id {name}]", name)
+
+    def _send(self, text: str, name: str) -> None:
         headers = {"Content-Type": "application/json", "Idempotency-Key": name}
         request = urllib.request.Request(self._url(), json.dumps({"text": text}).encode(), headers)
         try:
@@ -56,3 +95,23 @@ class Webhook(Sink):
             result = newest_result(self.run)
             return f"done. {result_words(result)}" if result else "done"
         return None
+
+
+class Mail(Webhook):
+    """A mail at a stall, of which Slurm, whose mails tell the rest, knows nothing; by the node's own sendmail(8)."""
+
+    def event(self, event: Line) -> None:
+        """Slurm tells these."""
+
+    def _send(self, text: str, name: str) -> None:
+        sendmail = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
+        if sendmail is None:
+            raise UserError(f"track.mail: {HOST} has no sendmail: {text}")
+        mail = EmailMessage()
+        mail["To"], mail["Subject"], mail["Message-ID"] = (
+            self.run.config.track.mail,
+            text.partition(" [")[0],
+            f"<{name}@{HOST}>",
+        )
+        mail.set_content(text)
+        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=TIMEOUT_S, check=True)

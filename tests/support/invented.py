@@ -19,6 +19,8 @@ from tests.support.tiny import write_config
 class Invented:
     """Writes steps, saves, restores: what a trainer writes, in its order (pipeline/train/trainer.py)."""
 
+    step_s, save_s = 0.01, 0.002
+
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Run.create(load_config(write_config(folder), overrides))
         self.anew()
@@ -54,8 +56,9 @@ class Invented:
             loss = 10.0 / self.step + self.attempt
             line = {
                 "step": self.step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "samples_consumed": 8 * self.step,
-                "tokens": 256 * self.step, "time": round(time.time(), 6), "step_time_s": 0.01, "tokens_per_s": 256.0,
-                "data_wait_s": 0.0, "exposed_comm_s": 0.001, "checkpoint_s": 0.002, "memory_gb": 1.5,
+                "tokens": 256 * self.step, "time": round(time.time(), 6), "step_time_s": self.step_s,
+                "tokens_per_s": 256.0, "data_wait_s": 0.0, "exposed_comm_s": 0.001, "checkpoint_s": self.save_s,
+                "memory_gb": 1.5,
             }  # fmt: skip
             self._metrics.write(line)
 
@@ -84,16 +87,31 @@ class Invented:
         self.lose()
         self.cut()
 
+    def announce(self) -> None:
+        """After a restore a look at held-out data is made up for; its step's line may have been read."""
+        self._late = {"held_out_loss": 5.0 + self.step}
+        self.run.event("held_out", "train", step=self.step, **self._late)
+
+    def write(self) -> None:
+        """And its line gets the figure, too."""
+        rewind(self.run.metrics, self.step, self._late)
+        self._metrics = Metrics(self.run.metrics)
+
+    def late(self) -> None:
+        """Both."""
+        self.announce()
+        self.write()
+
     def evaluate(self) -> None:
         """The newest step was evaluated."""
         file = self.run.evaluation / f"step-{self.step:08d}.json"
         write_json(file, {"step": self.step, "loss": 2.5, "checkpoint": "none"})
 
-    def losses(self) -> dict[int, float]:
+    def losses(self, name: str = "loss") -> dict[int, float]:
         """What counts of metrics.jsonl now."""
         last = self._saved if self.to_cut else self.step
         found = lines.read(self.run.metrics, lines.metric)
-        return {line["step"]: line["loss"] for line in found if line["step"] <= last}
+        return {line["step"]: line[name] for line in found if line["step"] <= last and name in line}
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.base.signals import StopFlag
 from pipeline.comm.groups import World
 from pipeline.config.layout import layout_of
+from pipeline.resilience.stop import Agreement
 from pipeline.run.directory import Run
 from pipeline.train.profiler import Profiler
 from tests.support.layouts import tiny_config
@@ -30,7 +32,8 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
     under way: seconds by part as the profile says, and as this rank measured."""
     config = tiny_config(2, train={"profile_every": 1})
-    profiler = Profiler(Run(folder, config), layout_of(config, 2, 2, 64), World(rank, 2, torch.device("cpu"), ""), side)
+    agreement, world = Agreement(StopFlag(), side), World(rank, 2, torch.device("cpu"), "")
+    profiler = Profiler(Run(folder, config), layout_of(config, 2, 2, 64), world, agreement)
     compute(0.1)
     profiler.begin(1)
     began, computed = time.perf_counter(), 0.0

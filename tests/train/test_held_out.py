@@ -15,6 +15,9 @@ from pipeline.base.files import read_jsonl
 from pipeline.base.place import Place
 from pipeline.checkpoint.saved import saved_steps
 from pipeline.run.directory import Run
+from slurm.track.follower import Follower
+from tests.slurm.track.test_followers import curve as tensorboard
+from tests.slurm.track.test_followers import in_float32
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
 from tests.train.test_exact import interrupted, lines, new_run
@@ -82,13 +85,18 @@ def stopped_in_a_look_rank(place: Place, path: Path, stage: str, at: int) -> int
 def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     """Stopped in a look, again when it is made up for, in a step, and in the last look, from which nobody returns."""
     more = ("train.steps=24", "checkpoint.every_steps=5", *LOOKS)
-    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
+    calm = new_run(tmp_path, "calm", data, *more)
+    run = new_run(tmp_path, "stopped", data, *more, "track={tensorboard: true}")
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
     for _ in range(2):
         assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [Exit.STOPPED] * 2
         assert set(curve(run)) == {4} and len(lines(run)) == 8, "it stops at once, and saves"
+        Follower(run, "tensorboard").catch_up()  # it has step 8 without a look
     interrupted(run, 2, signal.SIGTERM, 10, [1])
     interrupted(run, 2, signal.SIGKILL, 15, [0])
     assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [Exit.DONE] * 2
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
+    assert [event["step"] for event in run.read_events("train", "held_out")] == [8]
+    Follower(run, "tensorboard").catch_up()
+    assert tensorboard(run.path, "train/held_out_loss") == in_float32(curve(run).items())

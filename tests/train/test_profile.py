@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
+from pipeline.base.signals import StopFlag
+from pipeline.resilience.stop import Agreement, Clock
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import PARTS, PIPELINE, STEP, Span, mean, parts, read
 from slurm.show.profiles import ask, merge
@@ -270,6 +272,39 @@ def test_a_profile_that_fails_stops_nothing(
     run.change(["train.profile_every=2"])  # also of a training that has saved
 
 
+def late_rank(place: Place, path: Path, room_s: float) -> int:
+    """A rank of a job that must stop when anything takes longer than `room_s`; a profile takes half a second."""
+    from pipeline.train import profiler
+
+    profiler.LEAST_S = 0.1
+    keep = profiler.Profiler._keep
+
+    def slow(self: profiler.Profiler, *more: Any) -> dict[str, Any]:
+        time.sleep(0.5)
+        return keep(self, *more)
+
+    profiler.Profiler._keep = slow  # type: ignore[method-assign,assignment]
+    # rank 0's word counts
+    Clock.due = lambda self, before_s=0.0: place.rank == 0 and before_s > room_s  # type: ignore[method-assign]
+    return stage_rank(place, path, "train")
+
+
+@pytest.mark.parametrize(("room_s", "profiled"), [(0.4, 1), (0.05, 0)])
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_profile_begins_that_a_save_has_no_time_for(
+    four: Run, tmp_path: Path, room_s: float, profiled: int, asked: bool
+) -> None:
+    """Nobody knows how long the first one takes, and all know of the second; a request waits for the next attempt."""
+    every = () if asked else ("train.profile_every=1",)
+    run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four.data)
+    if asked:
+        run.profile_file.write_text('{"steps": 5}')
+    assert run_ranks(2, late_rank, run.path, room_s) == [Exit.DONE] * 2
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert sum("profile" in line for line in lines) == profiled and len(lines) == 4
+    assert run.profile_file.exists() == (asked and not profiled)
+
+
 # -- clocks ----------------------------------------------------------------------------------------------
 
 
@@ -281,7 +316,8 @@ def shifted_rank(place: Place, shift_ns: int) -> tuple[int, int]:
 
     config = tiny_config(3, train={"global_batch": 12})
     world = groups.join(place, config)
-    one = profiler.Profiler(Run(Path("/nowhere"), config), layout_of(config, 3, 3, 64), world, groups.side_group())
+    agreement = Agreement(StopFlag(), groups.side_group())
+    one = profiler.Profiler(Run(Path("/nowhere"), config), layout_of(config, 3, 3, 64), world, agreement)
     if place.rank == 1:
         profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]
     return one._compare_clocks()

@@ -39,7 +39,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.event("started", "train", job_id="1", attempt=2, task=None, ranks=2)
     run.metrics.write_text("".join(metric_line(step) for step in range(1, 21)))
     gpu = {"index": 0, "utilization_percent": 90, "memory_gb": 60.0, "power_w": 600, "temperature_c": 61}
-    line = {"time": time.time(), "host": "n1", "cpu_percent": 20, "gpus": [gpu, {**gpu, "utilization_percent": 98}]}
+    line = {
+        "time": time.time(),
+        "host": "n1",
+        "cpu_percent": 20,
+        "gpus": [gpu, {**gpu, "index": 1, "utilization_percent": 98, "xid": [79]}],
+    }
     (run.path / "telemetry-n1.jsonl").write_text(json.dumps(line) + "\n")
     yield run
     os.close(lock)
@@ -100,6 +105,7 @@ def test_one_screen_that_never_scrolls_and_sends_little(run: Run, tmp_path: Path
     assert re.search(r"^loss   █[▁▂▃▄▅▆▇█]+▁ 6\.2258$", text, re.M), text
     assert "speed  4,030 tokens/s, 1.00 × the run's median of 4,016" in text
     assert "n1  2 GPUs, 94 %, 60 GB, 600 W, 61 °C" in text
+    assert "train: GPU 1 on n1: Xid 79" in shown
     events = [line for line in shown if re.match(r"\d\d:\d\d:\d\d  train", line)]
     assert [line.split()[2] for line in events] == ["started", "failed", "started"] and "cause hang" in events[1]
     resize(terminal, 44, 9)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import struct
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,11 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
-from pipeline.run.machines import energy_kwh
 from slurm.submit.rehearsal import rehearse
-from slurm.track import follower, sinks
+from slurm.track import follower, sinks, webhook
 from slurm.track.follower import Follower
-from slurm.track.telemetry import Gpus
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port
 from tests.support.tiny import write_config
@@ -50,7 +47,11 @@ class Killed(Exception):
 
 
 WAYS = st.lists(
-    st.sampled_from(["steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill"]),
+    st.sampled_from([
+        "steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill",
+        "steps save crash late", "steps save look crash late", "steps save look crash announce look write",
+        "steps save crash announce torn kill write",
+    ]),
     min_size=4, max_size=14,
 )  # fmt: skip
 
@@ -61,7 +62,7 @@ def invented(tmp_path_factory: pytest.TempPathFactory) -> Invented:
     return Invented(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=WAYS, number=st.integers(1, 9))
 def test_each_step_stands_once(
     invented: Invented, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
@@ -91,8 +92,12 @@ def test_each_step_stands_once(
             getattr(one, way)()
     found = curve(one.run.path, "train/loss")
     assert found == in_float32(one.losses().items())
+    if made_up := one.losses("held_out_loss"):
+        assert curve(one.run.path, "train/held_out_loss") == [*made_up.items()]
     told = [(line["step"], line["loss"]) for line in json_lines(file) if line["kind"] == "step"]
     assert dict(told) == first and len(told) == len(first)
+    late = {line["step"]: line["held_out_loss"] for line in json_lines(file) if "held_out_loss" in line}
+    assert made_up.items() <= late.items()
 
 
 def _die(*_: object) -> None:
@@ -169,6 +174,92 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
 
 
+def quiet(one: Invented, name: str, seconds: float) -> Follower:
+    """A follower that is up to date, and has heard nothing for so long."""
+    Follower(one.run, name).catch_up()
+    file = one.run.path / "track" / f"{name}.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"heard": time.time() - seconds}))
+    return Follower(one.run, name)
+
+
+@pytest.fixture
+def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers that began before all."""
+    monkeypatch.setattr(webhook, "_BEGAN", 0.0)
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
+    """Once for each; not of a long start, nor while it ends; through a chat that is out of order, and kills."""
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+
+    def heard(seconds: float) -> list[str]:
+        feed, before = quiet(one, "webhook", seconds), len(Chat.heard)
+        for _ in range(3):
+            with suppress(OSError):
+                feed.catch_up()
+        return [text.partition(" [")[0].removeprefix("tiny: ") for _, text in Chat.heard[before:]]
+
+    stall = "train seems to stall: no step for"
+    assert heard(800) == [], "a start takes longer"
+    one.steps(3)
+    assert heard(140) == [], "not yet"
+    Chat.failing = 1
+    assert heard(160) == [f"{stall} 02:40, since step 3"]
+    assert heard(160) == [], "it was told"
+    one.steps(1)
+    assert heard(160) == [f"{stall} 02:40, since step 4"]
+    one.crash()
+    Follower(one.run, "webhook").catch_up()
+    assert heard(910) == [f"{stall} 15:10, since the start"]
+    one.steps(1)
+    one.run.event("stopping", "train", job_id="2", by="USR2")
+    assert heard(1000) == []
+    assert len({name for name, _ in Chat.heard}) == len(Chat.heard) == 4
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps as they are here, a save as long as those before, a last save; the job before that left no word."""
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
+    for step_s, save_s, told in ((40.0, 0.0, 0), (1.0, 200.0, 0), (1.0, 0.0, 1)):
+        one.anew()
+        one.step_s, one.save_s = step_s, save_s
+        one.steps(3)
+        quiet(one, "webhook", 300).catch_up()
+        assert len(Chat.heard) == told, (step_s, save_s)
+    one.steps(5)
+    quiet(one, "webhook", 300).catch_up()
+    assert len(Chat.heard) == 1, "the last step, and its save"
+    one.anew()
+    one.steps(3)
+    monkeypatch.setattr(webhook, "_BEGAN", time.time())  # the next job's follower, before `started`
+    quiet(one, "webhook", 300).catch_up()
+    assert len(Chat.heard) == 1
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Invented(tmp_path, "track={mail: me@example.org}")
+    one.steps(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(webhook.shutil, "which", lambda name, path: None)
+        with pytest.raises(UserError, match="has no sendmail: tiny: train seems to stall: no step for 05:00, since s"):
+            quiet(one, "mail", 300).catch_up()
+    program = tmp_path / "sendmail"
+    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && cat >> {tmp_path}/sent\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for _ in range(2):
+        Follower(one.run, "mail").catch_up()
+    mail = message_from_bytes((tmp_path / "sent").read_bytes())
+    assert (
+        mail["To"] == "me@example.org"
+        and mail["Subject"] == "tiny: train seems to stall: no step for 05:00, since step 2"
+    )
+    assert (tmp_path / "sent").read_text().count("since step 2 [") == 1
+
+
 def scraped(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
@@ -211,41 +302,3 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
     with pytest.raises(UserError, match=r"track.wandb needs wandb, which is not installed: pip install 'sluice\[wandb"):
         rehearse(config, on_slurm=False)
     assert not config.run.root.exists()
-
-
-def test_energy_is_the_power_between_looks(tmp_path: Path) -> None:
-    for host, watts in (("a", 100.0), ("b", 300.0)):
-        looks = [{"time": 1000.0 + 10 * n, "host": host, "gpus": [{"index": 0, "power_w": watts}]} for n in range(361)]
-        looks[200:200] = [{"time": "x"}]
-        (tmp_path / f"telemetry-{host}.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
-    assert energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
-    assert energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(
-        0.2, rel=0.01
-    )
-    assert energy_kwh(tmp_path / "none", [(0.0, 1e10)]) is None
-
-
-def test_a_gpu_says_what_it_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake NVML, for no GPU is here: one card, which knows nothing of ECC."""
-
-    class NVMLError(Exception):
-        pass
-
-    def lacks(*_: object) -> None:
-        raise NVMLError
-
-    fake = SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda gpu: "NVIDIA H200",
-        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=97),
-        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=120_000_000_000),
-        nvmlDeviceGetPowerUsage=lambda gpu: 651_500, nvmlDeviceGetTemperature=lambda gpu, where: 66,
-        nvmlDeviceGetClockInfo=lambda gpu, which: 1785, nvmlDeviceGetCurrentClocksEventReasons=lambda gpu: 0x24,
-        nvmlDeviceGetTotalEccErrors=lacks, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1,
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0, nvmlClocksEventReasonSwPowerCap=0x4,
-        nvmlClocksThrottleReasonSwThermalSlowdown=0x20,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", cast(Any, fake))
-    told = {"index": 0, "name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
-    told |= {"temperature_c": 66, "sm_clock_mhz": 1785, "throttled": ["power cap", "heat"]}
-    assert Gpus().read() == [told]

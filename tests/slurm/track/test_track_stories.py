@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -21,16 +22,18 @@ import pytest
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
+from pipeline.run.points import points as points_of
 from slurm.track.follower import Follower
 from slurm.track.sink import identity
 from slurm.track.wandb import steps_in
-from tests.slurm.track.test_followers import curve, in_float32, scraped
+from tests.slurm.track.test_followers import Chat, chat, curve, in_float32, scraped
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.story
+__all__ = ["chat"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,10 @@ def mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
     return client, found
 
 
-def curve_of_mlflow(uri: str, run: Run) -> list[tuple[int, float]]:
-    """Step and loss on the server, in the order in which they came."""
+def curve_of_mlflow(uri: str, run: Run, name: str = "loss") -> list[tuple[int, float]]:
+    """Step and value on the server."""
     client, found = mlflow_run(uri, run)
-    return sorted((one.step, one.value) for one in client.get_metric_history(found.info.run_id, "loss"))
+    return sorted((one.step, one.value) for one in client.get_metric_history(found.info.run_id, name))
 
 
 class Process:
@@ -99,6 +102,13 @@ def note(one: Invented, values: dict[int, set[float]]) -> None:
         values[step].add(round(loss, 9))
 
 
+def make_up(one: Invented) -> None:
+    """A stop comes before a look at held-out data is done; the next attempt makes up for it."""
+    one.save()
+    one.crash()
+    one.late()
+
+
 def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
     port = free_port()
     track = f"{{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, prometheus: {{port: {port}}}}}"
@@ -115,7 +125,10 @@ def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str)
             note(one, values)
             time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
             feeds[names[blow % 4]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
-            draw.choice([one.save, one.save, one.crash])()
+            if draw.random() < 0.4:
+                make_up(one)
+            else:
+                draw.choice([one.save, one.save, one.crash])()
         one.steps(10)
         note(one, values)
         for feed in feeds.values():
@@ -132,6 +145,10 @@ def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str)
         for feed in feeds.values():
             feed.end()
     assert curve(one.run.path, "train/loss") == in_float32(one.losses().items())
+    made_up = [*one.losses("held_out_loss").items()]
+    assert made_up and curve(one.run.path, "train/held_out_loss") == made_up
+    late = curve_of_mlflow(mlflow, one.run, "held_out_loss")
+    assert set(late) >= set(made_up) and len(dict(late)) == len(late), "each step once"
     for found in (curve_of_wandb(one.run), curve_of_mlflow(mlflow, one.run)):
         assert [step for step, _ in found] == [*range(1, len(found) + 1)], "each step once, in order"
         assert len(found) >= one.step
@@ -170,13 +187,46 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
     client, there = mlflow_run(mlflow, run)
     assert there.info.status == "FINISHED" and there.data.params["train.steps"] == "120"
     assert there.data.metrics["evaluation/loss"] == pytest.approx(curve(path, "evaluation/loss")[0][1], abs=1e-3)
-    assert {one.path for one in client.list_artifacts(there.info.run_id)} >= {"config.yaml", "evaluation"}
+    assert {one.path for one in client.list_artifacts(there.info.run_id)} >= {
+        "config.yaml",
+        "evaluation",
+        "report.html",
+    }
     looks = json_lines(next(path.glob("telemetry-*.jsonl")))
     assert len(looks) > 3 and all(0 <= look["cpu_percent"] <= 100 and look["memory_gb"] > 0 for look in looks)
     done = sluice("track", str(path), "--to", "jsonl", f"track.jsonl={tmp_path}/all.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [line for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
+
+
+def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
+    config = write_config(tmp_path, steps=100_000)
+    more = [f"track={{webhook: {{url: '{chat}'}}}}", "recovery.hang_s=24", "recovery.hang=0"]
+    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *more]
+    with open(tmp_path / "log", "wb") as log:
+        training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    run, deadline = Run(tmp_path / "runs/tiny"), time.monotonic() + 300
+    while not run.metrics.exists() or len(run.metrics.read_bytes().splitlines()) < 20:
+        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    words = f"pipeline\0train\0{run.path}".encode()
+    ranks = [int(one.parent.name) for one in Path("/proc").glob("[0-9]*/cmdline") if words in cmdline(one)]
+    assert len(ranks) == 2, ranks
+    os.kill(ranks[1], signal.SIGSTOP)
+    while not Chat.heard:
+        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    assert "train seems to stall: no step for 00:" in Chat.heard[0][1]
+    assert not run.read_events("train", "failed"), "the attempt has not ended"
+    assert training.wait(200) != 0
+    assert "train stalled: " in Chat.heard[1][1] and len(Chat.heard) == 2
+
+
+def cmdline(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None:
@@ -197,6 +247,33 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
         found = mlflow_run(mlflow, point)[1]
         assert found.info.run_name == f"tiny-{number:03d}" and found.data.tags["sluice.sweep"] == "tiny"
         assert found.data.params["run.seed"] == str(4 + number % 2)
+
+
+def test_four_points_stopped_and_resumed_at_another_layout(tmp_path: Path, mlflow: str) -> None:
+    """Each point of a real sweep is one curve everywhere; one was stopped midway, and all go on with one rank."""
+    config = write_config(tmp_path, steps=60)
+    track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}"
+    sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
+    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", track, sweep]
+    with open(tmp_path / "log", "wb") as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    path = tmp_path / "runs/tiny"
+    second = path / "points/001/metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not second.exists() or len(second.read_bytes().splitlines()) < 10:
+        assert time.monotonic() < deadline and first.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(200) == 75, (tmp_path / "log").read_text()
+    done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    points = points_of(Run.open(path))
+    assert len(points) == 4 and len([e for e in points[1].read_events("train") if e["event"] == "started"]) == 2
+    for point in points:
+        losses = [(line["step"], line["loss"]) for line in json_lines(point.metrics)]
+        assert [step for step, _ in losses] == [*range(1, 61)]
+        assert curve(point.path, "train/loss") == in_float32(losses)
+        assert curve_of_wandb(point) == curve_of_mlflow(mlflow, point) == losses
 
 
 def queries(board: Any) -> Iterator[str]:
