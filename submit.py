@@ -312,21 +312,28 @@ def plan(
     rehearse: Annotated[
         int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
     ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="time this machine in the config's ranks, for --machine FILE")
+    ] = None,
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
     or which is best, what failures cost, what a rank does."""
-    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None}
+    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None, "--measure": measure is not None}
     kinds = [name for name, asked_for in given.items() if asked_for]
     if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
         raise UserError(
-            "plan: --best, --goodput and --rehearse are asked for one at a time; --write goes with --best, --nodes "
-            "with --best or --goodput"
+            "plan: --best, --goodput, --rehearse and --measure are asked for one at a time; --write goes with --best, "
+            "--nodes with --best or --goodput"
         )
     if goodput:
         from slurm.show.expected import print_goodput
 
         print_goodput(config, overrides or (), nodes, console)
         return
+    if measure is not None:
+        from slurm.submit.measuring import measure as start
+
+        raise typer.Exit(start(config, overrides or (), measure, machine, console))
     named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
     asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
     asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]

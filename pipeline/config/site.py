@@ -146,6 +146,15 @@ class DataJobs(JobRequest):
     """What the jobs of prepare and shard ask for instead: each is one process, without a GPU. Short for both stages."""
 
 
+class MeasureConfig(Section):
+    """What a run does that times its machine (pipeline/planning/measure_stage.py)."""
+
+    file: Path
+    """The machine file that it writes."""
+    machine: Path | None = None
+    """One that was measured before: its timings stay, and this config's step is added to its steps."""
+
+
 class SiteConfig(Section):
     """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
 
