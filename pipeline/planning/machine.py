@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from pipeline.base.errors import UserError, printable
 from pipeline.config.types import Section
@@ -67,6 +67,14 @@ class Step(Section):
     work: Workload
     ranks_per_node: PositiveInt
     seconds: PositiveFloat
+
+    @model_validator(mode="after")
+    def _has_sizes(self) -> Step:
+        may_be_none = ("head_size", "experts", "zero")
+        sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_none}
+        if wrong := [name for name, size in sizes.items() if size < 1]:
+            raise ValueError(f"work.{wrong[0]} is {sizes[wrong[0]]}")
+        return self
 
 
 class Timings(Section):

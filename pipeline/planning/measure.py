@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_atomic
@@ -75,12 +76,12 @@ def fitted(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, 
     done = math.fsum(2 * (half_wave + m * n) * k for m, n, k, _ in timings.products)
     rate = crowd * done / math.fsum(seconds for *_, seconds in timings.products)
     fastest = crowd * max(2 * m * n * k / seconds for m, n, k, seconds in timings.products)
-    _, per_byte = line((1.0, 2.0 * size, seconds / crowd) for size, seconds in timings.copies)
+    copied, copying = max(timings.copies)  # small ones stay in caches
     inside = link_of((one for one in timings.exchanges if not one.between), crowd)
     between = link_of((one for one in timings.exchanges if one.between), crowd)
     nobody = Link(latency=_LEAST, bandwidth=1 / _LEAST**2)
     machine = Machine(
-        gpu=gpu, memory_gib=memory_gib, bandwidth=1 / max(_LEAST**2, per_byte), multiprocessors=multiprocessors,
+        gpu=gpu, memory_gib=memory_gib, bandwidth=2 * copied * crowd / copying, multiprocessors=multiprocessors,
         peak={work.precision: max(rate, fastest)}, achievable={work.precision: rate},
         attention=Attention(portable=1.0, native=1.0), gpus_per_node=per_node, inside=inside or between or nobody,
         between=between or inside or nobody, cores=cores,
@@ -124,12 +125,21 @@ def _least(function: Callable[[float], float], low: float, high: float) -> float
 
 def write_machine(machine: Machine, file: Path, told: Sequence[str]) -> None:
     """Write `file`, whole or not at all, with comments. Raises UserError where it exists: it is not replaced."""
-    comments = "".join(f"# {printable(words)}\n" for words in told)
+    comments = "".join(f"# {printable(' '.join(words.split()))}\n" for words in told if words)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        write_atomic(temporary, comments + dump(json.loads(machine.model_dump_json(exclude_none=True))))
+        write_atomic(temporary, comments + dump(_short(json.loads(machine.model_dump_json(exclude_none=True)))))
         os.link(temporary, file)
     except FileExistsError:
         raise UserError(printable(f"{file} exists, and is not replaced: move it away, or name another file")) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _short(value: Any) -> Any:
+    """Plain values with as many digits as a timing is worth."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    return [_short(one) for one in value] if isinstance(value, list) else value

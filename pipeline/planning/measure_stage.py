@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +102,13 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         else:
             cores = max(1, len(os.sched_getaffinity(0)) // config.train.threads)
             gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_node
-            gpu, units = f"CPU, {config.train.threads} threads a rank", 1
+            gpu, units = f"CPU ({os.uname().machine}), train.threads {config.train.threads}", 1
         told = [
             f"Measured by `plan --measure` on {os.uname().nodename}, {now()}, with torch {torch.__version__}, backend "
             f"{world.backend}:",
             f"{world.size} ranks, {per_node} on each node: {layout.words()}; {len(timings.steps)} timed steps.",
-            "Figures are those that were reached, peaks too. " + _alone(world.size, per_node),
+            "Figures are those that were reached, peaks too.",
+            _alone(world.size, per_node),
         ]
         write_machine(fitted(timings, gpu, gib, units, cores), wanted.file, told)
         print(f"written: {wanted.file}", flush=True)
@@ -164,7 +166,7 @@ class Clock:
         """Each matrix product of the work's shapes."""
         for m, n, k in shapes(work):
             a, b = self._drawn(work, m, k), self._drawn(work, n, k)
-            yield m, n, k, self.median_s(lambda a=a, b=b: a @ b.T)  # type: ignore[misc]
+            yield m, n, k, self.median_s(partial(self.torch.matmul, a, b.T))
 
     def attention(self, work: Workload) -> float:
         """One block's, causal, forward."""
@@ -188,6 +190,8 @@ class Clock:
         """Collectives and messages of several sizes: inside nodes, then between ranks of the same place on theirs."""
         dist, size, rank = self.torch.distributed, self.world.size, self.world.rank
         node, place = divmod(rank, per_node)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         ways = {False: [range(first, first + per_node) for first in range(0, size, per_node)]}
         ways[True] = [range(first, size, per_node) for first in range(per_node)]
         for between, all_members in ways.items():
@@ -199,10 +203,10 @@ class Clock:
                 part = self.torch.ones(count, device=self.device)
                 whole = self.torch.ones(count * len(members), device=self.device)
                 calls: dict[str, Callable[[], object]] = {
-                    "all_reduce": lambda: dist.all_reduce(whole, group=group),  # noqa: B023
-                    "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),  # noqa: B023
-                    "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),  # noqa: B023
-                    "send": lambda: self._there_and_back(members, group, whole),  # noqa: B023
+                    "all_reduce": partial(dist.all_reduce, whole, group=group),
+                    "all_gather": partial(all_gather, whole, part, group=group),
+                    "reduce_scatter": partial(reduce_scatter, part, whole, group=group),
+                    "send": partial(self._there_and_back, members, group, whole),
                 }
                 for kind, call in calls.items():
                     seconds = self.median_s(call, REPEATS) / (2 if kind == "send" else 1)
