@@ -45,12 +45,12 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
 def step_of(place: Place, config: Config) -> float:
     """Seconds of a real step, on one rank of those that make it."""
     from pipeline.comm import groups
-    from pipeline.planning.measure_stage import Clock
+    from pipeline.planning.clock import step
 
     groups.make_deterministic(config)
     world, layout = groups.join(place, config), layout_of(config)
     work = workload_of(config, layout, config.data.tokenizer.vocab_size)
-    return Clock(world).step(config, layout, work).seconds
+    return step(config, layout, world, work).seconds
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
         error = f"{100 * (found / real - 1):+.0f} %" + (" (measured)" if known else "")
         rows.append([f"{case[0]}", name, f"{real:.3f}", spread, f"{found:.3f}", error])
     note = (
-        f"Seconds of a step of the quickstart's model; medians of {ROUNDS} rounds in which all layouts take turns, load "
+        f"Seconds of a step of the quickstart's model; medians of {ROUNDS} rounds in which all take turns, load "
         f"average {load:.1f} before. `plan --measure` saw the first two. The others: median error "
         f"{100 * statistics.median(errors):.0f} %, worst {100 * max(errors):.0f} %, "
         f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted: {machine.measured}. "

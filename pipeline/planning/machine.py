@@ -43,8 +43,6 @@ class Overheads(Section):
 
     eager: PositiveFloat
     """Times that operators between matrix products move what fused ones do."""
-    launch: PositiveFloat
-    """Seconds of host time per kernel."""
     call: NonNegativeFloat
     """Seconds of host time per collective, beyond the links'."""
 
@@ -84,10 +82,8 @@ class Timings(Section):
     """Rows, columns, inner size of matrix products in the first step's precision, and how long one takes."""
     attention: PositiveFloat
     """Of one block of the first step, forward."""
-    copies: list[tuple[PositiveInt, PositiveFloat]]
-    """Bytes that were copied."""
-    launch: PositiveFloat
-    """Of an operator on one number."""
+    copied: tuple[PositiveInt, PositiveFloat]
+    """Bytes, and how long their copy took."""
     exchanges: list[Exchange]
     steps: Annotated[list[Step], Field(min_length=1)]
 

@@ -76,7 +76,7 @@ def fitted(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, 
     done = math.fsum(2 * (half_wave + m * n) * k for m, n, k, _ in timings.products)
     rate = crowd * done / math.fsum(seconds for *_, seconds in timings.products)
     fastest = crowd * max(2 * m * n * k / seconds for m, n, k, seconds in timings.products)
-    copied, copying = max(timings.copies)  # small ones stay in caches
+    copied, copying = timings.copied
     inside = link_of((one for one in timings.exchanges if not one.between), crowd)
     between = link_of((one for one in timings.exchanges if one.between), crowd)
     nobody = Link(latency=_LEAST, bandwidth=1 / _LEAST**2)
@@ -85,7 +85,7 @@ def fitted(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, 
         peak={work.precision: max(rate, fastest)}, achievable={work.precision: rate},
         attention=Attention(portable=1.0, native=1.0), gpus_per_node=per_node, inside=inside or between or nobody,
         between=between or inside or nobody, cores=cores,
-        measured=Overheads(eager=1.0, launch=timings.launch / crowd, call=0.0), timings=timings,
+        measured=Overheads(eager=1.0, call=0.0), timings=timings,
     )  # fmt: skip
     attention = crowd * attention_s(work, machine) / timings.attention
     machine = machine.model_copy(update={"attention": Attention(portable=attention, native=attention)})
@@ -95,11 +95,8 @@ def fitted(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, 
 def _overheads(machine: Machine, timings: Timings) -> Overheads:
     """Those that come nearest to the machine's steps, as ratios."""
 
-    def having(eager: float, call: float) -> Overheads:
-        return Overheads(eager=eager, launch=timings.launch / machine.crowd, call=call)
-
     def error(eager: float, call: float) -> float:
-        tried = machine.model_copy(update={"measured": having(eager, call)})
+        tried = machine.model_copy(update={"measured": Overheads(eager=eager, call=call)})
         found = (predict(one.work, tried.in_nodes_of(one.ranks_per_node)).step / one.seconds for one in timings.steps)
         return math.fsum(math.log(ratio) ** 2 for ratio in found)
 
@@ -110,7 +107,7 @@ def _overheads(machine: Machine, timings: Timings) -> Overheads:
     if len(timings.steps) > 1:  # one step cannot tell the two apart
         calls.append(_least(lambda call: error(eager_with(call), call), *_CALL_S))
     call = min(calls, key=lambda call: error(eager_with(call), call))
-    return having(eager_with(call), call)
+    return Overheads(eager=eager_with(call), call=call)
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:

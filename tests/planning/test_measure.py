@@ -30,7 +30,7 @@ CUT = replace(WORK, tensor=2)
 RATE, COPIED_S = 1.7e11, 0.0103
 RECORDED = Timings(
     products=[(m, n, k, 2 * m * n * k / RATE) for m, n, k in shapes(WORK)], attention=2.6e-3,
-    copies=[(1 << 20, 3.6e-5), (1 << 26, COPIED_S)], launch=2.5e-6,
+    copied=(1 << 26, COPIED_S),
     exchanges=[
         Exchange(kind="all_gather", size=1 << 20, ranks=2, between=False, seconds=4e-4),
         Exchange(kind="all_reduce", size=1 << 24, ranks=2, between=False, seconds=1.2e-2),
@@ -101,7 +101,7 @@ def test_overheads_that_made_the_steps_are_found_again() -> None:
     """Steps that were predicted with some overheads give these, also where the timings were of a crowd."""
     for cores in (1, 2):
         machine = fitted(TWO_STEPS, "CPU", 8, 1, cores)
-        given = Overheads(eager=2.5, launch=RECORDED.launch / machine.crowd, call=2e-3)
+        given = Overheads(eager=2.5, call=2e-3)
         machine = machine.model_copy(update={"measured": given})
         steps = [
             Step(work=w, ranks_per_node=n, seconds=predict(w, machine.in_nodes_of(n)).step)
@@ -178,10 +178,10 @@ def test_such_a_run_has_one_stage_and_is_done_when_the_file_is_there(tmp_path: P
 
 
 def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"h100 was not measured|no such machine"):
+    with pytest.raises(UserError, match="h100 was not measured"):
         look(measuring(tmp_path, machine="h100"))
     look(measuring(tmp_path))
     fp8 = measuring(tmp_path)
     train = fp8.config.train.model_copy(update={"precision": "fp8"})
-    with pytest.raises(UserError, match="nor with fp8"):
+    with pytest.raises(UserError, match="no model.target, fp8, prompts"):
         look(Run(tmp_path / "run", fp8.config.model_copy(update={"train": train})))
