@@ -183,5 +183,5 @@ def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
     look(measuring(tmp_path))
     fp8 = measuring(tmp_path)
     train = fp8.config.train.model_copy(update={"precision": "fp8"})
-    with pytest.raises(UserError, match="no model.target, fp8, prompts"):
+    with pytest.raises(UserError, match=r"no model\.target, fp8, prompts"):
         look(Run(tmp_path / "run", fp8.config.model_copy(update={"train": train})))
