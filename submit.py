@@ -315,15 +315,20 @@ def plan(
     measure: Annotated[
         Path | None, typer.Option(metavar="FILE", help="time this machine in the config's ranks, for --machine FILE")
     ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="the plan as a page of pictures, too")] = None,
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
     or which is best, what failures cost, what a rank does."""
-    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None, "--measure": measure is not None}
+    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None, "--measure": bool(measure)}
     kinds = [name for name, asked_for in given.items() if asked_for]
-    if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
+    if (
+        len(kinds) > (html is None)
+        or (write and kinds != ["--best"])
+        or (nodes and kinds not in (["--best"], ["--goodput"]))
+    ):
         raise UserError(
             "plan: --best, --goodput, --rehearse and --measure are asked for one at a time; --write goes with --best, "
-            "--nodes with --best or --goodput"
+            "--nodes with --best or --goodput, --html with none of them"
         )
     if goodput:
         from slurm.show.expected import print_goodput
@@ -337,6 +342,10 @@ def plan(
     named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
     asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
     asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
+    if html is not None:
+        from slurm.page.plan_page import print_plan
+
+        raise print_plan(config, [*asked, *(overrides or [])], html)
     raise child("plan", str(config), *asked, *(overrides or []))
 
 

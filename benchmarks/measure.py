@@ -1,6 +1,6 @@
 """`plan --measure` on two layouts of the quickstart's model, and what it then predicts of others, on this machine.
 
-    python -m benchmarks.measure            # ten minutes on two quiet cores; writes measure.md
+    python -m benchmarks.measure [rounds]   # seven rounds: ten minutes on two quiet cores; writes measure.md
 
 The machine is measured through the door, with the run's own ranks. Then the real step of every layout is timed: rounds
 in which all take turns, each time in new processes; the figure is the median of the rounds. Layouts with more ranks
@@ -34,7 +34,7 @@ PREDICTED = (
     (2, ("train.micro_batch=2",)), (2, ("parallel.activation_checkpointing=full",)), (4, ()),
     (4, ("parallel.pipeline=2",)), (4, ("parallel.tensor=2", "parallel.pipeline=2")),
 )  # fmt: skip
-ROUNDS = 7
+ROUNDS = int(sys.argv[1]) if sys.argv[1:] else 7
 LIMIT_S = 300
 
 

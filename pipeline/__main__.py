@@ -31,6 +31,7 @@ from typing import Any
 
 from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError, printable
+from pipeline.base.files import write_json
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
@@ -121,6 +122,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--best", action="store_true", help="plan: the fastest layouts that fit")
     parser.add_argument("--nodes", metavar="N|N..M", help="plan --best: on so many nodes")
     parser.add_argument("--write", action="store_true", help="plan --best: the first, as a config beside CONFIG")
+    parser.add_argument("--figures", metavar="FILE", help="plan: what its pictures show, as JSON")
     parser.add_argument("--to", metavar="DIR", help="where data import writes")
     parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json that made the tokens")
     parser.add_argument("--eos-token", metavar="NAME", default="<|endoftext|>", help="its token between documents")
@@ -171,6 +173,10 @@ def look(asked: argparse.Namespace) -> None:
         else:
             from pipeline.planning.plan import choose, plan
 
+            if asked.figures:
+                from pipeline.planning.figures import figures
+
+                write_json(asked.figures, figures(config, machine))
             lines = plan(config, machine)
             if asked.best:
                 if machine is None or (asked.write and path.is_dir()):

@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_atomic
 from pipeline.base.yaml12 import dump
 from pipeline.planning.machine import Attention, Exchange, Link, Machine, Overheads, Timings
-from pipeline.planning.predict import TILE, attention_s, predict
+from pipeline.planning.predict import TILE, predict, rank_of
 from pipeline.planning.workload import Workload
 
 _LEAST = 1e-9
@@ -87,7 +87,7 @@ def fitted(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, 
         between=between or inside or nobody, cores=cores,
         measured=Overheads(eager=1.0, call=0.0), timings=timings,
     )  # fmt: skip
-    attention = crowd * attention_s(work, machine) / timings.attention
+    attention = crowd * rank_of(work, machine).attention() / timings.attention
     machine = machine.model_copy(update={"attention": Attention(portable=attention, native=attention)})
     return machine.model_copy(update={"measured": _overheads(machine, timings)})
 

@@ -72,10 +72,13 @@ class Prediction:
     data: float
     bubble: float
     optimizer: float
+    forward: tuple[float, ...] = ()
+    """Of one micro-batch by stage, with what it waits for; backward as well."""
+    backward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """A workload on a machine: durations of the pieces of its step."""
 
     work: Workload
@@ -84,9 +87,11 @@ class _Rank:
 
     @property
     def tokens(self) -> float:
+        """Of one micro-batch."""
         return self.work.micro_batch * self.work.sequence / self.work.context
 
     def group(self, ranks: int, stride: int) -> Group:
+        """So many ranks, with numbers so far apart."""
         return Group.of(ranks, stride, self.machine)
 
     def moved(self, size: float) -> float:
@@ -235,7 +240,7 @@ def _span(
 
 def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Prediction:
     """Step time and what it is made of. Raises UserError where the machine lacks the precision."""
-    rank, stages = _rank(work, machine, constants), work.stages
+    rank, stages = rank_of(work, machine, constants), work.stages
     constants = rank.constants
     forward, backward = rank.block()
     tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
@@ -284,21 +289,18 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         data=exposed,
         bubble=span - busy,
         optimizer=optimizer,
+        forward=ahead,
+        backward=back,
     )
 
 
-def attention_s(work: Workload, machine: Machine) -> float:
-    """Seconds of one block's attention, forward."""
-    return _rank(work, machine, DEFAULT).attention()
-
-
-def _rank(work: Workload, machine: Machine, constants: Constants) -> _Rank:
+def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
     """A rank; figures that were measured on this machine are reached, whatever `constants` say."""
     if machine.measured is not None:
         beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
         constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
         constants = replace(constants, **machine.measured.model_dump())
-    return _Rank(work, machine, constants)
+    return Rank(work, machine, constants)
 
 
 def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
@@ -307,7 +309,7 @@ def _beside(compute: float, communication: float, constants: Constants) -> tuple
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data_per_block(rank: _Rank) -> tuple[float, float, float]:
+def _data_per_block(rank: Rank) -> tuple[float, float, float]:
     """Data parallel communication: of a whole step once; of ZeRO 3 for a block, gathered and reduced."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
     stride, weights = work.tensor * work.context, rank.stage_weights()

@@ -61,13 +61,20 @@ def _figure(heading: str, drawn: str, keys: Iterable[tuple[str, int]], style: st
 
 
 def curves(
-    heading: str, x: str, y: str, named: Mapping[str, Points], *, log: bool = False, marks: Sequence[float] = ()
+    heading: str,
+    x: str,
+    y: str,
+    named: Mapping[str, Points],
+    *,
+    log: bool = False,
+    marks: Sequence[float] = (),
+    log_x: bool = False,
 ) -> str:
     """Curves over one axis, by name. Where there are many points, each one's extremes, and the mean of its parts."""
     named = {name: points for name, points in named.items() if points}
     if max(map(len, named.values()), default=0) < 2:
         return ""
-    across = Scale.over((p[0] for points in named.values() for p in points), x, whole=True)
+    across = Scale.over((p[0] for points in named.values() for p in points), x, log=log_x, whole=not log_x)
     up = Scale.over((p[1] for points in named.values() for p in points), y, log=log).rounded()
     drawn: list[Curve] = []
     few = min(BUCKETS, max(8, 6000 // len(named)))
