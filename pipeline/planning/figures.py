@@ -35,7 +35,7 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
     parts = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
     found: dict[str, Any] = {
         "config": config.model_dump(mode="json", exclude_defaults=True),
-        "layout": layout.words(),
+        "words": {"layout": layout.words(), "fullest rank": f"{max(part.total for part in parts) / GB:.1f} GB"},
         "memory": [{kind: getattr(part, kind) / GB for kind in kinds} for part in parts],
         "limit": None if config.site.gpu_memory_gib is None else config.site.gpu_memory_gib * 2**30 / GB,
     }
@@ -44,7 +44,9 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
         machine = machine.in_nodes_of(layout.ranks_per_node)
         step = predict(work, machine)
         forward, backward = step.forward, step.backward
-        found |= {"gpu": machine.gpu, "step": asdict(step), "operators": _operators(work, machine)}
+        speed = f"{step.step:.3g} s, {step.tokens_per_gpu:,.0f} tokens/s of a GPU, MFU {100 * step.mfu:.1f} %"
+        found["words"] |= {"machine": machine.gpu, "a step": speed}
+        found |= {"step": asdict(step), "operators": _operators(work, machine)}
         found |= {"roof": [machine.rate(work.precision), machine.bandwidth]}
     return found | {"timeline": _timeline(work, forward, backward)}
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_atomic
 from pipeline.base.yaml12 import dump
+from pipeline.planning.goodput import least
 from pipeline.planning.machine import Attention, Exchange, Link, Machine, Overheads, Timings
 from pipeline.planning.predict import TILE, predict, rank_of
 from pipeline.planning.workload import Workload
@@ -101,23 +102,13 @@ def _overheads(machine: Machine, timings: Timings) -> Overheads:
         return math.fsum(math.log(ratio) ** 2 for ratio in found)
 
     def eager_with(call: float) -> float:
-        return _least(lambda eager: error(eager, call), *_EAGER)
+        return least(lambda eager: error(eager, call), *_EAGER)
 
     calls = [0.0]
     if len(timings.steps) > 1:  # one step cannot tell the two apart
-        calls.append(_least(lambda call: error(eager_with(call), call), *_CALL_S))
+        calls.append(least(lambda call: error(eager_with(call), call), *_CALL_S))
     call = min(calls, key=lambda call: error(eager_with(call), call))
     return Overheads(eager=eager_with(call), call=call)
-
-
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where it is least, by golden section over the logarithm."""
-    ends, shrink = (math.log(low), math.log(high)), (math.sqrt(5) - 1) / 2
-    a, b = ends
-    while b - a > 1e-4:
-        left, right = b - shrink * (b - a), a + shrink * (b - a)
-        a, b = (a, right) if function(math.exp(left)) <= function(math.exp(right)) else (left, b)
-    return math.exp((a + b) / 2)
 
 
 def write_machine(machine: Machine, file: Path, told: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from pipeline.planning.plan import plan
 from pipeline.planning.predict import _span, predict
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
-from slurm.page.plan_page import of_failures, of_memory, of_operators, of_schedule, of_step, print_plan
+from slurm.page.plan_page import of_failures, of_memory, of_operators, of_schedule, print_plan
 
 H100 = load_machine("h100")
 PIPED = (
@@ -72,7 +72,7 @@ def test_pictures_name_their_axes_and_units() -> None:
     values = found(*PIPED)
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
     drawn = {
-        "GB of one GPU": of_memory(values), "milliseconds": of_schedule(values), "seconds": of_step(values),
+        "GB of one GPU": of_memory(values), "milliseconds": of_schedule(values),
         "TFLOP/s": of_operators(values), "minutes": of_failures(config, 600.0)[1], "GPUs": of_failures(config, 0.0)[0],
     }  # fmt: skip
     for unit, figure in drawn.items():
@@ -91,7 +91,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and "rank 0 of the pipeline needs" in done.stderr and f"pictures: {page}" in done.stdout
     text = page.read_text()
-    assert text.count("<figure") == 6 and "<h1>a-b</h1>" in text
+    assert text.count("<figure") == 5 and "<h1>a-b</h1>" in text
     assert not re.search(
         r'(src|href)="|url\(|https?://(?!www\.w3\.org)', re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)
     )
