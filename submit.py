@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -336,17 +337,18 @@ def plan(
         print_goodput(config, overrides or (), nodes, console)
         return
     if measure is not None:
-        from slurm.submit.measuring import measure as start
+        from slurm.submit import measuring
 
-        raise typer.Exit(start(config, overrides or (), measure, machine, console))
+        raise typer.Exit(measuring.measure(config, overrides or (), measure, machine, console))
     named = {"machine": machine, "nodes": nodes, "rehearse": rehearse}
     asked = [f"--{key}={value}" for key, value in named.items() if value is not None]
     asked += [f"--{key}" for key, value in (("best", best), ("write", write)) if value]
+    start = partial(child, "plan", str(config), *asked, *(overrides or []))
     if html is not None:
         from slurm.page.plan_page import print_plan
 
-        raise print_plan(config, [*asked, *(overrides or [])], html)
-    raise child("plan", str(config), *asked, *(overrides or []))
+        raise print_plan(start, f"the plan of {config}", html)
+    raise start()
 
 
 @app.command()

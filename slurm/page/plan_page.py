@@ -5,7 +5,7 @@ Effective time is the closed form of pipeline/planning/goodput.py, with the figu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,6 @@ from pipeline.planning.goodput import best_interval_s, effective_ratio
 from slurm.page.page import page
 from slurm.page.pictures import Bar, curves, lanes
 from slurm.show.expected import conditions, known, span
-from slurm.submit.children import child
 
 _PARTS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2}
 _KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)}
@@ -57,7 +56,10 @@ def of_schedule(found: Mapping[str, Any]) -> str:
             bar = Bar(start, end - x.high / 800, _KINDS[kind][1], title, f"{micro}" * (end - start > x.high / 80))
             rows.setdefault(f"pipeline {rank}", []).append(bar)
     kinds = {box[0] for made in found["timeline"] for box in made}
-    keys, rem = [key for kind, key in _KINDS.items() if kind in kinds], min(75, 10 + max(map(len, rows.values())))
+    keys, rem = (
+        [key for kind, key in _KINDS.items() if kind in kinds],
+        min(75, 10 + 3 * max(map(len, rows.values())) // 2),
+    )
     return lanes("Micro-batches", x, [*rows.items()], keys, rem=rem)
 
 
@@ -86,16 +88,16 @@ def of_failures(config: Config, every_s: float) -> list[str]:
     ]
 
 
-def print_plan(config: Path, asked: list[str], file: Path) -> typer.Exit:
+def print_plan(start: Callable[[str], typer.Exit], title: str, file: Path) -> typer.Exit:
     """Print the plan, as without --html, and write its page; also where memory does not suffice.
 
-    Raises UserError for a file that is no page.
+    `start` the child that plans, with one more option. Raises UserError for a file that is no page.
     """
     if file.suffix != ".html" or not file.parent.is_dir():
         raise UserError(f"--html {file}: name a file that ends in .html, in a folder that exists")
     with TemporaryDirectory() as folder:
         values = Path(folder, "figures.json")
-        left = child("plan", str(config), f"--figures={values}", *asked)
+        left = start(f"--figures={values}")
         if not values.exists():
             return left
         found = read_json(values)
@@ -105,8 +107,6 @@ def print_plan(config: Path, asked: list[str], file: Path) -> typer.Exit:
         drawn["Operators"] = [of_operators(found)]
     drawn["Failures"] = of_failures(made, made.checkpoint.every_steps * step["step"] if step else 0.0)
     told = ["How well this is predicted: docs/planning.md; failures and saves: plan --goodput has figures and sources."]
-    write_atomic(
-        file, page(made.run.name, f"the plan of {config}", found["words"], drawn, told, dump(masked(found["config"])))
-    )
+    write_atomic(file, page(made.run.name, title, found["words"], drawn, told, dump(masked(found["config"]))))
     print(f"with pictures: {file}", flush=True)
     return left

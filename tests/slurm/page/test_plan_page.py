@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.planning.predict import _span, predict
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
 from slurm.page.plan_page import of_failures, of_memory, of_operators, of_schedule, print_plan
+from slurm.submit.children import child
 
 H100 = load_machine("h100")
 PIPED = (
@@ -101,6 +103,6 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     config = CODE_ROOT / "configs/lm-8b.yaml"
     for wrong in (tmp_path / "plan.yaml", tmp_path / "no" / "plan.html"):
         with pytest.raises(UserError, match=r"name a file that ends in \.html, in a folder that exists"):
-            print_plan(config, [], wrong)
-    left = print_plan(tmp_path / "none.yaml", [], tmp_path / "plan.html")
+            print_plan(partial(child, "plan", str(config)), "", wrong)
+    left = print_plan(partial(child, "plan", str(tmp_path / "none.yaml")), "", tmp_path / "plan.html")
     assert left.exit_code == 2 and not (tmp_path / "plan.html").exists()
