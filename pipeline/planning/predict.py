@@ -47,8 +47,6 @@ class Constants:
     """Slow-down of computing while a collective runs beside it, for it takes multiprocessors and memory."""
     jitter: float = 0.01
     """Step time that each doubling of the nodes adds: the slowest rank is waited for."""
-    call: float = 0.0
-    """Seconds of host time per collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
 
 
 DEFAULT = Constants()
@@ -89,6 +87,11 @@ class Rank:
     def tokens(self) -> float:
         """Of one micro-batch."""
         return self.work.micro_batch * self.work.sequence / self.work.context
+
+    @property
+    def call(self) -> float:
+        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
+        return self.machine.measured.call if self.machine.measured else 0.0
 
     def group(self, ranks: int, stride: int) -> Group:
         """So many ranks, with numbers so far apart."""
@@ -180,7 +183,7 @@ class Rank:
         """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
         work, group = self.work, self.group(self.work.tensor, 1)
         size = self.tokens * work.hidden * work.low_bytes
-        time = 4 * (gather(size, group, self.machine, self.constants.link) + self.constants.call * (work.tensor > 1))
+        time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
     def context(self) -> float:
@@ -204,7 +207,7 @@ class Rank:
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
         neighbours = self.group(work.pipeline, stride)
-        return send(size, neighbours, self.machine, self.constants.link) + self.constants.call
+        return send(size, neighbours, self.machine, self.constants.link) + self.call
 
     def stage_weights(self) -> float:
         """Weights of the largest pipeline rank after tensor and expert parallelism."""
@@ -299,7 +302,7 @@ def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     if machine.measured is not None:
         beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
         constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
-        constants = replace(constants, **machine.measured.model_dump())
+        constants = replace(constants, eager=machine.measured.eager)
     return Rank(work, machine, constants)
 
 
@@ -316,8 +319,8 @@ def _data_per_block(rank: Rank) -> tuple[float, float, float]:
     shards, inner = work.shard * work.context, work.tensor
     group = rank.group(shards, inner)
     block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
-    gathered = gather(block * work.low_bytes, group, machine, link) + rank.constants.call
-    reduced = gather(block * work.reduce_bytes, group, machine, link) + rank.constants.call
+    gathered = gather(block * work.low_bytes, group, machine, link) + rank.call
+    reduced = gather(block * work.reduce_bytes, group, machine, link) + rank.call
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced
