@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from pipeline.planning.measure_stage import look, missing
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
+from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 
 WORK = Workload(
@@ -185,3 +189,32 @@ def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
     train = fp8.config.train.model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"no model\.target, fp8, prompts"):
         look(Run(tmp_path / "run", fp8.config.model_copy(update={"train": train})))
+
+
+@pytest.mark.story
+def test_ranks_time_their_machine_through_the_door(tmp_path: Path) -> None:
+    """Two ranks, then another layout that goes on from their file; the second file predicts; none is replaced."""
+    small = ["model.dim=64", "model.layers=2", "data.sequence_length=32", f"run.root={tmp_path}"]
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+
+    def submit(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "submit.py", "plan", "configs/quickstart.yaml", *small, *words]
+        return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
+
+    done = submit(f"--measure={first}")
+    assert done.returncode == 0 and f"--machine {first}" in done.stdout, done.stdout + done.stderr
+    timings = load_machine(str(first)).timings
+    assert timings is not None and len(timings.products) == 15 and len(timings.steps) == 1
+    assert {one.kind for one in timings.exchanges} == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert {(one.ranks, one.between) for one in timings.exchanges} == {(2, False)}
+    assert first.read_text().startswith(f"# Measured by `plan --measure` on {os.uname().nodename}, 2")
+    done = submit(f"--measure={second}", f"--machine={first}", "parallel.tensor=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    machine = load_machine(str(second))
+    assert machine.timings is not None and [one.work.tensor for one in machine.timings.steps] == [1, 2]
+    assert machine.timings.exchanges == timings.exchanges
+    assert "predicted for CPU" in submit(f"--machine={second}", "parallel.pipeline=2").stdout
+    before = first.read_text()
+    refused = submit(f"--measure={first}")
+    assert refused.returncode == 2 and "name a file that does not exist yet" in refused.stderr
+    assert first.read_text() == before
