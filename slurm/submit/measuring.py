@@ -22,6 +22,8 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     `machine`: a file that was measured before, to which the step of this config is added. Raises UserError where FILE
     exists, for what cannot be measured, and where its jobs cannot be written.
     """
+    if path.is_dir():
+        raise UserError(f"--measure: {path} is a run; name a config, such as {path / 'config.yaml'}")
     file = file.absolute()
     if file.exists() or not file.parent.is_dir():
         raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")

@@ -95,6 +95,11 @@ def test_what_was_measured_is_predicted() -> None:
     assert one.achievable["fp32"] == pytest.approx(RATE, rel=0.1)  # with half a wave of tiles idle
     assert one.bandwidth == pytest.approx(2 * (1 << 26) / COPIED_S)
     assert one.measured is not None and one.measured.call == 0.0
+    crowded = fitted(RECORDED, "CPU", 8, 1, 1)  # what two ranks on one core took, one takes half of
+    assert predict(WORK, crowded).step == pytest.approx(0.59, rel=1e-3)
+    for figure in (lambda m: m.achievable["fp32"], lambda m: m.bandwidth, lambda m: m.inside.bandwidth,
+                   lambda m: m.attention.portable, lambda m: 1 / m.inside.latency):  # fmt: skip
+        assert figure(crowded) == pytest.approx(2 * figure(one))
     two = fitted(TWO_STEPS, "CPU", 8, 1, 2)
     for step in TWO_STEPS.steps:
         assert predict(step.work, two.in_nodes_of(step.ranks_per_node)).step == pytest.approx(step.seconds, rel=5e-3)
