@@ -62,7 +62,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     from pipeline.comm import groups
     from pipeline.planning import clock
 
-    config, before = run.config, _before(run)
+    config, before, load = run.config, _before(run), os.getloadavg()[0]
     groups.make_deterministic(config)
     world, vocab = groups.join(place, config), config.model.vocab_size or config.data.tokenizer.vocab_size
     layout = layout_of(config, world.size, place.local_world_size, vocab)
@@ -78,7 +78,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         told = (
             f"Measured by `plan --measure` on {os.uname().nodename}, {now()}: torch {torch.__version__}, backend "
             f"{world.backend},",
-            f"{world.size} ranks, {layout.ranks_per_node} on each node: {layout.words()}.",
+            f"{world.size} ranks, {layout.ranks_per_node} a node: {layout.words()}; load average {load:.1f} before.",
             "Figures are those that were reached, peaks too. Links are free where one rank measured; on one node those",
             "between nodes are said to be as those inside, with one rank on each node the other way round.",
         )
