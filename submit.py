@@ -243,15 +243,20 @@ def cancel(run: RunPath) -> None:
         console.print(words, soft_wrap=True)
 
 
+def child(*more: str) -> typer.Exit:
+    """Hand this command's words, and `more`, on to a child with our own code, which may import torch."""
+    from pipeline.run.code import CODE_ROOT, with_code
+
+    words = [sys.executable, "-m", "pipeline", *sys.argv[1:], *more]
+    return typer.Exit(subprocess.run(words, env=with_code(os.environ, CODE_ROOT)).returncode)
+
+
 def in_child(look: Callable[..., None]) -> Callable[..., None]:
-    """The command `look`, its words read here and handed on to a child with our own code, which may import torch."""
+    """The command `look`, its words read here."""
 
     @wraps(look)
     def call(**given: Any) -> None:
-        from pipeline.run.code import CODE_ROOT, with_code
-
-        words = [sys.executable, "-m", "pipeline", *sys.argv[1:]]
-        raise typer.Exit(subprocess.run(words, env=with_code(os.environ, CODE_ROOT)).returncode)
+        raise child()
 
     return call
 
@@ -311,13 +316,22 @@ def doctor(
 @app.command()
 @wraps(looks.plan)
 def plan(**given: Any) -> None:
-    """As in pipeline/looks.py, and `--goodput`, which asks runs and jobs and needs no torch."""
-    if given["goodput"] and not given["best"] and not given["write"] and given["rehearse"] is None:
+    """As in pipeline/looks.py, where `--goodput`, `--measure` and `--html` are only named: what they ask is here."""
+    kind, config, overrides = looks.kind_of_plan(given), given["config"], given["overrides"] or ()
+    if kind == "goodput":
         from slurm.show.expected import print_goodput
 
-        print_goodput(given["config"], given["overrides"] or (), given["nodes"], console)
+        print_goodput(config, overrides, given["nodes"], console)
+    elif kind == "measure":
+        from slurm.submit import measuring
+
+        raise typer.Exit(measuring.measure(config, overrides, given["measure"], given["machine"], console))
+    elif given["html"] is not None:
+        from slurm.page.plan_page import print_plan
+
+        raise print_plan(child, f"the plan of {config}", given["html"])
     else:
-        in_child(looks.plan)()
+        raise child()
 
 
 @app.command()

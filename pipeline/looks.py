@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pipeline.base.errors import UserError, printable
+from pipeline.base.files import write_json
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory such as runs/quickstart")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="such as train.steps=400")]
@@ -88,6 +90,21 @@ def data(
     commands.main(action, paths, to, tokenizer, eos_token, packed)
 
 
+def kind_of_plan(given: Mapping[str, Any]) -> str | None:
+    """What `plan` is asked for instead of the config's own layout. Raises UserError for what does not go together."""
+    kinds = [kind for kind in ("best", "goodput", "rehearse", "measure") if given[kind] not in (None, False)]
+    if (
+        len(kinds) > (given["html"] is None)
+        or (given["write"] and kinds != ["best"])
+        or (given["nodes"] and kinds not in (["best"], ["goodput"]))
+    ):
+        raise UserError(
+            "plan: --best, --goodput, --rehearse and --measure are asked for one at a time; --write goes with --best, "
+            "--nodes with --best or --goodput, --html with none of them"
+        )
+    return kinds[0] if kinds else None
+
+
 @app.command()
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")],
@@ -106,18 +123,18 @@ def plan(
     rehearse: Annotated[
         int | None, typer.Option(metavar="RANK", help="build and step this rank here, without values and peers")
     ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="time this machine in the config's ranks, for --machine FILE")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="the plan as a page of pictures, too")] = None,
+    figures: Annotated[Path | None, typer.Option(hidden=True, help="what the pictures show, as JSON")] = None,
 ) -> None:
     """Show what the layout of a config means: mesh, memory per rank, pipeline, communication, speed;
     or which is best, what failures cost, what a rank does."""
-    given = {"--best": best, "--goodput": goodput, "--rehearse": rehearse is not None}
-    kinds = [name for name, asked_for in given.items() if asked_for]
-    if len(kinds) > 1 or (write and kinds != ["--best"]) or (nodes and kinds not in (["--best"], ["--goodput"])):
-        raise UserError(
-            "plan: --best, --goodput and --rehearse are asked for one at a time; --write goes with --best, --nodes "
-            "with --best or --goodput"
-        )
-    if goodput:
-        raise UserError("plan --goodput looks into runs and jobs: ask submit.py for it")
+    given = {"best": best, "goodput": goodput, "rehearse": rehearse, "measure": measure, "html": html}
+    kind = kind_of_plan({**given, "write": write, "nodes": nodes})
+    if kind in ("goodput", "measure") or (html is not None and figures is None):
+        raise UserError("plan --goodput, --measure and --html look into runs and start jobs: ask submit.py for them")
     from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
     from pipeline.planning.machine import load_machine
     from pipeline.run.directory import Run
@@ -139,6 +156,10 @@ def plan(
     else:
         from pipeline.planning import plan as layouts
 
+        if figures is not None:
+            from pipeline.planning.figures import figures as shown
+
+            write_json(figures, shown(found, known))
         lines = layouts.plan(found, known)
         if best:
             if known is None or (write and config.is_dir()):

@@ -44,7 +44,8 @@ _DEEPEST = 20
 _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
     ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
-    ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"), *FOLDERS,
+    ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
+    ("measure", "file"), ("measure", "machine"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 

@@ -21,7 +21,7 @@ from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, Publis
 from pipeline.config.datasets import DataConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.recovery import GoodputConfig, RecoveryConfig
-from pipeline.config.site import SiteConfig
+from pipeline.config.site import MeasureConfig, SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.track import TrackConfig
@@ -295,6 +295,8 @@ class Config(Section):
     """Many trainings that differ in a few values; null: one training."""
     publish: PublishConfig | None = None
     """Where the model goes when it is evaluated; null: nowhere."""
+    measure: MeasureConfig | None = None
+    """What `plan --measure` fills in: such a run times its machine and trains nothing."""
     track: TrackConfig = TrackConfig()
     """Who else is told how the run goes."""
 
@@ -309,7 +311,8 @@ class Config(Section):
     @property
     def rows(self) -> dict[str, Stage]:
         """The stages that this config has, by name, in order."""
-        return {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
+        found = {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
+        return {name: row for name, row in found.items() if row.alone} or found
 
     def site_of(self, stage: str) -> SiteConfig:
         """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the

@@ -38,6 +38,8 @@ class Stage:
     start."""
     section: str | None = None
     """The section of the config without which there is no such stage; null: always."""
+    alone: bool = False
+    """Whether a config with that section has no other stage."""
     patience_s: float = 60.0
     """How long its job waits for another one that runs the same stage of the same run."""
 
@@ -134,6 +136,10 @@ class StagesConfig(Section):
         Resources()
     )
     """Publishing, where there is a section `publish`."""
+    measure: Annotated[
+        StageResources, Stage("pipeline.planning.measure_stage", joined=True, section="measure", alone=True)
+    ] = StageResources()
+    """Timing this machine, where there is a section `measure`; `plan --measure` asks for what the training asks for."""
 
     def of(self, stage: str) -> Resources:
         """What `stage` asks for."""

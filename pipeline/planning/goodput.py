@@ -22,6 +22,7 @@ Spare nodes, repairs and failures of several nodes have no such form: pipeline/p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 DAY_S = 86400.0
@@ -92,12 +93,17 @@ def daly_s(job: Conditions) -> float:
 
 
 def best_interval_s(job: Conditions) -> float:
-    """The interval, seconds of work, with the highest `effective_ratio`: golden section over its logarithm."""
-    low, high, shrink = math.log(_SHORTEST_S), math.log(_LONGEST_S), (math.sqrt(5) - 1) / 2
+    """The interval, seconds of work, with the highest `effective_ratio`."""
+    return least(lambda interval_s: -effective_ratio(job, interval_s), _SHORTEST_S, _LONGEST_S)
+
+
+def least(function: Callable[[float], float], lowest: float, highest: float) -> float:
+    """Where a function with one valley is least: golden section over the logarithm; the lower one of equals."""
+    low, high, shrink = math.log(lowest), math.log(highest), (math.sqrt(5) - 1) / 2
     while high - low > 1e-4:
         left, right = high - shrink * (high - low), low + shrink * (high - low)
-        if effective_ratio(job, math.exp(left)) >= effective_ratio(job, math.exp(right)):
-            high = right  # where both are 0, too: a shorter one may not be
+        if function(math.exp(left)) <= function(math.exp(right)):
+            high = right  # of equals, too: an interval at which all is lost may be too long
         else:
             low = left
     return math.exp((low + high) / 2)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from pipeline.base.errors import UserError, printable
 from pipeline.config.types import Section
+from pipeline.planning.workload import Workload
 from pipeline.run.code import CODE_ROOT
 
 MACHINES = CODE_ROOT / "configs" / "machines"
@@ -37,6 +38,56 @@ class Attention(Section):
     """Of kernels that were made for this GPU: cuDNN's, FlashAttention 3."""
 
 
+class Overheads(Section):
+    """What `plan --measure` fits to real steps, in place of what Constants (predict.py) assume."""
+
+    eager: PositiveFloat
+    """Times that operators between matrix products move what fused ones do."""
+    call: NonNegativeFloat
+    """Seconds of host time per collective, beyond the links'."""
+
+
+class Exchange(Section):
+    """One kind of communication, timed between ranks that all took part at the same time."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+    size: PositiveInt
+    """Bytes: of the whole, not of a shard."""
+    ranks: PositiveInt
+    between: bool
+    """Whether each rank is on a node of its own."""
+    seconds: PositiveFloat
+
+
+class Step(Section):
+    """One training step that was timed."""
+
+    work: Workload
+    ranks_per_node: PositiveInt
+    seconds: PositiveFloat
+
+    @model_validator(mode="after")
+    def _has_sizes(self) -> Step:
+        may_be_none = ("head_size", "experts", "zero")
+        sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_none}
+        if wrong := [name for name, size in sizes.items() if size < 1]:
+            raise ValueError(f"work.{wrong[0]} is {sizes[wrong[0]]}")
+        return self
+
+
+class Timings(Section):
+    """What was timed, on all ranks at once; medians, in seconds."""
+
+    products: list[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat]]
+    """Rows, columns, inner size of matrix products in the first step's precision, and how long one takes."""
+    attention: PositiveFloat
+    """Of one block of the first step, forward."""
+    copied: tuple[PositiveInt, PositiveFloat]
+    """Bytes, and how long their copy took."""
+    exchanges: list[Exchange]
+    steps: Annotated[list[Step], Field(min_length=1)]
+
+
 class Machine(Section):
     """What a file of a machine says."""
 
@@ -54,6 +105,13 @@ class Machine(Section):
     """GPUs that share the links inside."""
     inside: Link
     between: Link
+    cores: PositiveInt | None = None
+    """Of CPUs: how many ranks a node runs at full speed; more share them. Nothing runs beside computing there. null:
+    each rank has a GPU."""
+    measured: Overheads | None = None
+    """Fitted to steps on this machine. The figures above are measured then, and taken whole."""
+    timings: Timings | None = None
+    """What they were fitted to; nothing else reads it."""
 
     def rate(self, precision: str) -> float:
         """Achievable FLOP/s; of fp16 and bf16 one stands for the other. Raises UserError where it has none."""
@@ -65,7 +123,13 @@ class Machine(Section):
 
     def in_nodes_of(self, ranks: int) -> Machine:
         """The same with so many GPUs in a node; where links inside reach beyond a node, as a rack's do, it stays."""
-        return self if self.gpus_per_node > 8 else self.model_copy(update={"gpus_per_node": ranks})
+        beyond = self.gpus_per_node > 8 and self.cores is None
+        return self if beyond else self.model_copy(update={"gpus_per_node": ranks})
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share the time of one core; 1 where each has its own, or a GPU."""
+        return max(1.0, self.gpus_per_node / self.cores) if self.cores else 1.0
 
     @property
     def mature(self) -> bool:

@@ -8,7 +8,7 @@ which the pipeline's own timeline is replayed (timeline.py). What runs beside co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
@@ -70,10 +70,13 @@ class Prediction:
     data: float
     bubble: float
     optimizer: float
+    forward: tuple[float, ...] = ()
+    """Of one micro-batch by stage, with what it waits for; backward as well."""
+    backward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """A workload on a machine: durations of the pieces of its step."""
 
     work: Workload
@@ -82,9 +85,16 @@ class _Rank:
 
     @property
     def tokens(self) -> float:
+        """Of one micro-batch."""
         return self.work.micro_batch * self.work.sequence / self.work.context
 
+    @property
+    def call(self) -> float:
+        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
+        return self.machine.measured.call if self.machine.measured else 0.0
+
     def group(self, ranks: int, stride: int) -> Group:
+        """So many ranks, with numbers so far apart."""
         return Group.of(ranks, stride, self.machine)
 
     def moved(self, size: float) -> float:
@@ -151,9 +161,13 @@ class _Rank:
             "half": between + forward / 2,
             "full": between + forward - last + attention,
         }
-        first = max(forward + attention + between, self.launches())
+        first = self.with_host(forward + attention + between, self.launches())
         second = backward + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
-        return first, max(second, 2 * self.launches())
+        return first, self.with_host(second, 2 * self.launches())
+
+    def with_host(self, kernels: float, host: float) -> float:
+        """Seconds of both: a GPU works while the host goes ahead, a CPU is the host."""
+        return kernels + host if self.machine.cores else max(kernels, host)
 
     def head(self) -> tuple[float, float]:
         """Output layer and loss: forward, backward."""
@@ -169,7 +183,7 @@ class _Rank:
         """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
         work, group = self.work, self.group(self.work.tensor, 1)
         size = self.tokens * work.hidden * work.low_bytes
-        time = 4 * gather(size, group, self.machine, self.constants.link)
+        time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
     def context(self) -> float:
@@ -193,7 +207,7 @@ class _Rank:
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
         neighbours = self.group(work.pipeline, stride)
-        return send(size, neighbours, self.machine, self.constants.link)
+        return send(size, neighbours, self.machine, self.constants.link) + self.call
 
     def stage_weights(self) -> float:
         """Weights of the largest pipeline rank after tensor and expert parallelism."""
@@ -229,7 +243,8 @@ def _span(
 
 def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Prediction:
     """Step time and what it is made of. Raises UserError where the machine lacks the precision."""
-    rank, stages = _Rank(work, machine, constants), work.stages
+    rank, stages = rank_of(work, machine, constants), work.stages
+    constants = rank.constants
     forward, backward = rank.block()
     tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
     if work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
@@ -253,14 +268,16 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
-    if work.hide_data:
+    if machine.crowd > 1:  # whoever waits leaves its core to others
+        span = max(span, machine.crowd * micro * (sum(ahead) + sum(back)) / work.pipeline)
+    if work.hide_data and machine.cores is None:
         taken = (gathered * work.gathers_blocks + each) * work.layers / work.pipeline  # of the last micro-batch's time
         data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
     optimizer = rank.moved(local * 30) * (1 if work.fused else constants.eager)
     nodes = max(1, work.world / machine.gpus_per_node)
-    step = (span + data + optimizer) * (1 + constants.jitter * log2(nodes))
+    step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
     times = work.layers / work.pipeline * micro * (3 if work.recompute == "full" else 2)
     return Prediction(
@@ -275,7 +292,18 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         data=exposed,
         bubble=span - busy,
         optimizer=optimizer,
+        forward=ahead,
+        backward=back,
     )
+
+
+def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
+    """A rank; figures that were measured on this machine are reached, whatever `constants` say."""
+    if machine.measured is not None:
+        beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
+        constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
+        constants = replace(constants, eager=machine.measured.eager)
+    return Rank(work, machine, constants)
 
 
 def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
@@ -284,15 +312,15 @@ def _beside(compute: float, communication: float, constants: Constants) -> tuple
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data_per_block(rank: _Rank) -> tuple[float, float, float]:
+def _data_per_block(rank: Rank) -> tuple[float, float, float]:
     """Data parallel communication: of a whole step once; of ZeRO 3 for a block, gathered and reduced."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
     stride, weights = work.tensor * work.context, rank.stage_weights()
     shards, inner = work.shard * work.context, work.tensor
     group = rank.group(shards, inner)
     block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
-    gathered = gather(block * work.low_bytes, group, machine, link)
-    reduced = gather(block * work.reduce_bytes, group, machine, link)
+    gathered = gather(block * work.low_bytes, group, machine, link) + rank.call
+    reduced = gather(block * work.reduce_bytes, group, machine, link) + rank.call
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced

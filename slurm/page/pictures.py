@@ -61,14 +61,17 @@ def _figure(heading: str, drawn: str, keys: Iterable[tuple[str, int]], style: st
 
 
 def curves(
-    heading: str, x: str, y: str, named: Mapping[str, Points], *, log: bool = False, marks: Sequence[float] = ()
+    heading: str, x: str, y: str, named: Mapping[str, Points], *, log: str = "", marks: Sequence[float] = ()
 ) -> str:
-    """Curves over one axis, by name. Where there are many points, each one's extremes, and the mean of its parts."""
+    """Curves over one axis, by name. Where there are many points, each one's extremes, and the mean of its parts.
+
+    `log`: the axes that are logarithmic where values differ much: x, y or xy.
+    """
     named = {name: points for name, points in named.items() if points}
     if max(map(len, named.values()), default=0) < 2:
         return ""
-    across = Scale.over((p[0] for points in named.values() for p in points), x, whole=True)
-    up = Scale.over((p[1] for points in named.values() for p in points), y, log=log).rounded()
+    across = Scale.over((p[0] for points in named.values() for p in points), x, log="x" in log, whole="x" not in log)
+    up = Scale.over((p[1] for points in named.values() for p in points), y, log="y" in log).rounded()
     drawn: list[Curve] = []
     few = min(BUCKETS, max(8, 6000 // len(named)))
     for place, (name, points) in enumerate(named.items()):

@@ -76,7 +76,7 @@ def of_training(run: Run, steps: History) -> list[str]:
     marks = [event["step"] for event in run.read_events("train", "restored")]
     unit, of = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
 
-    def over_steps(heading: str, words: str, named: Mapping[str, str], *, log: bool = False) -> str:
+    def over_steps(heading: str, words: str, named: Mapping[str, str], *, log: str = "") -> str:
         return curves(heading, _STEP, words, {n: steps.curve(key) for key, n in named.items()}, log=log, marks=marks)
 
     size = max(1, ceil(len(steps.rows) / _SLICES))
@@ -99,7 +99,7 @@ def of_training(run: Run, steps: History) -> list[str]:
         over_steps("Loss", of, {"loss": "training", f"{HELD_OUT}loss": "held out"}),
         curves("Loss in the second half", _STEP, f"{of}, mean", zoomed, marks=marks),
         *(over_steps(name.replace("_", " "), "on held-out data", {name: name}) for name in more),
-        over_steps("Gradient norm", "of the whole model, before clipping", {"grad_norm": "gradient norm"}, log=True),
+        over_steps("Gradient norm", "of the whole model, before clipping", {"grad_norm": "gradient norm"}, log="y"),
         over_steps("Learning rate", "learning rate", {"lr": "learning rate"}),
         over_steps("Throughput", f"{unit} per second", {f"{unit}_per_s": unit}),
         layers("Parts of a step", _STEP, "seconds per step, mean", middles, parts),

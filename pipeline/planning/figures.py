@@ -1,0 +1,80 @@
+"""What the pictures of a plan show, as plain values: memory, the schedule with its durations, operators, the step.
+
+`plan --html` asks for them in a child, for schedules may need torch; slurm/page/plan_page.py draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.base.errors import UserError
+from pipeline.config.layout import layout_of
+from pipeline.config.sections import Config
+from pipeline.planning.machine import Machine
+from pipeline.planning.measure import shapes
+from pipeline.planning.memory import memory
+from pipeline.planning.predict import REPLAYED, predict, rank_of
+from pipeline.planning.timeline import Action, orders_of, replay
+from pipeline.planning.workload import Workload, workload_of
+
+GB = 1e9
+_PRODUCTS = ("query, key, value", "attention's output", "MLP in", "MLP out", "output layer")
+
+
+def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
+    """By picture; those of speed where there is a machine. Raises UserError for a model of one's own."""
+    if config.model.target is not None:
+        raise UserError("--html is for the decoder, whose sizes it knows; not for model.target")
+    layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    work = workload_of(config, layout, vocab)
+    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, work.micro_batches)
+    if layout.pipeline == 1:  # one micro-batch after the other: the first is like all
+        orders = [[Action("F", 0, 0), Action("B", 0, 0)]]
+    kinds = ("weights", "gathered", "gradients", "optimizer", "activations")
+    parts = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    found: dict[str, Any] = {
+        "config": config.model_dump(mode="json", exclude_defaults=True),
+        "words": {"layout": layout.words(), "fullest rank": f"{max(part.total for part in parts) / GB:.1f} GB"},
+        "memory": [{kind: getattr(part, kind) / GB for kind in kinds} for part in parts],
+        "limit": None if config.site.gpu_memory_gib is None else config.site.gpu_memory_gib * 2**30 / GB,
+    }
+    forward, backward = (1.0,) * len(work.stages), (2.0,) * len(work.stages)
+    if machine is not None:
+        machine = machine.in_nodes_of(layout.ranks_per_node)
+        step = predict(work, machine)
+        forward, backward = step.forward, step.backward
+        speed = f"{step.step:.3g} s, {step.tokens_per_gpu:,.0f} tokens/s of a GPU, MFU {100 * step.mfu:.1f} %"
+        found["words"] |= {"machine": machine.gpu, "a step": speed}
+        found |= {"step": asdict(step), "operators": _operators(work, machine)}
+        found |= {"roof": [machine.rate(work.precision), machine.bandwidth]}
+    return found | {"timeline": _timeline(work, forward, backward)}
+
+
+def _timeline(work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[list[list[Any]]]:
+    """By pipeline rank: kind, stage, micro-batch, start and end of each action of the first rounds."""
+    batches = work.micro_batches
+    turn = batches // max(1, batches // work.pipeline)
+    shown = min(batches, REPLAYED * turn + batches % turn)
+    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, shown)
+
+    def duration(action: Action) -> float:
+        if action.kind == "F":
+            return forward[action.stage]
+        return backward[action.stage] * (1.0 if action.kind == "B" else 0.5)
+
+    done = replay(orders, len(forward), duration)
+    return [[[*action, start, start + duration(action)] for action, start in made] for made in done]
+
+
+def _operators(work: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
+    """FLOPs per byte of memory traffic, and predicted FLOP/s, of operators of a forward."""
+    rank, width = rank_of(work, machine), 4 if work.precision == "fp32" else 2
+    found = {}
+    for name, (m, n, k) in zip(_PRODUCTS, shapes(work)[::3], strict=True):
+        size = width * (m * k + k * n + m * n)
+        found[name] = 2 * m * n * k / size, 2 * m * n * k / rank.product(m, n, k, work.precision)
+    done = 2 * rank.tokens * work.sequence * work.heads * work.head / work.tensor
+    moved = width * 2 * rank.tokens * (work.heads + work.kv_heads) * work.head / work.tensor
+    found["attention"] = done / moved, done / rank.attention()
+    return found

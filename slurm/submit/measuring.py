@@ -1,0 +1,52 @@
+"""`plan CONFIG --measure FILE`: a run of its own that times this machine with the ranks of CONFIG's training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.base.command import command
+from pipeline.base.errors import Exit, UserError
+from pipeline.config.read import config_from_mapping, load_config
+from pipeline.run.directory import Run
+from slurm.submit.executor import Executor, choose
+from slurm.submit.rehearsal import rehearse
+
+
+def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> Exit:
+    """Start it where `submit` would start the training; on Slurm as a job, else it has ended when this returns.
+
+    `machine`: a file that was measured before, to which the step of this config is added. Raises UserError where FILE
+    exists, for what cannot be measured, and where its jobs cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"--measure: {path} is a run; name a config, such as {path / 'config.yaml'}")
+    file = file.absolute()
+    if file.exists() or not file.parent.is_dir():
+        raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")
+    values: dict[str, Any] = load_config(path, overrides).model_dump(mode="json")
+    values["run"]["name"] += f"-measure-{file.stem}"
+    values["stages"]["measure"] = values["stages"]["train"]
+    values["measure"] = {"file": str(file), "machine": machine and str(Path(machine).absolute())}
+    config = config_from_mapping(values | {"publish": None, "sweep": None}, "plan --measure")
+    chosen = choose(Executor.AUTO)
+    rehearse(config, chosen == Executor.SLURM)
+    run = Run.create(config)
+    console.print(f"run {run.name}: {config.stages.measure.ranks} ranks time this machine", soft_wrap=True)
+    again = command("plan", str(path), "--machine", str(file))
+    if chosen == Executor.SLURM:
+        from slurm.submit.chain import submit_chain
+
+        with run.alone():
+            submit_chain(run, console, again=True)
+        console.print(f"when it is done: {again}", soft_wrap=True)
+        return Exit.DONE
+    from slurm.submit.here import run_chain
+
+    code = run_chain(run, console)
+    if code == Exit.DONE:
+        console.print(f"predict other layouts with it: {again}", soft_wrap=True)
+    return code
