@@ -16,7 +16,7 @@ from pipeline.planning.machine import Machine
 from pipeline.planning.memory import Memory, memory
 from pipeline.planning.predict import predict
 from pipeline.planning.search import node_counts, search, write_choice
-from pipeline.planning.timeline import Action, actions, timeline
+from pipeline.planning.timeline import actions, timeline
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
 
@@ -109,8 +109,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
-    single = [[Action("F", 0, 0), Action("B", 0, 0)]]  # one micro-batch after the other: the first is like all
-    orders = actions(layout) if layout.pipeline > 1 else single
+    orders = actions(layout)
     if layout.pipeline > 1:
         rows = timeline(orders, layout.stages)
         idle = sum(row.count("·") for row in rows) / sum(map(len, rows))

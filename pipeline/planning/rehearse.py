@@ -338,8 +338,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     yield ""
     yield "memory of its tensors in GB, when a step takes most"
     yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
-    orders = actions(layout) if layout.pipeline > 1 else [[]]
-    said = memory(config, layout, at.pipeline, vocab, orders[at.pipeline])
+    said = memory(config, layout, at.pipeline, vocab, actions(layout)[at.pipeline])
     kinds = account.by_kind()
     for name, sizes in (
         ("rehearsed", [*kinds.values(), account.peak]),
