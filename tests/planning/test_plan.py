@@ -94,7 +94,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
         with tracker:
             task.loss(model(*task.inputs(batch), **task.targets(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    found = memory(config, layout_of(config), 0, vocab, [Action(kind, 0, 0) for kind in "FB"])
+    found = memory(config, layout_of(config), 0, vocab, actions(layout_of(config))[0], on_cpu=True)
     assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
     moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
     assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
