@@ -89,6 +89,11 @@ class Layout:
         """Number of pipeline stages over all ranks."""
         return self.pipeline * self.virtual_stages
 
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
+        return self.zero == 3 and self.pipeline == 1
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands."""
         rest, tensor = divmod(rank, self.tensor)

@@ -15,6 +15,9 @@ from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 
 EMBEDDING = "model.embed_tokens.weight"
+ENDS = ("model.norm.weight", "lm_head.weight")
+ROWWISE = ("o_proj.weight", "down_proj.weight")
+"""Matrices that tensor parallelism cuts along their columns; the others along their rows."""
 
 
 class Weight(NamedTuple):
@@ -123,38 +126,49 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
         elif hook.kind == "powersgd":
             words += ", where PowerSGD does not send less"
         yield "data", size, words
-    elif layout.data > 1:
+    orthogonal = [each for each in trained if config.optimizer.name == "muon" and each.columns and each.block >= 0]
+    whole = 3 * 4 * layout.tensor  # bytes of such a weight, its gradient and momentum, gathered for the update
+    rows = [each for each in orthogonal if each.name.endswith(ROWWISE)]  # over tensor first, the others at last
+    started = first_trained(config, layout, vocab)
+    if layout.data > 1 and zero:
         times = micro if layout.reduce_each_micro_batch else 1
-        gathers, started = micro if zero == 3 and layout.pipeline == 1 else 1, first_trained(config, layout, vocab)
-        gathered = 0
+        blockwise = layout.gathers_blocks
+        gathers, gathered = micro if blockwise else 1, 0
         for weight in weights:
-            again = gathers > 1 or zero == 3 and layout.pipeline == 1
-            back = again and weight.block >= started if weight.block >= 0 else again and started == 0
-            head = weight.name in ("model.norm.weight", "lm_head.weight") and not config.model.tie_word_embeddings
-            if head:  # kept from forward to backward; where gradients are reduced more often FSDP gathers it once more
-                gathered += weight.part(shard) * (gathers + (times > 1))
-            else:
-                gathered += weight.part(shard) * gathers * (1 + back)
-        size = width * gathered * (shard - 1) + 4 * sum(weight.part(shard) for weight in trained) * (shard - 1) * times
-        yield "shard", size, f"weights gathered {gathers * (1 + again)}×, gradients reduced {times}×"
+            again = blockwise and (started == 0 or weight.block >= started)  # for backward
+            if weight.name in ENDS and not config.model.tie_word_embeddings:  # kept from forward to backward; where
+                again = times > 1 and 1 / gathers  # gradients are reduced more often FSDP asks for it once too often
+            gathered += round(weight.part(shard) * gathers * (1 + again))
+        size = width * gathered + 4 * times * sum(weight.part(shard) for weight in trained)
+        size += 12 * sum(each.part(shard) for each in orthogonal if each not in rows)
+        size += whole * sum(each.part(shard) for each in rows)
+        words = f"weights gathered {2 * gathers if blockwise else 1}×, gradients reduced {times}×"
+        yield "shard", size * (shard - 1), words
         if layout.replicate > 1:
             size = _ring(2 * 4 * sum(weight.part(shard) for weight in trained), layout.replicate)
             yield "replicate", size, "shards of gradients, all-reduced once"
     if layout.tensor > 1:
         kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
-        again = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
-        times = (8 + again[not layout.sequence]) * sum(len(layout.stage_layers[stage]) for stage in stages)
-        each = values * (width * (times + 2 * last) + wide * 2 * first)
+        more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
+        numbers = [(stage, number) for stage in stages for number in layout.stage_layers[stage]]
+        back = sum(stage > 0 or number >= started for stage, number in numbers)
+        times = 4 * len(numbers) + (4 + more[not layout.sequence]) * back
+        each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
         tokens = config.train.micro_batch * config.data.sequence_length
         if last:  # the largest logit, the sum of exponentials, the target's logit
             cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
             each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
         norms = sum(weight.count for weight in trained if not weight.columns) if layout.sequence else 0
-        size = _ring(each * micro + 2 * 4 * norms, layout.tensor)
+        share = shard if zero else 1
+        update = whole * sum(each.count for each in orthogonal if each not in rows)
+        update += whole * sum(each.part(share) for each in rows)
+        size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:
         away, back = away_from(layout, pipeline)
         size = values * wide // (layout.tensor if layout.sequence else 1) * micro * (len(away) + len(back))
+        if config.model.tie_word_embeddings and first != last and not frozen(config, EMBEDDING):  # both ends add up
+            size += kept_width(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"
 
 

@@ -70,8 +70,12 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     low, wide = config.train.precision != "fp32", stream_width(config, layout)
     width = 2 if low else 4
     query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
-    seen = query + 2 * (shared if low and not on_cpu else query)  # keys and values for each query, but for flash kernels
-    casts = 3 if low and wide == 4 and layout.tensor == 1 else 0  # of a wide input, for each matrix; compiled, made again
+    seen = query + 2 * (
+        shared if low and not on_cpu else query
+    )  # keys and values for each query, but for flash kernels
+    casts = (
+        3 if low and wide == 4 and layout.tensor == 1 else 0
+    )  # of a wide input, for each matrix; compiled, made again
     # of width wide: the stream; of the other: inputs of products, whole even where the stream is cut; what is cut
     streams, sums, whole, cut = {
         "none": (1, 0, 3, seen + query + 3 * model.ffn_size)
@@ -80,7 +84,9 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
         "selective": (1, 1 if compiled else 2, 0, 2 * query + 2 * shared + 2 * model.ffn_size),
         "full": (1, 0, 0, 0),
     }[kind]
-    found = (wide * streams + width * sums) * model.dim // cut_stream + width * (whole * model.dim + cut // layout.tensor)
+    found = (wide * streams + width * sums) * model.dim // cut_stream + width * (
+        whole * model.dim + cut // layout.tensor
+    )
     if kind != "full":
         found += 4 * model.heads // layout.tensor  # sums of attention's exponentials
     if on_cpu and kind == "none":
@@ -120,13 +126,15 @@ def memory(
         found = model.heads * model.head_size + model.num_kv_heads * model.head_size + 2 * model.ffn_size
         passing += whole + copy - stream - (width * tokens * found // layout.tensor if kind == "selective" else 0)
     gathered = gathered_at_loss = copies
-    blockwise = width * share * sum(weight.part(share) for weight in weights if weight.block >= 0) // max(1, blocks)
+    blockwise = width * sum(weight.count for weight in weights if weight.block >= 0) // max(1, blocks)
     if layout.fsdp:
         gathered = gathered_at_loss = width * share * sum(weight.part(share) for weight in weights)
-        if layout.zero == 3 and layout.pipeline == 1:  # a block at a time; a tied table stays
-            gathered = min(gathered, blockwise + table * model.tie_word_embeddings)
+        if layout.gathers_blocks:  # a block, and the next; a tied table stays
+            gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
             gathered_at_loss = table
-        if layout.pipeline == 1 and layout.data > 1:  # what is reduced, in fp32; under a pipeline that is done at the end
+        if (
+            layout.pipeline == 1 and layout.data > 1
+        ):  # what is reduced, in fp32; under a pipeline that is done at the end
             passing += 4 * blockwise // width
     tail = loss = 0
     if last:  # of the log-softmax in fp32; for a while three times that, four where it is cut
@@ -139,6 +147,9 @@ def memory(
             loss += 2 * width * tokens * dim
         tail += width * tokens * model.dim + stream + (tokens * (8 - wide) * model.dim // cut_stream if on_cpu else 0)
         tail += table if copy else 0
+        tail += (
+            width * tokens * vocab // cut if chunk is None and layout.pipeline > 1 else 0
+        )  # logits: they are its output
     if copies:  # made again by what is compiled; of others gone when backward begins
         gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
@@ -149,7 +160,7 @@ def memory(
     waiting = 4 * table // width if split and layout.micro_batches > 1 else 0  # the last to be reduced
     peak, seen = 0, set[int]()
     for kind_of, stage, _ in order:
-        count = sum(number >= first for number in layout.stage_layers[stage])
+        count = sum(stage > 0 or number >= first for number in layout.stage_layers[stage])
         at_end = stage == layout.stages - 1
         through = tail * at_end + stream * (not at_end) * (layout.pipeline > 1) - stream * (stage in back)
         if kind_of == "F":
@@ -158,16 +169,17 @@ def memory(
         if kind_of != "W":
             if at_end:
                 peak = max(peak, held + gradients + loss + gathered_at_loss + waiting * (stage in seen))
-            peak = max(peak, held + gradients + passing + gathered - through)
-            if stage not in seen:
-                gradients = min(every, gradients + every // len(stages))
+            peak = max(peak, held + gradients + gathered - through + (passing if kind_of == "B" else 0))
+            before, gradients = gradients, gradients if stage in seen else min(every, gradients + every // len(stages))
             seen.add(stage)
-        if kind_of == "I":  # what was made again stays for W
-            held += count * (whole + copy - block) if kind != "none" else 0
-            peak = max(peak, held + gradients + gathered)
-        else:
-            held -= count * (block if kind_of == "B" or kind == "none" else whole + copy) + through
-            peak = max(peak, held + gradients + (block if kind == "none" else 0) + passing + gathered)
+        if kind_of != "B" and kind == "full":  # I and W each make it again, and torch keeps both to the end of the step
+            held += count * (whole + copy)
+        elif kind_of != "I":
+            held -= count * block + through
+        if kind_of == "B":  # in that of its first block, whose gradients, and the embedding's, are still to come
+            late = 0 if split else kept * (blockwise // width + (stage == 0) * table // width)
+            peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
+        peak = max(peak, held + gradients + gathered)
     peak = max(peak, kept * sum(weight.part(share) for weight in trained) + _updating(config, layout, trained, share))
     activations = max(0, peak - every - gathered)
     copied = 0

@@ -138,7 +138,7 @@ class Engine:
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
             groups = task.shard_groups(part)
-            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3 and layout.pipeline == 1, offload=offload)
+            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
         task.fill(part, self.world.device, self._draw and source is None)
         if source is not None:
