@@ -33,7 +33,7 @@ from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError, printable
 from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
-from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
+from pipeline.config.read import COMMAND_LINE, ConfigError, config_from_mapping, load_config, overridden
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -156,7 +156,15 @@ def look(asked: argparse.Namespace) -> None:
             values = Run.open(path).config.model_dump(mode="json")
             config = config_from_mapping(overridden(values, asked.overrides), COMMAND_LINE)
         else:
-            config = load_config(path, asked.overrides)
+            try:
+                config = load_config(path, asked.overrides)
+            except ConfigError as wrong:  # another layout may fit
+                from pipeline.planning.search import ANY_LAYOUT
+
+                try:
+                    config = load_config(path, [*asked.overrides, *(ANY_LAYOUT if asked.best else ())])
+                except ConfigError:
+                    raise wrong from None
         from pipeline.planning.machine import load_machine
 
         name, memory = asked.machine or config.site.machine, config.site.gpu_memory_gib

@@ -28,8 +28,8 @@ class Weight(NamedTuple):
     columns: int
 
     @property
-    def count(self) -> int:
-        """Values."""
+    def values(self) -> int:
+        """How many."""
         return self.rows * max(1, self.columns)
 
     @property
@@ -83,7 +83,7 @@ def first_trained(config: Config, layout: Layout, vocab: int) -> int:
 
 def parameters_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
     """Values that one tensor parallel rank of this pipeline position holds."""
-    return sum(weight.count for weight in weights_of(config, layout, pipeline, vocab))
+    return sum(weight.values for weight in weights_of(config, layout, pipeline, vocab))
 
 
 def kept_width(config: Config) -> int:
@@ -113,7 +113,7 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
     micro, zero, shard = layout.micro_batches, layout.zero, layout.shard
     values = config.train.micro_batch * config.data.sequence_length * config.model.dim
     hook, local = config.parallel.hook, config.parallel.local_sgd
-    parameters = sum(weight.count for weight in trained)
+    parameters = sum(weight.values for weight in trained)
     first, last = 0 in stages, layout.stages - 1 in stages
     if layout.data > 1 and not zero:
         size, words = _ring(2 * kept_width(config) * parameters, layout.data), "gradients, all-reduced once"
@@ -132,17 +132,16 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
     started = first_trained(config, layout, vocab)
     if layout.data > 1 and zero:
         times = micro if layout.reduce_each_micro_batch else 1
-        blockwise = layout.gathers_blocks
-        gathers, gathered = micro if blockwise else 1, 0
+        gathers, gathered = micro if layout.gathers_blocks else 1, 0
         for weight in weights:
-            again = blockwise and (started == 0 or weight.block >= started)  # for backward
+            again = gathers * (layout.gathers_blocks and (started == 0 or weight.block >= started))  # for backward
             if weight.name in ENDS and not config.model.tie_word_embeddings:  # kept from forward to backward; where
-                again = times > 1 and 1 / gathers  # gradients are reduced more often FSDP asks for it once too often
-            gathered += round(weight.part(shard) * gathers * (1 + again))
+                again = int(times > 1)  # gradients are reduced more often FSDP asks for it once too often
+            gathered += weight.part(shard) * (gathers + again)
         size = width * gathered + 4 * times * sum(weight.part(shard) for weight in trained)
         size += 12 * sum(each.part(shard) for each in orthogonal if each not in rows)
         size += whole * sum(each.part(shard) for each in rows)
-        words = f"weights gathered {2 * gathers if blockwise else 1}×, gradients reduced {times}×"
+        words = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {times}×"
         yield "shard", size * (shard - 1), words
         if layout.replicate > 1:
             size = _ring(2 * 4 * sum(weight.part(shard) for weight in trained), layout.replicate)
@@ -150,17 +149,17 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
     if layout.tensor > 1:
         kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
         more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
-        numbers = [(stage, number) for stage in stages for number in layout.stage_layers[stage]]
-        back = sum(stage > 0 or number >= started for stage, number in numbers)
-        times = 4 * len(numbers) + (4 + more[not layout.sequence]) * back
+        blocks = [(stage, number) for stage in stages for number in layout.stage_layers[stage]]
+        trained_on = sum(stage > 0 or number >= started for stage, number in blocks)
+        times = 4 * len(blocks) + (4 + more[not layout.sequence]) * trained_on
         each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
         tokens = config.train.micro_batch * config.data.sequence_length
         if last:  # the largest logit, the sum of exponentials, the target's logit
             cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
             each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
-        norms = sum(weight.count for weight in trained if not weight.columns) if layout.sequence else 0
+        norms = sum(weight.values for weight in trained if not weight.columns) if layout.sequence else 0
         share = shard if zero else 1
-        update = whole * sum(each.count for each in orthogonal if each not in rows)
+        update = whole * sum(each.values for each in orthogonal if each not in rows)
         update += whole * sum(each.part(share) for each in rows)
         size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"

@@ -15,6 +15,18 @@ from pipeline.config.types import INT8_BLOCK, StateConfig
 from pipeline.parallel.traffic import Weight, away_from, first_trained, frozen, kept_width, stream_width, weights_of
 from pipeline.planning.timeline import Action
 
+CONTEXT = 400_000_000
+"""Bytes of CUDA's context, its kernels loaded when wanted: some 400 MB (github.com/pytorch/pytorch/issues/109888)."""
+COMMUNICATOR = 688 * 2**20
+"""And of NCCL's buffers for each group: 688 MB between more than two of four A100 (github.com/NVIDIA/nccl/issues/964);
+context and a first group of eight H100 were 1.06 GB together (issue 1685)."""
+
+
+def reserve(layout: Layout) -> int:
+    """Bytes of a GPU that are there for no tensor. Groups: all ranks, and each dimension of the mesh."""
+    groups = sum(size > 1 for size in (layout.pipeline, layout.replicate, layout.shard, layout.tensor))
+    return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -54,7 +66,7 @@ def _updating(config: Config, layout: Layout, trained: Sequence[Weight], ranks: 
     """Bytes that pass through the optimizer's step, of its largest weight."""
     optimizer = config.optimizer
     if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
-        largest = max((weight.count for weight in trained if weight.columns and weight.block >= 0), default=0)
+        largest = max((weight.values for weight in trained if weight.columns and weight.block >= 0), default=0)
         return largest * layout.tensor * (22 if ranks * layout.tensor > 1 else 10)
     if optimizer.state == StateConfig() or config.train.compile:
         return 0
@@ -107,7 +119,7 @@ def memory(
     table = vocab * model.dim // layout.tensor * width
     kind = config.parallel.activation_checkpointing
     weights = list(weights_of(config, layout, pipeline, vocab))
-    parameters = sum(weight.count for weight in weights)
+    parameters = sum(weight.values for weight in weights)
     trained = [weight for weight in weights if not frozen(config, weight.name)]
     first = first_trained(config, layout, vocab)
     whole = _block_activations(config, layout, "none", on_cpu)
@@ -115,7 +127,7 @@ def memory(
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
     copy = 0  # of a block's weights, by autocast
     if low and kept == 4 and not layout.fsdp:
-        copy = width * sum(weight.count for weight in weights if weight.block >= first) // max(1, blocks)
+        copy = width * sum(weight.values for weight in weights if weight.block >= first) // max(1, blocks)
     copies = copy * blocks
     if kind == "none":  # of each micro-batch that is on its way
         block, copies = block + copy, 0
@@ -126,7 +138,7 @@ def memory(
         found = model.heads * model.head_size + model.num_kv_heads * model.head_size + 2 * model.ffn_size
         passing += whole + copy - stream - (width * tokens * found // layout.tensor if kind == "selective" else 0)
     gathered = gathered_at_loss = copies
-    blockwise = width * sum(weight.count for weight in weights if weight.block >= 0) // max(1, blocks)
+    blockwise = width * sum(weight.values for weight in weights if weight.block >= 0) // max(1, blocks)
     if layout.fsdp:
         gathered = gathered_at_loss = width * share * sum(weight.part(share) for weight in weights)
         if layout.gathers_blocks:  # a block, and the next; a tied table stays
@@ -153,7 +165,7 @@ def memory(
     if copies:  # made again by what is compiled; of others gone when backward begins
         gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
-    every = kept * sum(weight.part(share) if split else weight.count for weight in trained)
+    every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
     gradients = every if layout.data > 1 and not layout.fsdp else 0  # DDP's buckets stay
     away, back = away_from(layout, pipeline)
     held = stream * layout.micro_batches * (len(away) + len(back))  # buffers for what comes

@@ -31,7 +31,7 @@ def config_of(case: dict[str, Any]) -> Config:
     """`case`: data parallel size, micro-batches and keys of parallel and train; under `more` other sections."""
     case = dict(case)
     more, data, batches = case.pop("more", {}), case.pop("data", 1), case.pop("batches", 2)
-    train = {key: case.pop(key) for key in ("precision", "loss_chunk", "micro_batch") if key in case}
+    train: dict[str, Any] = {key: case.pop(key) for key in ("precision", "loss_chunk", "micro_batch") if key in case}
     ranks = data * case.get("tensor", 1) * case.get("pipeline", 1)
     train = {"micro_batch": 2, **train}
     train["global_batch"] = train["micro_batch"] * batches * data
