@@ -139,8 +139,7 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
                 again = int(times > 1)  # gradients are reduced more often FSDP asks for it once too often
             gathered += weight.part(shard) * (gathers + again)
         size = width * gathered + 4 * times * sum(weight.part(shard) for weight in trained)
-        size += 12 * sum(each.part(shard) for each in orthogonal if each not in rows)
-        size += whole * sum(each.part(shard) for each in rows)
+        size += sum((whole if each in rows else 12) * each.part(shard) for each in orthogonal)
         words = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {times}×"
         yield "shard", size * (shard - 1), words
         if layout.replicate > 1:
@@ -158,9 +157,7 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
             cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
             each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
         norms = sum(weight.values for weight in trained if not weight.columns) if layout.sequence else 0
-        share = shard if zero else 1
-        update = whole * sum(each.values for each in orthogonal if each not in rows)
-        update += whole * sum(each.part(share) for each in rows)
+        update = whole * sum(each.part(shard if zero and each in rows else 1) for each in orthogonal)
         size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:

@@ -96,13 +96,9 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
         "selective": (1, 1 if compiled else 2, 0, 2 * query + 2 * shared + 2 * model.ffn_size),
         "full": (1, 0, 0, 0),
     }[kind]
-    found = (wide * streams + width * sums) * model.dim // cut_stream + width * (
-        whole * model.dim + cut // layout.tensor
-    )
-    if kind != "full":
-        found += 4 * model.heads // layout.tensor  # sums of attention's exponentials
-    if on_cpu and kind == "none":
-        found += (2 * 4 + 2 * (4 - wide)) * model.dim // cut_stream
+    norms = 2 * 4 + 2 * (4 - wide) if on_cpu and kind == "none" else 0
+    found = (wide * streams + width * sums + norms) * model.dim // cut_stream
+    found += width * (whole * model.dim + cut // layout.tensor) + (kind != "full") * 4 * model.heads // layout.tensor
     return config.train.micro_batch * config.data.sequence_length * found
 
 
@@ -110,20 +106,16 @@ def memory(
     config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
 ) -> Memory:
     """What a rank of this pipeline position holds; `on_cpu`: by its kernels, as in a rehearsal."""
-    stages, model = layout.stages_of(pipeline), config.model
-    low, kept = config.train.precision != "fp32", kept_width(config)
-    width, wide = 2 if low else 4, stream_width(config, layout)
-    share = layout.shard if layout.zero else 1
-    last, chunk = layout.stages - 1 in stages, config.train.loss_chunk
-    tokens, cut_stream = config.train.micro_batch * config.data.sequence_length, layout.tensor if layout.sequence else 1
-    table = vocab * model.dim // layout.tensor * width
-    kind = config.parallel.activation_checkpointing
+    stages, model, chunk = layout.stages_of(pipeline), config.model, config.train.loss_chunk
+    low, kept, wide = config.train.precision != "fp32", kept_width(config), stream_width(config, layout)
+    width, share, tensor = 2 if low else 4, layout.shard if layout.zero else 1, layout.tensor
+    tokens, cut_stream = config.train.micro_batch * config.data.sequence_length, tensor if layout.sequence else 1
+    table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(weights_of(config, layout, pipeline, vocab))
     parameters = sum(weight.values for weight in weights)
     trained = [weight for weight in weights if not frozen(config, weight.name)]
     first = first_trained(config, layout, vocab)
-    whole = _block_activations(config, layout, "none", on_cpu)
-    block = _block_activations(config, layout, kind, on_cpu)
+    whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
     copy = 0  # of a block's weights, by autocast
     if low and kept == 4 and not layout.fsdp:
@@ -133,10 +125,10 @@ def memory(
         block, copies = block + copy, 0
     # what passes through a block's backward: what is made again, gradients of the stream and of the MLP's widest
     stream = tokens * wide * model.dim // cut_stream
-    passing = stream + width * tokens * (model.dim + 2 * model.ffn_size // layout.tensor)
+    passing = stream + width * tokens * (model.dim + 2 * model.ffn_size // tensor)
     if kind != "none":  # what is made again: all but the stream, and products that are kept
         found = model.heads * model.head_size + model.num_kv_heads * model.head_size + 2 * model.ffn_size
-        passing += whole + copy - stream - (width * tokens * found // layout.tensor if kind == "selective" else 0)
+        passing += whole + copy - stream - (width * tokens * found // tensor if kind == "selective" else 0)
     gathered = gathered_at_loss = copies
     blockwise = width * sum(weight.values for weight in weights if weight.block >= 0) // max(1, blocks)
     if layout.fsdp:
@@ -144,24 +136,22 @@ def memory(
         if layout.gathers_blocks:  # a block, and the next; a tied table stays
             gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
             gathered_at_loss = table
-        if (
-            layout.pipeline == 1 and layout.data > 1
-        ):  # what is reduced, in fp32; under a pipeline that is done at the end
-            passing += 4 * blockwise // width
+        # what is reduced, in fp32; a pipeline does so at the end
+        passing += 4 * blockwise // width if layout.pipeline == 1 and layout.data > 1 else 0
     tail = loss = 0
-    if last:  # of the log-softmax in fp32; for a while three times that, four where it is cut
-        cut = layout.tensor if config.parallel.loss_parallel else 1
+    if layout.stages - 1 in stages:  # of the log-softmax in fp32; for a while three times that, four where it is cut
+        cut = tensor if config.parallel.loss_parallel else 1
         tail, loss = (4 * tokens * vocab // cut, (12 if cut > 1 else 8) * tokens * vocab // cut)
         if chunk is not None:  # its logits, or the chunk's share of the weights' gradient; hidden states
             rows, dim = min(chunk, tokens), model.dim
-            tail = width * (vocab // layout.tensor + tokens) * dim
-            loss = (4 * dim + max((4 + width) * rows, width * (rows + dim))) * vocab // layout.tensor - tail
-            loss += 2 * width * tokens * dim
+            tail = width * (vocab // tensor + tokens) * dim
+            loss = (
+                4 * dim + max((4 + width) * rows, width * (rows + dim))
+            ) * vocab // tensor + 2 * width * tokens * dim
+            loss -= tail
         tail += width * tokens * model.dim + stream + (tokens * (8 - wide) * model.dim // cut_stream if on_cpu else 0)
         tail += table if copy else 0
-        tail += (
-            width * tokens * vocab // cut if chunk is None and layout.pipeline > 1 else 0
-        )  # logits: they are its output
+        tail += width * tokens * vocab // cut if chunk is None and layout.pipeline > 1 else 0  # logits, its output
     if copies:  # made again by what is compiled; of others gone when backward begins
         gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
@@ -196,7 +186,7 @@ def memory(
     activations = max(0, peak - every - gathered)
     copied = 0
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
-        copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)
+        copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * tensor > 1 else 1)
     return Memory(
         parameters=parameters,
         weights=kept * sum(weight.part(share) for weight in weights) + 4 * copied,
