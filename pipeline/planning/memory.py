@@ -1,7 +1,9 @@
-"""Memory of one rank: weights, gradients, optimizer counted exactly; activations estimated from shapes.
+"""Memory of one rank: weights, gradients, optimizer counted exactly; activations from shapes.
 
-The estimate is what torch was seen to save for the backward pass of the decoder, good enough to compare layouts
-(tests/planning/test_plan.py holds it to 5 % of torch's own account).
+`memory` follows a rank through its step: what a forward keeps, what passes through a block's backward and the loss,
+when gradients come, what ZeRO has gathered then; the most of all moments is what it holds. What torch keeps of each
+operator was read off rehearsed ranks; tests/planning/test_arithmetic.py holds it to them, test_plan.py to what torch's
+allocator counts on a GPU.
 """
 
 from __future__ import annotations
