@@ -123,10 +123,10 @@ def any_case(draw: random.Random) -> tuple[Config, int] | None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_of_any_layout(seed: int) -> None:
     """Peaks to a few per cent, of these small models, where a table is as large as a step's activations."""
     draw = random.Random(seed)
-    cases = [made for made in (any_case(draw) for _ in range(60)) if made is not None]
+    cases = [made for made in (any_case(draw) for _ in range(30)) if made is not None]
     wrong = differences(cases, -0.08, 0.16)
-    assert len(cases) > 20 and not wrong, "\n".join(wrong)
+    assert len(cases) > 10 and not wrong, "\n".join(wrong)
