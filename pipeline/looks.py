@@ -92,7 +92,11 @@ def data(
 
 def kind_of_plan(given: Mapping[str, Any]) -> str | None:
     """What `plan` is asked for instead of the config's own layout. Raises UserError for what does not go together."""
-    kinds = [kind for kind in ("best", "goodput", "rehearse", "measure") if given[kind] not in (None, False)]
+    kinds = [
+        kind
+        for kind in ("best", "goodput", "rehearse", "measure")
+        if given[kind] is not None and given[kind] is not False
+    ]
     if (
         len(kinds) > (given["html"] is None)
         or (given["write"] and kinds != ["best"])
@@ -135,7 +139,7 @@ def plan(
     kind = kind_of_plan({**given, "write": write, "nodes": nodes})
     if kind in ("goodput", "measure") or (html is not None and figures is None):
         raise UserError("plan --goodput, --measure and --html look into runs and start jobs: ask submit.py for them")
-    from pipeline.config.read import COMMAND_LINE, config_from_mapping, load_config, overridden
+    from pipeline.config.read import COMMAND_LINE, ConfigError, config_from_mapping, load_config, overridden
     from pipeline.planning.machine import load_machine
     from pipeline.run.directory import Run
 
@@ -143,7 +147,15 @@ def plan(
         values = Run.open(config).config.model_dump(mode="json")
         found = config_from_mapping(overridden(values, overrides or ()), COMMAND_LINE)
     else:
-        found = load_config(config, overrides or ())
+        try:
+            found = load_config(config, overrides or ())
+        except ConfigError as wrong:  # another layout may fit
+            from pipeline.planning.search import ANY_LAYOUT
+
+            try:
+                found = load_config(config, [*(overrides or ()), *(ANY_LAYOUT if best else ())])
+            except ConfigError:
+                raise wrong from None
     name, memory = machine or found.site.machine, found.site.gpu_memory_gib
     known = load_machine(name) if name else None
     if known is not None and (machine or memory is None):  # what if it were this one

@@ -89,6 +89,11 @@ class Layout:
         """Number of pipeline stages over all ranks."""
         return self.pipeline * self.virtual_stages
 
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
+        return self.zero == 3 and self.pipeline == 1
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands."""
         rest, tensor = divmod(rank, self.tensor)
@@ -144,21 +149,15 @@ def layout_of(
         replicate, shard = (1, data) if wanted.zero else (data, 1)
     virtual = wanted.virtual_stages if pipeline > 1 else 1
     return Layout(
-        pipeline=pipeline,
-        replicate=replicate,
-        shard=shard,
-        tensor=tensor,
-        ranks_per_node=per_node,
+        pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor, ranks_per_node=per_node,
         micro_batches=config.train.global_batch // (data * config.train.micro_batch),
-        virtual_stages=virtual,
-        schedule=wanted.schedule,
-        zero=wanted.zero,
+        virtual_stages=virtual, schedule=wanted.schedule, zero=wanted.zero,
         fsdp=wanted.offload
         or ((world > data or wanted.zero > 0) and (data > 1 or (world == 1 and precision != "fp32"))),
         reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
         sequence=wanted.sequence and tensor > 1 and config.model.target is None,
         stage_layers=split_layers(config, pipeline * virtual, rows or 0),
-    )
+    )  # fmt: skip
 
 
 def usable_nodes(config: Config, granted: int) -> int:

@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 from pipeline.config.sections import ModelConfig
 from pipeline.model.head import Head
 from pipeline.model.rotary import Packed, Rotary
-from pipeline.parallel.tensor_parallel import Replicated
+from pipeline.parallel.tensor_parallel import CutEmbedding, Replicated
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two parameters that may be tied."""
@@ -294,7 +294,7 @@ def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: boo
     stream = Shard(1) if sequence else Replicate()
     norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
     plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "model.embed_tokens": CutEmbedding(stream),
         "model.norm": norm,
         "lm_head": ColwiseParallel(
             input_layouts=stream,

@@ -89,3 +89,8 @@ def reduce_now(model: nn.Module, layout: Layout, last: bool) -> contextlib.Abstr
         if layout.zero < 3:
             model.set_reshard_after_backward(last)
     return contextlib.nullcontext()
+
+
+def forget_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """After a step. DDP's stay in its buckets, as zeros: the next micro-batches would add up in others beside them."""
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

@@ -13,11 +13,12 @@ alike.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -32,3 +33,28 @@ class Replicated(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
+
+
+class CutEmbedding(ParallelStyle):
+    """An embedding cut by rows: of ids whose rows others have a rank gives zeros, and all ranks' values are added up.
+
+    torch's RowwiseParallel does so, too, but makes the gradient of all rows on each rank before it cuts that.
+    """
+
+    def __init__(self, output_layouts: Placement) -> None:
+        self.output_layouts = [output_layouts]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: str, table: nn.Module, mesh: DeviceMesh) -> None:
+            table.weight = nn.Parameter(distribute_tensor(table.get_parameter("weight"), mesh, [Shard(0)]))
+
+        def look_up(ids_BT: Tensor) -> Tensor:
+            rows_VD = cast(DTensor, module.weight).to_local()
+            ids_BT = ids_BT - device_mesh.get_local_rank() * len(rows_VD)
+            others_BT = (ids_BT < 0) | (ids_BT >= len(rows_VD))
+            x_BTD = F.embedding(ids_BT.masked_fill(others_BT, 0), rows_VD).masked_fill(others_BT.unsqueeze(-1), 0)
+            whole = DTensor.from_local(x_BTD, device_mesh, [Partial()], run_check=False)
+            return whole.redistribute(placements=self.output_layouts).to_local()
+
+        module.forward = look_up
+        return distribute_module(module, device_mesh, cut)

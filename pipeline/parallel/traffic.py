@@ -8,38 +8,82 @@ its measurements (pipeline/train/meter.py); pipeline/planning shows it before an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import NamedTuple
 
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 
 EMBEDDING = "model.embed_tokens.weight"
+ENDS = ("model.norm.weight", "lm_head.weight")
+ROWWISE = ("o_proj.weight", "down_proj.weight")
+"""Matrices that tensor parallelism cuts along their columns; the others along their rows."""
 
 
-def weights_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[tuple[str, int, int]]:
-    """What one tensor parallel rank of this pipeline position holds: name in the whole model, values, dimensions."""
-    model = config.model
+class Weight(NamedTuple):
+    """A weight of one tensor parallel rank: its name in the whole model, and its sizes; of a vector `columns` is 0."""
+
+    name: str
+    rows: int
+    columns: int
+
+    @property
+    def values(self) -> int:
+        """How many."""
+        return self.rows * max(1, self.columns)
+
+    @property
+    def block(self) -> int:
+        """The number of the block that has it; -1: none has."""
+        return int(self.name.split(".")[2]) if ".layers." in self.name else -1
+
+    def part(self, ranks: int) -> int:
+        """Values that each of so many ranks keeps: FSDP cuts rows, and pads all ranks to as many as the first has."""
+        return -(-self.rows // ranks) * max(1, self.columns)
+
+
+def weights_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[Weight]:
+    """What one tensor parallel rank of this pipeline position holds."""
+    model, tensor = config.model, layout.tensor
     query, shared, ffn = model.heads * model.head_size, model.num_kv_heads * model.head_size, model.ffn_size
-    widths = {f"mlp.{name}_proj": ffn for name in ("gate", "up", "down")}
+    widths = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
     widths |= {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared}
-    widths["self_attn.o_proj"] = query
-    table = vocab * model.dim // layout.tensor
     for stage in layout.stages_of(pipeline):
         blocks, first, last = layout.stage_layers[stage], stage == 0, stage == layout.stages - 1
         if first:
-            yield EMBEDDING, table, 2
+            yield Weight(EMBEDDING, vocab // tensor, model.dim)
         for number in blocks:
+            block = f"model.layers.{number}"
             for name, width in widths.items():
-                yield f"model.layers.{number}.{name}.weight", model.dim * width // layout.tensor, 2
-            yield f"model.layers.{number}.input_layernorm.weight", model.block_vectors, 1  # and others of its size
+                yield Weight(f"{block}.{name}.weight", width // tensor, model.dim)
+            yield Weight(f"{block}.self_attn.o_proj.weight", model.dim, query // tensor)
+            yield Weight(f"{block}.mlp.down_proj.weight", model.dim, ffn // tensor)
+            for name in ("input", "post_attention"):  # with half of the block's other vectors
+                yield Weight(f"{block}.{name}_layernorm.weight", model.block_vectors // 2, 0)
         if last:
-            yield "model.norm.weight", model.dim, 1
+            yield Weight("model.norm.weight", model.dim, 0)
         if last and not (model.tie_word_embeddings and first):
-            yield EMBEDDING if model.tie_word_embeddings else "lm_head.weight", table, 2
+            yield Weight(EMBEDDING if model.tie_word_embeddings else "lm_head.weight", vocab // tensor, model.dim)
+
+
+def frozen(config: Config, name: str) -> bool:
+    """Whether the weight is not trained."""
+    return any(fnmatch(name, pattern) for pattern in config.optimizer.freeze)
+
+
+def first_trained(config: Config, layout: Layout, vocab: int) -> int:
+    """The first block that keeps something for the backward pass: it, or the embedding, is trained."""
+    if not config.optimizer.freeze:
+        return 0
+    every = (weight for rank in range(layout.pipeline) for weight in weights_of(config, layout, rank, vocab))
+    trained = [weight for weight in every if not frozen(config, weight.name)]
+    blocks = [weight.block for weight in trained if weight.block >= 0]
+    return 0 if any(weight.name == EMBEDDING for weight in trained) else min(blocks, default=config.model.layers)
 
 
 def parameters_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
     """Values that one tensor parallel rank of this pipeline position holds."""
-    return sum(count for _, count, _ in weights_of(config, layout, pipeline, vocab))
+    return sum(weight.values for weight in weights_of(config, layout, pipeline, vocab))
 
 
 def kept_width(config: Config) -> int:
@@ -53,12 +97,24 @@ def stream_width(config: Config, layout: Layout) -> int:
 
 
 def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
-    """Group, bytes that one rank sends in a step (the one that sends most), and what it sends."""
-    parameters = max(parameters_of(config, layout, rank, vocab) for rank in range(layout.pipeline))
-    width = 4 if config.train.precision == "fp32" else 2
-    micro, zero = layout.micro_batches, layout.zero
-    hidden = config.train.micro_batch * config.data.sequence_length * config.model.dim * width
+    """Group, bytes that one rank sends in a step (of the pipeline's the one that sends most), and what it sends."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank in range(layout.pipeline):
+        for group, size, words in traffic_of(config, layout, vocab, rank):
+            found[group] = max((size, words), found.get(group, (0, "")))
+    yield from ((group, *made) for group, made in found.items())
+
+
+def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Iterator[tuple[str, int, str]]:
+    """The same of a rank in this place of the pipeline."""
+    weights, stages = list(weights_of(config, layout, pipeline, vocab)), layout.stages_of(pipeline)
+    trained = [weight for weight in weights if not frozen(config, weight.name)]
+    width, wide = 4 if config.train.precision == "fp32" else 2, stream_width(config, layout)
+    micro, zero, shard = layout.micro_batches, layout.zero, layout.shard
+    values = config.train.micro_batch * config.data.sequence_length * config.model.dim
     hook, local = config.parallel.hook, config.parallel.local_sgd
+    parameters = sum(weight.values for weight in trained)
+    first, last = 0 in stages, layout.stages - 1 in stages
     if layout.data > 1 and not zero:
         size, words = _ring(2 * kept_width(config) * parameters, layout.data), "gradients, all-reduced once"
         if local is not None:
@@ -70,25 +126,53 @@ def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, i
         elif hook.kind == "powersgd":
             words += ", where PowerSGD does not send less"
         yield "data", size, words
-    elif layout.data > 1:
-        gathers = 2 * micro if zero == 3 and layout.pipeline == 1 else 1
+    orthogonal = [each for each in trained if config.optimizer.name == "muon" and each.columns and each.block >= 0]
+    whole = 3 * 4 * layout.tensor  # bytes of such a weight, its gradient and momentum, gathered for the update
+    rows = [each for each in orthogonal if each.name.endswith(ROWWISE)]  # over tensor first, the others at last
+    started = first_trained(config, layout, vocab)
+    if layout.data > 1 and zero:
         times = micro if layout.reduce_each_micro_batch else 1
-        words = f"weights gathered {gathers}×, gradients reduced {times}×"
-        size = _ring(width * parameters, layout.shard) * gathers + _ring(4 * parameters, layout.shard) * times
-        yield "shard", size, words
+        gathers, gathered = micro if layout.gathers_blocks else 1, 0
+        for weight in weights:
+            again = gathers * (layout.gathers_blocks and (started == 0 or weight.block >= started))  # for backward
+            if weight.name in ENDS and not config.model.tie_word_embeddings:  # kept from forward to backward; where
+                again = int(times > 1)  # gradients are reduced more often FSDP asks for it once too often
+            gathered += weight.part(shard) * (gathers + again)
+        size = width * gathered + 4 * times * sum(weight.part(shard) for weight in trained)
+        size += sum((whole if each in rows else 12) * each.part(shard) for each in orthogonal)
+        words = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {times}×"
+        yield "shard", size * (shard - 1), words
         if layout.replicate > 1:
-            size = _ring(2 * 4 * parameters // layout.shard, layout.replicate)
+            size = _ring(2 * 4 * sum(weight.part(shard) for weight in trained), layout.replicate)
             yield "replicate", size, "shards of gradients, all-reduced once"
     if layout.tensor > 1:
-        blocks = sum(map(len, layout.stage_layers)) // layout.pipeline
         kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
-        size = _ring(hidden, layout.tensor) * 8 * blocks * micro
+        more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
+        blocks = [(stage, number) for stage in stages for number in layout.stage_layers[stage]]
+        trained_on = sum(stage > 0 or number >= started for stage, number in blocks)
+        times = 4 * len(blocks) + (4 + more[not layout.sequence]) * trained_on
+        each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
+        tokens = config.train.micro_batch * config.data.sequence_length
+        if last:  # the largest logit, the sum of exponentials, the target's logit
+            cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
+            each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
+        norms = sum(weight.values for weight in trained if not weight.columns) if layout.sequence else 0
+        update = whole * sum(each.part(shard if zero and each in rows else 1) for each in orthogonal)
+        size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:
-        cut = layout.tensor if layout.sequence else 1
-        wide = hidden // width * stream_width(config, layout)
-        size = 2 * wide // cut * micro * layout.virtual_stages
+        away, back = away_from(layout, pipeline)
+        size = values * wide // (layout.tensor if layout.sequence else 1) * micro * (len(away) + len(back))
+        if config.model.tie_word_embeddings and first != last and not frozen(config, EMBEDDING):  # both ends add up
+            size += kept_width(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"
+
+
+def away_from(layout: Layout, pipeline: int) -> tuple[list[int], list[int]]:
+    """The stages of a rank whose next stage another rank has, and those whose stage before."""
+    stages = layout.stages_of(pipeline)
+    away = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
+    return away, [stage for stage in stages if stage and stage - 1 not in stages]
 
 
 def _ring(size: int, ranks: int) -> int:

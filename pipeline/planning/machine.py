@@ -68,7 +68,7 @@ class Step(Section):
 
     @model_validator(mode="after")
     def _has_sizes(self) -> Step:
-        may_be_none = ("head_size", "experts", "zero")
+        may_be_none = ("head_size", "experts", "zero", "trained_from")
         sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_none}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"work.{wrong[0]} is {sizes[wrong[0]]}")

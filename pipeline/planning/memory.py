@@ -1,20 +1,33 @@
-"""Memory of one rank: weights, gradients, optimizer counted exactly; activations estimated from shapes.
+"""Memory of one rank: weights, gradients, optimizer counted exactly; activations from shapes.
 
-The estimate is what torch was seen to save for the backward pass of the decoder, good enough to compare layouts
-(tests/planning/test_plan.py holds it to 5 % of torch's own account).
+`memory` follows a rank through its step: what a forward keeps, what passes through a block's backward and the loss,
+when gradients come, what ZeRO has gathered then; the most of all moments is what it holds. What torch keeps of each
+operator was read off rehearsed ranks; tests/planning/test_arithmetic.py holds it to them, test_plan.py to what torch's
+allocator counts on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.config.types import INT8_BLOCK
-from pipeline.parallel.traffic import EMBEDDING, kept_width, parameters_of, stream_width, weights_of
+from pipeline.config.types import INT8_BLOCK, StateConfig
+from pipeline.parallel.traffic import Weight, away_from, first_trained, frozen, kept_width, stream_width, weights_of
 from pipeline.planning.timeline import Action
+
+CONTEXT = 400_000_000
+"""Bytes of CUDA's context, its kernels loaded when wanted: some 400 MB (github.com/pytorch/pytorch/issues/109888)."""
+COMMUNICATOR = 688 * 2**20
+"""And of NCCL's buffers for each group: 688 MB between more than two of four A100 (github.com/NVIDIA/nccl/issues/964);
+context and a first group of eight H100 were 1.06 GB together (issue 1685)."""
+
+
+def reserve(layout: Layout) -> int:
+    """Bytes of a GPU that are there for no tensor. Groups: all ranks, and each dimension of the mesh."""
+    groups = sum(size > 1 for size in (layout.pipeline, layout.replicate, layout.shard, layout.tensor))
+    return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
 
 
 @dataclass(frozen=True)
@@ -42,105 +55,145 @@ class Memory:
         return self.gathered + self.activations if config.parallel.offload else self.total
 
 
-def _frozen(config: Config, name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in config.optimizer.freeze)
-
-
-def _moment_bytes(config: Config, name: str, count: int, dimensions: int) -> int:
-    """Bytes that the optimizer keeps of a weight with so many values."""
-    optimizer = config.optimizer
-    if optimizer.state.moments == "int8" and dimensions > 1:
+def _moment_bytes(config: Config, weight: Weight, ranks: int) -> int:
+    """Bytes that the optimizer keeps of a weight on each of so many ranks."""
+    optimizer, count = config.optimizer, weight.part(ranks)
+    if optimizer.state.moments == "int8" and weight.columns:
         return 2 * (count + 4 * count // INT8_BLOCK)
-    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and dimensions > 1 and _block(name) >= 0)
+    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and weight.columns > 0 and weight.block >= 0)
     return (4 if alone or optimizer.state.moments == "bf16" else 8) * count
 
 
-def _first_trained(config: Config, layout: Layout, vocab: int) -> int:
-    """The first block that keeps something for the backward pass: it, or the embedding, is trained."""
-    ranks = range(layout.pipeline if config.optimizer.freeze else 0)
-    weights = (name for rank in ranks for name, *_ in weights_of(config, layout, rank, vocab))
-    names = [name for name in weights if not _frozen(config, name)]
-    blocks = [_block(name) for name in names if _block(name) >= 0]
-    return 0 if EMBEDDING in names or not ranks else min(blocks, default=config.model.layers)
+def _updating(config: Config, layout: Layout, trained: Sequence[Weight], ranks: int) -> int:
+    """Bytes that pass through the optimizer's step, of its largest weight."""
+    optimizer = config.optimizer
+    if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
+        largest = max((weight.values for weight in trained if weight.columns and weight.block >= 0), default=0)
+        return largest * layout.tensor * (22 if ranks * layout.tensor > 1 else 10)
+    if optimizer.state == StateConfig() or config.train.compile:
+        return 0
+    return 40 * min(1 << 24, max((weight.part(ranks) for weight in trained), default=0))
 
 
-def _block(name: str) -> int:
-    """The number of the block that has a weight; -1: none has."""
-    return int(name.split(".")[2]) if ".layers." in name else -1
-
-
-def _block_activations(config: Config, layout: Layout, kind: str) -> int:
+def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) -> int:
     """Bytes that one block keeps for the backward pass of one micro-batch, by what torch was seen to save.
 
-    `kind`: of activation checkpointing.
+    `kind`: of activation checkpointing. `on_cpu`: by its kernels, which share no heads and norm in several steps.
     """
-    model, compiled = config.model, config.train.compile
+    model, compiled, cut_stream = config.model, config.train.compile, layout.tensor if layout.sequence else 1
     low, wide = config.train.precision != "fp32", stream_width(config, layout)
     width = 2 if low else 4
     query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
-    seen = query + 2 * (shared if low else query)  # fp32's kernel for attention wants keys and values for each query
-    casts = 3 if low and wide == 4 else 0  # of a wide input, for each matrix; compiled, they are made again
-    streams, whole, cut = {
-        "none": (1, 3, seen + query + 3 * model.ffn_size)
+    seen = query + 2 * (
+        shared if low and not on_cpu else query
+    )  # keys and values for each query, but for flash kernels
+    casts = (
+        3 if low and wide == 4 and layout.tensor == 1 else 0
+    )  # of a wide input, for each matrix; compiled, made again
+    # of width wide: the stream; of the other: inputs of products, whole even where the stream is cut; what is cut
+    streams, sums, whole, cut = {
+        "none": (1, 0, 3, seen + query + 3 * model.ffn_size)
         if compiled
-        else (2, 2 + casts, seen + query + 4 * model.ffn_size),
-        "selective": (1, 1 if compiled else 2, 2 * query + 2 * shared + 2 * model.ffn_size),
-        "full": (1, 0, 0),
+        else (2, 0, 2 + casts, seen + query + 4 * model.ffn_size),
+        "selective": (1, 1 if compiled else 2, 0, 2 * query + 2 * shared + 2 * model.ffn_size),
+        "full": (1, 0, 0, 0),
     }[kind]
-    tokens, stream = config.train.micro_batch * config.data.sequence_length, layout.tensor if layout.sequence else 1
-    return tokens * ((wide * streams + width * whole) * model.dim // stream + width * cut // layout.tensor)
+    norms = 2 * 4 + 2 * (4 - wide) if on_cpu and kind == "none" else 0
+    found = (wide * streams + width * sums + norms) * model.dim // cut_stream
+    found += width * (whole * model.dim + cut // layout.tensor) + (kind != "full") * 4 * model.heads // layout.tensor
+    return config.train.micro_batch * config.data.sequence_length * found
 
 
-def memory(config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action]) -> Memory:
-    """What a rank of this pipeline position holds."""
-    stages = layout.stages_of(pipeline)
-    parameters = parameters_of(config, layout, pipeline, vocab)
-    low, kept = config.train.precision != "fp32", kept_width(config)
-    width = 2 if low else 4
-    share = layout.shard if layout.zero else 1
-    last, chunk = layout.stages - 1 in stages, config.train.loss_chunk
-    table = vocab * config.model.dim // layout.tensor * width
-    kind, size = config.parallel.activation_checkpointing, _block_activations
+def memory(
+    config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
+) -> Memory:
+    """What a rank of this pipeline position holds; `on_cpu`: by its kernels, as in a rehearsal."""
+    stages, model, chunk = layout.stages_of(pipeline), config.model, config.train.loss_chunk
+    low, kept, wide = config.train.precision != "fp32", kept_width(config), stream_width(config, layout)
+    width, share, tensor = 2 if low else 4, layout.shard if layout.zero else 1, layout.tensor
+    tokens, cut_stream = config.train.micro_batch * config.data.sequence_length, tensor if layout.sequence else 1
+    table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(weights_of(config, layout, pipeline, vocab))
-    trained = [weight for weight in weights if not _frozen(config, weight[0])]
-    held, peak, block, first = 0, 0, size(config, layout, kind), _first_trained(config, layout, vocab)
-    for action in order:
-        keeping = [number for number in layout.stage_layers[action.stage] if number >= first]
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * len(keeping) * block
-        peak = max(peak, held)
-    again = block_again = 0 if kind == "none" else size(config, layout, "none")  # of the block in backward
-    if last:  # three times in fp32: log-softmax, its gradient, that of the logits
-        cut = layout.tensor if config.parallel.loss_parallel else 1
-        tokens = config.train.micro_batch * config.data.sequence_length
-        logits = tokens * vocab // cut * 12
-        if chunk is not None:  # its logits, or the chunk's share of the weights' gradient; hidden states
-            rows, dim = min(chunk, tokens), config.model.dim
-            logits = (4 * dim + max((4 + width) * rows, width * (rows + dim))) * vocab // layout.tensor
-            logits += tokens * dim * (stream_width(config, layout) + 2 * width)
-        again = max(again, logits)
-    gathered = 0
+    parameters = sum(weight.values for weight in weights)
+    trained = [weight for weight in weights if not frozen(config, weight.name)]
+    first = first_trained(config, layout, vocab)
+    whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
+    blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
+    copy = 0  # of a block's weights, by autocast
+    if low and kept == 4 and not layout.fsdp:
+        copy = width * sum(weight.values for weight in weights if weight.block >= first) // max(1, blocks)
+    copies = copy * blocks
+    if kind == "none":  # of each micro-batch that is on its way
+        block, copies = block + copy, 0
+    # what passes through a block's backward: what is made again, gradients of the stream and of the MLP's widest
+    stream = tokens * wide * model.dim // cut_stream
+    passing = stream + width * tokens * (model.dim + 2 * model.ffn_size // tensor)
+    if kind != "none":  # what is made again: all but the stream, and products that are kept
+        found = model.heads * model.head_size + model.num_kv_heads * model.head_size + 2 * model.ffn_size
+        passing += whole + copy - stream - (width * tokens * found // tensor if kind == "selective" else 0)
+    gathered = gathered_at_loss = copies
+    blockwise = width * sum(weight.values for weight in weights if weight.block >= 0) // max(1, blocks)
     if layout.fsdp:
-        gathered = whole = parameters * width
-        if layout.zero == 3 and layout.pipeline == 1:  # two blocks at a time, and what is no block
-            blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
-            gathered = min(whole, 2 * table + 2 * (whole - 2 * table) // max(1, blocks))
-    elif low and kept == 4:  # autocast's copies
-        copies = width * sum(count for name, count, _ in weights if _block(name) >= first)
-        if kind != "none":  # made again by what is compiled; of others gone when backward begins
-            copies = 0 if config.train.compile else max(0, copies - again)
-        gathered = copies + table * last
-    gradients = kept * sum(count for _, count, _ in trained) // (share if layout.reduce_each_micro_batch else 1)
-    activations = peak + again
-    if layout.world == layout.micro_batches == 1:  # gradients come while activations go
-        activations = max(activations - gradients, block_again)
-    copy = 0
-    if config.train.evaluate_every is not None:  # of the weights, for held-out data (pipeline/evaluate/evaluator.py)
-        copy = parameters // (layout.data if layout.zero == 3 or layout.pipeline * layout.tensor > 1 else 1)
+        gathered = gathered_at_loss = width * share * sum(weight.part(share) for weight in weights)
+        if layout.gathers_blocks:  # a block, and the next; a tied table stays
+            gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
+            gathered_at_loss = table
+        # what is reduced, in fp32; a pipeline does so at the end
+        passing += 4 * blockwise // width if layout.pipeline == 1 and layout.data > 1 else 0
+    tail = loss = 0
+    if layout.stages - 1 in stages:  # of the log-softmax in fp32; for a while three times that, four where it is cut
+        cut = tensor if config.parallel.loss_parallel else 1
+        tail, loss = (4 * tokens * vocab // cut, (12 if cut > 1 else 8) * tokens * vocab // cut)
+        if chunk is not None:  # its logits, or the chunk's share of the weights' gradient; hidden states
+            rows, dim = min(chunk, tokens), model.dim
+            tail = width * (vocab // tensor + tokens) * dim
+            loss = (
+                4 * dim + max((4 + width) * rows, width * (rows + dim))
+            ) * vocab // tensor + 2 * width * tokens * dim
+            loss -= tail
+        tail += width * tokens * model.dim + stream + (tokens * (8 - wide) * model.dim // cut_stream if on_cpu else 0)
+        tail += table if copy else 0
+        tail += width * tokens * vocab // cut if chunk is None and layout.pipeline > 1 else 0  # logits, its output
+    if copies:  # made again by what is compiled; of others gone when backward begins
+        gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
+    split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
+    every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
+    gradients = every if layout.data > 1 and not layout.fsdp else 0  # DDP's buckets stay
+    away, back = away_from(layout, pipeline)
+    held = stream * layout.micro_batches * (len(away) + len(back))  # buffers for what comes
+    waiting = 4 * table // width if split and layout.micro_batches > 1 else 0  # the last to be reduced
+    peak, seen = 0, set[int]()
+    for kind_of, stage, _ in order:
+        count = sum(stage > 0 or number >= first for number in layout.stage_layers[stage])
+        at_end = stage == layout.stages - 1
+        through = tail * at_end + stream * (not at_end) * (layout.pipeline > 1) - stream * (stage in back)
+        if kind_of == "F":
+            held += count * block + through
+            continue
+        if kind_of != "W":
+            if at_end:
+                peak = max(peak, held + gradients + loss + gathered_at_loss + waiting * (stage in seen))
+            peak = max(peak, held + gradients + gathered - through + (passing if kind_of == "B" else 0))
+            before, gradients = gradients, gradients if stage in seen else min(every, gradients + every // len(stages))
+            seen.add(stage)
+        if kind_of != "B" and kind == "full":  # I and W each make it again, and torch keeps both to the end of the step
+            held += count * (whole + copy)
+        elif kind_of != "I":
+            held -= count * block + through
+        if kind_of == "B":  # in that of its first block, whose gradients, and the embedding's, are still to come
+            late = 0 if split else kept * (blockwise // width + (stage == 0) * table // width)
+            peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
+        peak = max(peak, held + gradients + gathered)
+    peak = max(peak, kept * sum(weight.part(share) for weight in trained) + _updating(config, layout, trained, share))
+    activations = max(0, peak - every - gathered)
+    copied = 0
+    if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
+        copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * tensor > 1 else 1)
     return Memory(
         parameters=parameters,
-        weights=kept * (parameters // share) + 4 * copy,
+        weights=kept * sum(weight.part(share) for weight in weights) + 4 * copied,
         gathered=gathered,
-        gradients=gradients,
-        optimizer=sum(_moment_bytes(config, *weight) // share for weight in trained),
+        gradients=every,
+        optimizer=sum(_moment_bytes(config, weight, share) for weight in trained),
         activations=activations,
     )

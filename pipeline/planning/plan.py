@@ -13,10 +13,10 @@ from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.traffic import traffic
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import Memory, memory
+from pipeline.planning.memory import Memory, memory, reserve
 from pipeline.planning.predict import predict
 from pipeline.planning.search import node_counts, search, write_choice
-from pipeline.planning.timeline import Action, actions, timeline
+from pipeline.planning.timeline import actions, timeline
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
 
@@ -47,19 +47,21 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
         yield count
 
 
-def _room(config: Config, ranks: Sequence[Memory]) -> str:
+def _room(config: Config, layout: Layout, ranks: Sequence[Memory]) -> str:
     """What is left of a GPU, in words. Raises UserError where it is nothing."""
     size = (config.site.gpu_memory_gib or 0) * 2**30
-    needs = [part.on_gpu(config) for part in ranks]
+    needs, own = [part.on_gpu(config) for part in ranks], reserve(layout)
     most = max(needs)
-    if most > size:
+    if most + own > size:
         raise UserError(
-            f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, and a GPU has {size / GB:.1f} "
-            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib): lower train.micro_batch "
-            f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
+            f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, CUDA's context and NCCL some "
+            f"{own / GB:.1f}, and a GPU has {size / GB:.1f} ({config.site.gpu_memory_gib:g} GiB, by --machine or "
+            f"site.gpu_memory_gib): lower train.micro_batch ({config.train.micro_batch}), let "
+            "parallel.activation_checkpointing be selective or full, set "
             "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
         )
-    return f"a GPU has {size / GB:.3f} GB: {(size - most) / GB:.3f} are left for fragmentation and the libraries' own"
+    left = (size - most - own) / GB
+    return f"a GPU has {size / GB:.3f} GB: some {own / GB:.1f} for CUDA and NCCL, {left:.3f} are left for fragmentation"
 
 
 def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
@@ -109,8 +111,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
-    single = [[Action("F", 0, 0), Action("B", 0, 0)]]  # one micro-batch after the other: the first is like all
-    orders = actions(layout) if layout.pipeline > 1 else single
+    orders = actions(layout)
     if layout.pipeline > 1:
         rows = timeline(orders, layout.stages)
         idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
@@ -135,7 +136,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     if parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
     if config.site.gpu_memory_gib is not None:
-        yield _room(config, found)
+        yield _room(config, layout, found)
     yield ""
     yield "a rank sends in a step"
     sent = list(traffic(config, layout, vocab))

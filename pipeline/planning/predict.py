@@ -35,7 +35,7 @@ class Constants:
     """Share of the machine's attention figure over forward and backward."""
     memory: float = 0.93
     """Share of the memory's bandwidth."""
-    eager: float = 1.75
+    eager: float = 1.74
     """Times that unfused operators move what fused ones do."""
     link: float = 0.78
     """Share of a link's bandwidth."""
@@ -124,7 +124,7 @@ class Rank:
         inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
         weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
         m, n, k, times = shapes[-1]
-        return forward, inputs + weights, self.product(m, n, k, precision) * times
+        return forward, inputs + weights * work.trained, self.product(m, n, k, precision) * times
 
     def attention(self) -> float:
         """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
@@ -209,6 +209,14 @@ class Rank:
         neighbours = self.group(work.pipeline, stride)
         return send(size, neighbours, self.machine, self.constants.link) + self.call
 
+    def update(self) -> float:
+        """Gathering of Muon's matrices, gradients and momenta, in fp32."""
+        work, link = self.work, self.constants.link
+        size = 12 * work.trained * work.layers / work.pipeline * (work.attention_weights + work.expert_weights)
+        shards = self.group(work.shard if work.zero else 1, work.tensor)
+        time = gather(size / work.tensor, shards, self.machine, link)
+        return (time + gather(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
+
     def stage_weights(self) -> float:
         """Weights of the largest pipeline rank after tensor and expert parallelism."""
         work = self.work
@@ -254,7 +262,7 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     head_forward, head_backward = rank.head()
     waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
     micro = work.micro_batches
-    data, gathered, reduced = _data_per_block(rank)
+    data, gathered, reduced, alone = _data_per_block(rank)
     exposed = 0.0
     # each micro-batch gathers, or reduces, every block while its neighbour computes
     forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
@@ -263,7 +271,8 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     exposed = (wait + more) * work.layers / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
-    back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(stages))
+    kept = (max(0, n - work.trained_from * (at == 0)) for at, n in enumerate(stages))  # a stage's inputs want gradients
+    back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(kept))
     if work.pipeline > 1:
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
@@ -273,9 +282,10 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     if work.hide_data and machine.cores is None:
         taken = (gathered * work.gathers_blocks + each) * work.layers / work.pipeline  # of the last micro-batch's time
         data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
+    data += alone
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
-    optimizer = rank.moved(local * 30) * (1 if work.fused else constants.eager)
+    optimizer = rank.moved(local * 30 * work.trained) * (1 if work.fused else constants.eager) + rank.update()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
@@ -312,20 +322,24 @@ def _beside(compute: float, communication: float, constants: Constants) -> tuple
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data_per_block(rank: Rank) -> tuple[float, float, float]:
-    """Data parallel communication: of a whole step once; of ZeRO 3 for a block, gathered and reduced."""
+def _data_per_block(rank: Rank) -> tuple[float, float, float, float]:
+    """Data parallel communication: of a step once; of a block gathered, reduced; what nothing runs beside."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
     stride, weights = work.tensor * work.context, rank.stage_weights()
     shards, inner = work.shard * work.context, work.tensor
     group = rank.group(shards, inner)
     block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
     gathered = gather(block * work.low_bytes, group, machine, link) + rank.call
-    reduced = gather(block * work.reduce_bytes, group, machine, link) + rank.call
+    reduced = gather(block * work.reduce_bytes * work.trained, group, machine, link) + rank.call
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
-        return all_reduce(weights * work.reduce_bytes, whole, machine, link), gathered, reduced
+        return all_reduce(weights * work.reduce_bytes * work.trained, whole, machine, link), gathered, reduced, 0.0
     once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
-    once += gather(weights * work.reduce_bytes, group, machine, link) * (not work.reduces_blocks)
+    once += gather(weights * work.reduce_bytes * work.trained, group, machine, link) * (not work.reduces_blocks)
     replicas = rank.group(work.replicate, stride * work.shard)
-    once += all_reduce(weights / shards * work.reduce_bytes, replicas, machine, link)
-    return once, gathered, reduced
+    once += all_reduce(weights / shards * work.reduce_bytes * work.trained, replicas, machine, link)
+    # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
+    table = work.vocab * work.hidden / work.tensor
+    alone = work.micro_batches * gather(table * work.low_bytes, group, machine, link) * work.gathers_blocks
+    alone += gather(table * work.reduce_bytes, group, machine, link) * work.reduces_blocks * (work.trained_from == 0)
+    return once, gathered, reduced, alone

@@ -42,7 +42,7 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import local
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
-from pipeline.parallel.traffic import traffic
+from pipeline.parallel.traffic import traffic_of
 from pipeline.planning.memory import memory
 from pipeline.planning.plan import GB
 from pipeline.planning.timeline import actions
@@ -338,8 +338,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     yield ""
     yield "memory of its tensors in GB, when a step takes most"
     yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
-    orders = actions(layout) if layout.pipeline > 1 else [[]]
-    said = memory(config, layout, at.pipeline, vocab, orders[at.pipeline])
+    said = memory(config, layout, at.pipeline, vocab, actions(layout)[at.pipeline], on_cpu=True)
     kinds = account.by_kind()
     for name, sizes in (
         ("rehearsed", [*kinds.values(), account.peak]),
@@ -347,7 +346,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    yield f"it sends in a step (plan, for the rank that sends most: {_plan_words(config, layout, vocab)})"
+    yield f"it sends in a step (plan: {_plan_words(config, layout, vocab, at.pipeline)})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
     for (group, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
         yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
@@ -359,5 +358,6 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
         )
 
 
-def _plan_words(config: Config, layout: Layout, vocab: int) -> str:
-    return ", ".join(f"{group} {size / GB:.3f} GB" for group, size, _ in traffic(config, layout, vocab)) or "nothing"
+def _plan_words(config: Config, layout: Layout, vocab: int, pipeline: int) -> str:
+    counted = traffic_of(config, layout, vocab, pipeline)
+    return ", ".join(f"{group} {size / GB:.3f} GB" for group, size, _ in counted) or "nothing"

@@ -23,7 +23,7 @@ from pipeline.config.parallel import DataParallel
 from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import memory
+from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import Prediction, predict
 from pipeline.planning.timeline import actions
 from pipeline.planning.workload import workload_of
@@ -34,6 +34,9 @@ SHOWN = 10
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 """With their stages per rank. `gpipe` is never better than 1f1b, and torch's others hardly than these."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
+              "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
+"""All that is sought, as the command line says it: for a config whose own layout does not fit."""
 GB = 1e9
 FRAGMENTS = 1.08
 """What an allocator holds, to what its tensors are; published peaks agree best with it (benchmarks/footprint.py)."""
@@ -49,11 +52,11 @@ class Choice:
     nodes: int
 
     def bytes_needed(self, vocab: int) -> float:
-        """Of the fullest rank, with what the allocator holds beyond the tensors."""
+        """Of the fullest rank, with what the allocator holds beyond the tensors, and the libraries."""
         orders = actions(self.layout)
         ranks = range(self.layout.pipeline)
         found = (memory(self.config, self.layout, rank, vocab, orders[rank]) for rank in ranks)
-        return FRAGMENTS * max(part.on_gpu(self.config) for part in found)
+        return FRAGMENTS * max(part.on_gpu(self.config) for part in found) + reserve(self.layout)
 
     def words(self) -> str:
         """The layout in a few words."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
+from pipeline.parallel.traffic import first_trained, frozen, kept_width, weights_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Workload:
     """Of a weight on the wire, and of a value of the stream."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
+    trained: float = 1.0
+    """Share of the weights that are trained; of each part as many, from this block on:"""
+    trained_from: int = 0
+    orthogonal: bool = False
+    """Whether whole matrices are gathered for the update, as Muon's are."""
 
     @property
     def head(self) -> int:
@@ -134,6 +140,9 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""
     model, train, parallel = config.model, config.train, config.parallel
     low = train.precision != "fp32"
+    ranks = range(layout.pipeline if config.optimizer.freeze else 0)
+    weights = [weight for rank in ranks for weight in weights_of(config, layout, rank, vocab)]
+    kept = sum(weight.values for weight in weights if not frozen(config, weight.name))
     return Workload(
         layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
         vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
@@ -143,4 +152,7 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
         stage_layers=tuple(map(len, layout.stage_layers)), precision=train.precision,
         recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence,
         each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
+        reduce_bytes=4 if layout.fsdp else kept_width(config),
+        trained=kept / sum(each.values for each in weights) if weights else 1.0,
+        trained_from=first_trained(config, layout, vocab), orthogonal=config.optimizer.name == "muon",
     )  # fmt: skip

@@ -140,7 +140,7 @@ class Engine:
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
             groups = task.shard_groups(part)
-            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.zero == 3, offload=offload)
+            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload)
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
         task.fill(part, self.world.device, self._draw and source is None)
         if source is not None:
@@ -279,7 +279,7 @@ class Engine:
         good = good and (self.scaler is None or self.scaler.see(norm))
         if good:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        data_parallel.forget_gradients(self.model, self.optimizer)
         self.replicas.end(good)
 
     def _fix_buckets(self) -> None:
@@ -290,7 +290,7 @@ class Engine:
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
         self._loss_of(self.task.smallest(self.world.device)).backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        data_parallel.forget_gradients(self.model, self.optimizer)
         self.replicas.end(good=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------

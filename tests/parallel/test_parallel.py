@@ -89,6 +89,8 @@ def test_tensor_parallel() -> None:
         {"parallel": recomputed, "train": FEW, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
         {"parallel": {"tensor": 2}, "train": FEW | CHUNKED},
+        {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW},
+        {"parallel": {**recomputed, "activation_checkpointing": "selective"}, "train": FEW, "model": TIED},
     )
 
 

@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import ConfigError, config_from_mapping, load_config
 from pipeline.planning.machine import load_machine
-from pipeline.planning.memory import memory
+from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import predict
 from pipeline.planning.search import FRAGMENTS, best, choices, node_counts, search, write_choice
 from pipeline.planning.timeline import actions
@@ -58,7 +58,10 @@ def everything() -> list[tuple[float, float]]:
         orders = actions(layout)
         size = max(memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
         found.append(
-            (predict(workload_of(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu, FRAGMENTS * size)
+            (
+                predict(workload_of(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu,
+                FRAGMENTS * size + reserve(layout),
+            )
         )
     return found
 
@@ -125,6 +128,13 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     assert code == 0 and "predicted for H100 SXM5 80 GB: a step in" in out
     code, out, _ = run("--best", "--nodes=1", "--write", "--machine", "a100-80")
     assert code == 0 and "layouts on A100 SXM4 80 GB" in out and f"written: {tmp_path}/my-best.yaml" in out
+    # its own layout need not fit, other things must
+    code, out, _ = run("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
+    assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
+    code, _, err = run("--best", "train.global_batch=0")
+    assert code == 2 and "train.global_batch" in err
+    code, _, err = run("parallel.tensor=3")
+    assert code == 2 and "does not divide the number of training ranks" in err
     monkeypatch.chdir(ROOT)
     path = ROOT / "configs/lm-8b.yaml"
     code, _, err = run("--best")
@@ -156,4 +166,6 @@ def test_offload_leaves_the_card_to_what_is_gathered(tmp_path: Path) -> None:
     config = config_from_mapping(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
     (choice, *_), _ = best(list(choices(config, H100, VOCAB, 1)), VOCAB, 1e15)
     (held,) = {memory(choice.config, choice.layout, 0, VOCAB, order) for order in actions(choice.layout)[:1]}
-    assert choice.bytes_needed(VOCAB) == pytest.approx(FRAGMENTS * (held.gathered + held.activations))
+    assert choice.bytes_needed(VOCAB) == pytest.approx(
+        FRAGMENTS * (held.gathered + held.activations) + reserve(choice.layout)
+    )
