@@ -41,9 +41,8 @@ Arrays = dict[str, Any]
 Lengths = Callable[[Int64Array], Int64Array]
 
 
-def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
-    """A file's arrays as they lie in it. Raises InputError, naming it, where it is missing or too short."""
-    path = data_dir / entry.file
+def map_file(entry: ShardEntry | SampleFile, path: Path) -> Arrays:
+    """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short."""
     try:
         return {
             # np.memmap's own indexing costs twice as much
@@ -56,18 +55,31 @@ def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
 
 
 class MappedDataset(Dataset[Arrays]):
-    """Samples of several files of the same arrays; every file is opened once, here, and stays mapped."""
+    """Samples of several files of the same arrays; every file is opened once, here, and stays mapped.
+
+    Raises InputError as `map_file` does.
+    """
 
     lengths: Lengths | None = None
     """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
 
-    def __init__(self, files: Sequence[Arrays]) -> None:
-        """`files`: their arrays, samples along the first dimension."""
+    def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
+        self.entries = entries
+        files = [self._map(entry, data_dir / entry.file) for entry in entries]
         # files may differ in the width of their tokens: a batch has the widest
         self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
         self._first = files[0]
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
+
+    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
+        """The file's arrays, samples along the first dimension."""
+        return map_file(entry, path)
+
+    def move(self, number: int, path: Path) -> None:
+        """Read the file of entry `number` at `path` from now on; another thread may be reading."""
+        for name, array in self._map(self.entries[number], path).items():
+            self._arrays[name][number] = array
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -132,18 +144,20 @@ class TokenDataset(MappedDataset):
         if not kinds.keys() <= {"uint16", "uint32"}:
             found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())
             raise InputError(f"shards hold uint16 or uint32 tokens; found {found}: shard again")
+        self._length = sequence_length
+        super().__init__(usable, data_dir)
+
+    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
-        window = np.lib.stride_tricks.sliding_window_view
-        cut = partial(window, window_shape=sequence_length + 1)
-        maps = (map_file(shard, data_dir) for shard in usable)
-        super().__init__([{name: cut(array)[::sequence_length] for name, array in arrays.items()} for arrays in maps])
+        cut = partial(np.lib.stride_tricks.sliding_window_view, window_shape=self._length + 1)
+        return {name: cut(array)[:: self._length] for name, array in map_file(entry, path).items()}
 
 
 class SampleDataset(MappedDataset):
-    """The training samples of `manifest`, or with `held_out` the others. Raises InputError as `map_file` does."""
+    """The training samples of `manifest`, or with `held_out` the others."""
 
     def __init__(self, manifest: SampleManifest, *, held_out: bool = False) -> None:
-        super().__init__([map_file(entry) for entry in manifest.train])
+        super().__init__(manifest.train)
         self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
         self._range = range(trained, self._all) if held_out else range(trained)
         if LENGTHS in self._arrays:

@@ -67,7 +67,7 @@ class TextHeldOut:
             windows = [window for _, found in rows for window in found[:each]]
         self.windows = windows[:limit]
         self.count = len(self.windows)
-        self._arrays = {shard.file: map_file(shard, run.data) for shard in manifest.held_out}
+        self._arrays = {shard.file: map_file(shard, run.data / shard.file) for shard in manifest.held_out}
         ends = {shard.file: min(start + length, shard.tokens) for shard, start in self.windows}
         self._covered = [(shard, ends[shard.file]) for shard in manifest.held_out if shard.file in ends]
         """The files, and how many of its tokens the windows cover."""
