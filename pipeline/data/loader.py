@@ -48,7 +48,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     default process group if they are not given (in a mesh, give the data parallel size and rank). Raises UserError if W
     does not divide G.
 
-    Where the dataset has `lengths` a rank takes as many samples of the same global batch, but which ones
+    Where the dataset is `numbered` the arrays have the shape (2, G/W), positions in the order behind indices. Where it
+    has `lengths` a rank takes as many samples of the same global batch, but which ones
     is dealt so that the ranks' sums of lengths are even (`pipeline/data/order.py`, `deal`).
     """
 
@@ -71,7 +72,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
-        self.lengths, self._size = dataset.lengths, len(dataset)
+        self.lengths, self.numbered, self._size = dataset.lengths, dataset.numbered, len(dataset)
         self.order = order or partial(indices_of, seed, n=self._size)
 
     def __len__(self) -> int:
@@ -87,11 +88,10 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             positions = first + offsets
             for start, count in self.left_out:
                 positions[positions >= start] += count
-            indices = self.order(positions)
-            if self.lengths:
-                yield from (batch[deal(self.lengths(batch), self.num_replicas)[self.rank]] for batch in indices)
-            else:
-                yield from indices
+            for batch in np.stack([self.order(positions), positions], axis=1):
+                if self.lengths:
+                    batch = batch[:, deal(self.lengths(batch[0]), self.num_replicas)[self.rank]]
+                yield batch if self.numbered else batch[0]
             first += steps * self.global_batch
 
 
@@ -195,8 +195,8 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
 
     def _read(self, asked: list[Int64Array]) -> list[Batch]:
         """Read batches in one go, in the files' types; the last one first."""
-        sizes = [len(indices) for indices in asked]
+        sizes = [indices.shape[-1] for indices in asked]
         host = self._dataset.buffer(sum(sizes), pin=self._device.type == "cuda")
-        self._dataset.read(np.concatenate(asked), out={name: array.numpy() for name, array in host.items()})
+        self._dataset.read(np.concatenate(asked, axis=-1), out={name: array.numpy() for name, array in host.items()})
         parts = zip(*(array.split(sizes) for array in host.values()), strict=True)
         return [dict(zip(host, arrays, strict=True)) for arrays in parts][::-1]

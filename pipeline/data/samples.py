@@ -21,13 +21,14 @@ open per mapped array, so `ulimit -n` must exceed the number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator, Philox
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -39,6 +40,9 @@ from pipeline.data.order import Int64Array, perm
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
 Lengths = Callable[[Int64Array], Int64Array]
+Transform = Callable[[Arrays, Generator | None], Arrays]
+"""A sample's arrays of its arrays in the file (pipeline/config/user_model.py)."""
+_TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
 def map_file(entry: ShardEntry | SampleFile, path: Path) -> Arrays:
@@ -62,6 +66,8 @@ class MappedDataset(Dataset[Arrays]):
 
     lengths: Lengths | None = None
     """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
+    numbered = False
+    """Whether `read` also wants each sample's position in the run's order: int64 of shape (2, B), indices first."""
 
     def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
         self.entries = entries
@@ -154,10 +160,22 @@ class TokenDataset(MappedDataset):
 
 
 class SampleDataset(MappedDataset):
-    """The training samples of `manifest`, or with `held_out` the others."""
+    """The training samples of `manifest`, or with `held_out` the others; as the user's `transform` makes them of those.
 
-    def __init__(self, manifest: SampleManifest, *, held_out: bool = False) -> None:
+    What a transform draws is a function of `seed` and of the sample's position in the run's order alone. Raises
+    UserError where it does not give all samples the same arrays.
+    """
+
+    def __init__(
+        self, manifest: SampleManifest, *, held_out: bool = False, transform: Transform | None = None, seed: int = 0
+    ) -> None:
         super().__init__(manifest.train)
+        self._transform, self._seed, self.numbered = transform, seed, transform is not None and not held_out
+        if transform is not None:
+            first = transform({name: arrays[0][0] for name, arrays in self._arrays.items()}, None)
+            self._first = {name: np.asarray(array)[None] for name, array in first.items()}
+            self._kinds = {name: array.dtype for name, array in self._first.items()}
+            self._refuse_other(first, 0, manifest.train[0].arrays)
         self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
         self._range = range(trained, self._all) if held_out else range(trained)
         if LENGTHS in self._arrays:
@@ -165,6 +183,35 @@ class SampleDataset(MappedDataset):
 
     def __len__(self) -> int:
         return len(self._range)
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of a sample's arrays."""
+        return {name: (array.shape[1:], self._kinds[name].name) for name, array in self._first.items()}
+
+    def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
+        """As MappedDataset's, or transformed. Raises UserError where the transform gives other arrays than before."""
+        if self._transform is None:
+            return super().read(indices, out)
+        indices, numbers = indices if self.numbered else (indices, None)
+        out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
+        for i, (file, row) in enumerate(self._places(indices)):
+            # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+            random = None if numbers is None else Generator(Philox(key=[self._seed % 2**64, int(numbers[i])]))
+            found = self._transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
+            self._refuse_other(found, int(indices[i]), self._first)
+            for name, array in found.items():
+                out[name][i] = array
+        return out
+
+    def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
+        """Raise UserError where a transformed sample has other arrays than the first one."""
+        told = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in found.items()}
+        if told.keys() != set(names) or told != self.shapes or not {kind for _, kind in told.values()} <= _TORCH_TYPES:
+            raise UserError(
+                f"transform of sample {index} gives {told}, of the first one {self.shapes}: it should give "
+                f"{', '.join(names)}, for all samples in the same shapes and types ({', '.join(sorted(_TORCH_TYPES))})"
+            )
 
     def _lengths(self, indices: Int64Array) -> Int64Array:
         lengths = self._arrays[LENGTHS]

@@ -28,7 +28,7 @@ class SampleHeldOut:
 
     def __init__(self, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task, self.device = task, device
-        self.dataset = SampleDataset(manifest, held_out=True)
+        self.dataset = SampleDataset(manifest, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:

@@ -274,7 +274,7 @@ def copying_rank(place: Place, path: Path, stage: str) -> int:
         assert number == 1 or not made[0]._waiting
         return step(self, number, batch)
 
-    LocalCopies.every_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore[method-assign]
+    LocalCopies.every_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
     return stage_rank(place, path, stage)
 
 
