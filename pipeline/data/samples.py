@@ -167,9 +167,15 @@ class SampleDataset(MappedDataset):
     """
 
     def __init__(
-        self, manifest: SampleManifest, *, held_out: bool = False, transform: Transform | None = None, seed: int = 0
+        self,
+        manifest: SampleManifest,
+        data_dir: Path = Path(),
+        *,
+        held_out: bool = False,
+        transform: Transform | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(manifest.train)
+        super().__init__(manifest.train, data_dir)
         self._transform, self._seed, self.numbered = transform, seed, transform is not None and not held_out
         if transform is not None:
             first = transform({name: arrays[0][0] for name, arrays in self._arrays.items()}, None)

@@ -26,9 +26,9 @@ _TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
 class SampleHeldOut:
     """The held-out samples; `sums` and `result` are what the evaluator asks."""
 
-    def __init__(self, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
+    def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task, self.device = task, device
-        self.dataset = SampleDataset(manifest, held_out=True, transform=task.transform)
+        self.dataset = SampleDataset(manifest, run.data, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:

@@ -178,13 +178,13 @@ class _UserTask(Task):
 
     unit, flops = "samples", 0
 
-    def __init__(self, config: Config, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
-        self.config, self.facts, self.module = config, facts, module
+    def __init__(self, run: Run, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
+        self.config, self.facts, self.module = run.config, facts, module
         self.transform = getattr(module, "transform", None)
         first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
-        self.shapes = SampleDataset(first, transform=self.transform).shapes
-        self.per_step = config.train.global_batch
-        self.options = config.model.all_options
+        self.shapes = SampleDataset(first, run.data, transform=self.transform).shapes
+        self.per_step = run.config.train.global_batch
+        self.options = run.config.model.all_options
         self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
@@ -397,4 +397,4 @@ def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     if isinstance(manifest, Manifest):
         return Task(run.config, manifest.vocab_size, manifest.eos_id)
     assert run.user_model is not None
-    return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
+    return _UserTask(run, run.user_model, run.user_model.load(run.code), manifest)

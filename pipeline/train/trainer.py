@@ -117,7 +117,7 @@ class Trainer:
 
     def _dataset(self, manifest: Manifest | SampleManifest) -> MappedDataset:
         if isinstance(manifest, SampleManifest):
-            return SampleDataset(manifest, transform=self.task.transform, seed=self.config.run.seed)
+            return SampleDataset(manifest, self.run.data, transform=self.task.transform, seed=self.config.run.seed)
         return TokenDataset(manifest.train, self.config.data.sequence_length, self.run.data)
 
     # -- one step ----------------------------------------------------------------------------------------
