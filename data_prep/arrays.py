@@ -4,9 +4,11 @@
     data_dir/shards/unit-00003.json  one file with its sha256, taken by a task of the shard stage
     data_dir/manifest.json           all files, and how many samples are held out
 
-All three are a :class:`SampleManifest`. A sample is one row of each array. Arrays are contiguous datasets, so that the
-loader maps them like shards. The files are not copied: one that was truncated or changed since is named, and the way
-out is to put it back.
+All three are a :class:`SampleManifest`. A sample is one row of each array. Contiguous datasets are mapped by the loader
+like shards, where they lie: a file that was truncated or changed since is named, and the way out is to put it back. A
+file with arrays in chunks, compressed or not, is unpacked by the shard stage, chunk after chunk, each once:
+
+    data_dir/shards/unit-00003.h5    its arrays, contiguous
 
 **Held out** are the samples at the last positions of one fixed permutation of all rows (:data:`SPLIT_SEED`): a fraction
 to the sample, spread over all files, the same for every seed of a run, with no list of rows to keep.
@@ -14,6 +16,8 @@ to the sample, spread over all files, the same for every seed of a run, with no 
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,14 +25,16 @@ from typing import Any, ClassVar
 from data_prep.inputs.folder import DataFolder, Log
 from data_prep.inputs.sources import Input, find_inputs
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import reading, sha256_file, sha256_json
+from pipeline.base.files import reading, replacing, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel, find
-from pipeline.data.manifest import Array, SampleFile, SampleManifest, write_manifest
+from pipeline.data.manifest import PACKED, SHARDS, Array, FileEntry, SampleFile, SampleManifest, write_manifest
 from pipeline.run.code import ask_child
 
 MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
+_AT_ONCE = 1 << 26
+"""Bytes of an array that are unpacked at once."""
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -66,6 +72,8 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         found = SampleManifest(key=self.key, train=files)
         write_manifest(self.path / "prepare.json", found)
         log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
+        if packed := [_bytes_of(entry) for entry in files if entry.packed]:
+            log(f"prepare: {len(packed)} of them in chunks: the shard stage unpacks {sum(packed) / 1e9:,.3f} GB")
 
     def look(self) -> list[str]:
         """And whether the first files have the arrays, asked of h5py, elsewhere."""
@@ -78,16 +86,23 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         """One file's entry with its hash, None where no task has made it, or the file is another one now."""
         try:
             made = self.fitting(self.unit_path(number), SampleManifest, self.prepared.key)
+            seen, (entry,) = self.prepared.train[number], made.train
+            if seen.packed:
+                entry.check(self.path, hashes=False)
+                return made if entry.unpacked == _identity(seen) else None
         except InputError:
             return None
-        seen = tuple(entry.model_copy(update={"sha256": ""}) for entry in made.train)
-        return made if seen == (self.prepared.train[number],) else None
+        return made if entry.model_copy(update={"sha256": ""}) == seen else None
 
     def make(self, unit: int) -> bool:
-        """Hash one file."""
+        """Hash one file, or unpack it."""
         if self.unit(unit) is not None:
             return False
-        entry = self.prepared.train[unit].model_copy(update={"sha256": sha256_file(self.prepared.train[unit].file)})
+        seen = self.prepared.train[unit]
+        if seen.packed:
+            entry = _unpacked(seen, self.path, f"{SHARDS}/unit-{unit:05d}.h5")
+        else:
+            entry = seen.model_copy(update={"sha256": sha256_file(seen.file)})
         self.inputs[unit].check()
         write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
         return True
@@ -135,15 +150,12 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
             if not isinstance(dataset, h5py.Dataset) or not dataset.ndim or not len(dataset):
                 there = ", ".join(file) or "none"
                 raise UserError(f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {there}")
-            offset = dataset.id.get_offset()
             if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
                 raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
-            if offset is None:
-                raise UserError(
-                    f"{path}: {name} is not contiguous (but chunked, compressed or virtual), so it cannot be mapped: "
-                    "rewrite it, e.g. with `h5repack -l CONTI -f NONE old.h5 new.h5`"
-                )
-            arrays[name] = Array(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
+            offset = dataset.id.get_offset()
+            arrays[name] = Array(
+                offset=PACKED if offset is None else offset, dtype=dataset.dtype.name, shape=dataset.shape
+            )
         counts = {array.shape[0] for array in arrays.values()}
         if len(counts) > 1:
             sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
@@ -157,3 +169,43 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
             if least < 1 or (longest is not None and most > longest):
                 raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)
+
+
+def _identity(entry: SampleFile) -> str:
+    return sha256_json(entry.model_dump())
+
+
+def _bytes_of(entry: SampleFile) -> int:
+    import numpy as np
+
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in entry.arrays.values())
+
+
+def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
+    """Write the arrays of a file contiguously to `name`; what that is.
+
+    Memory: one chunk of the file, or `_AT_ONCE`. Raises UserError for a file that cannot be read (a filter that is not
+    installed), OSError where the file system refuses.
+    """
+    import h5py
+
+    from data_prep.text.shard_file import SafeFile
+
+    path, arrays = data_dir / name, {}
+    with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
+        with h5py.File(entry.file, "r") as source, h5py.File(disk, "w", libver=("earliest", "v108")) as file:
+            for key, array in entry.arrays.items():
+                packed: Any = source[key]
+                made = file.create_dataset(key, array.shape, array.dtype, track_times=False)
+                rows, row_bytes = (packed.chunks or (1,))[0], max(1, packed.nbytes // len(packed))
+                rows *= max(1, _AT_ONCE // (rows * row_bytes))
+                for start in range(0, len(packed), rows):
+                    with reading(entry.file):
+                        block = packed[start : start + rows]
+                    made[start : start + rows] = block
+                arrays[key] = array.model_copy(update={"offset": made.id.get_offset()})
+        if disk.error is not None:
+            raise disk.error
+        os.fsync(disk.fileno())
+    told = FileEntry.of(path).model_dump() | {"mtime_ns": path.stat().st_mtime_ns, "samples": entry.samples}
+    return SampleFile(file=name, arrays=arrays, unpacked=_identity(entry), **told)

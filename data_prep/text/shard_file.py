@@ -113,7 +113,7 @@ class ShardWriter:
         self._filled, self._starts, self._bytes = 0, array("q"), 0
 
 
-class _File(io.FileIO):
+class SafeFile(io.FileIO):
     """A file that swallows the writes after one that failed, and keeps that first error.
 
     HDF5 writes late, also while it closes a file. An error there is none of h5py's OSErrors, and the file stays
@@ -155,7 +155,7 @@ def write_shard(
     tokens: uint16 or uint32, shape (n,), n > 0. documents: int64, shape (m + 1,). mask: uint8, shape (n,). Raises
     OSError where the file system refuses, and leaves nothing then.
     """
-    with replacing(path) as temporary, _File(temporary, "w+") as disk:
+    with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
             dataset = file.create_dataset("tokens", data=little_endian, track_times=False)

@@ -182,6 +182,9 @@ class SiteConfig(Request):
     """Interface that ranks talk over: jobs get it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     scratch: AbsolutePath | None = None
     """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
+    local_disk: str | None = None
+    """Folder on each node's own disk, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`, that shards are copied to while
+    training runs, and read from then on."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
     data_jobs: JobRequest = JobRequest()

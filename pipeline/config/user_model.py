@@ -23,6 +23,11 @@ types, with the samples along the first dimension:
                                        padding masked out. Sums add up over micro-batches and ranks; training and
                                        evaluation divide by the global batch's number of samples, or of entries
     metrics(outputs, batch) -> dict    optional: sums of the same kind by name, which evaluation adds to its result
+    transform(sample, random) -> dict  optional: what the model gets of a sample, such as a random crop: arrays of the
+                                       same names, in the same shapes and types for all samples. `sample`: those of
+                                       the file (numpy, not to be written to); `random`: a numpy Generator that follows
+                                       from seed and position in the run, so that a stop or another layout changes
+                                       nothing; None for held-out samples. Called one by one in the reader's thread
     init(name, values, options)        optional: fills `values`, the whole parameter `name`, fp32 on the CPU, from
                                        torch's seeded generator; without it, matrices are normal with deviation
                                        `model.initializer_range`, vectors called `weight` are 1 and others 0

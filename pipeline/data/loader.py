@@ -12,6 +12,7 @@ the GIL, while worker processes would cost many times the reading in copies betw
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -47,7 +48,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     default process group if they are not given (in a mesh, give the data parallel size and rank). Raises UserError if W
     does not divide G.
 
-    Where the dataset has `lengths` a rank takes as many samples of the same global batch, but which ones
+    Where the dataset is `numbered` the arrays have the shape (2, G/W), positions in the order behind indices. Where it
+    has `lengths` a rank takes as many samples of the same global batch, but which ones
     is dealt so that the ranks' sums of lengths are even (`pipeline/data/order.py`, `deal`).
     """
 
@@ -70,7 +72,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
-        self.lengths, self._size = dataset.lengths, len(dataset)
+        self.lengths, self.numbered, self._size = dataset.lengths, dataset.numbered, len(dataset)
         self.order = order or partial(indices_of, seed, n=self._size)
 
     def __len__(self) -> int:
@@ -86,11 +88,10 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             positions = first + offsets
             for start, count in self.left_out:
                 positions[positions >= start] += count
-            indices = self.order(positions)
-            if self.lengths:
-                yield from (batch[deal(self.lengths(batch), self.num_replicas)[self.rank]] for batch in indices)
-            else:
-                yield from indices
+            for batch in np.stack([self.order(positions), positions], axis=1):
+                if self.lengths:
+                    batch = batch[:, deal(self.lengths(batch[0]), self.num_replicas)[self.rank]]
+                yield batch if self.numbered else batch[0]
             first += steps * self.global_batch
 
 
@@ -100,13 +101,17 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
     A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch
     operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
     one, then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
-    `DEPTH` blocks wait. The consumer copies a batch to the device, without waiting for it on CUDA, and widens it
-    there. An exception of the thread is raised by `next` in the place of the block that failed; the end of a finite
+    `DEPTH` blocks wait, and more where the consumer would be through with them in less than `AHEAD_S`: shared storage
+    may take seconds for a read. The consumer copies a batch to the device, without waiting for it on CUDA, and widens
+    it there. An exception of the thread is raised by `next` in the place of the block that failed; the end of a finite
     sampler ends the iteration. Use it as a context manager or call :meth:`close`.
     """
 
     DEPTH = 2
     BLOCK_BYTES = 1 << 20  # handing one over costs little against reading it, and a core's own cache holds it
+    AHEAD_S = 10.0
+    AHEAD_BYTES = 1 << 28
+    """What may wait beyond `DEPTH` blocks, at most."""
 
     def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
@@ -114,9 +119,10 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
         self._dataset, self._sampler, self._device = dataset, sampler, device
         self._block: list[Batch] = []  # what is left of the block in hand, last batch first
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per block that may be read ahead
-        for _ in range(self.DEPTH):
-            self._room.put(None)
+        self._room = threading.Condition()
+        self._blocks = self._waiting = 0  # blocks and batches that are read and not taken
+        self._ahead, self._most_ahead = 0.0, 0  # batches that should wait, and that may
+        self._taken_at, self._taken = 0.0, 0  # when the last block was taken, and its batches
         self._closed = False
         self._end: BaseException | None = None
         # A daemon, so that a trainer that dies without close() is not kept alive by its reader.
@@ -139,18 +145,25 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
             raise StopIteration
         start = time.perf_counter()
         block = self._end or self._ready.get()
-        self.data_wait_s = time.perf_counter() - start
+        now = time.perf_counter()
+        self.data_wait_s = now - start
         if isinstance(block, BaseException):
             self._end = block
             raise block
-        self._block = block
-        self._room.put(None)
+        with self._room:
+            if self._taken:
+                self._ahead = self.AHEAD_S * self._taken / max(1e-6, start - self._taken_at)
+            self._taken_at, self._taken, self._block = now, len(block), block
+            self._blocks -= 1
+            self._waiting -= len(block)
+            self._room.notify()
 
     def close(self) -> None:
         """End the thread and wait for it (at most for the block that it is reading); later `next` calls stop."""
-        self._closed = True
+        with self._room:
+            self._closed = True
+            self._room.notify()
         self._block = []
-        self._room.put(None)
         self._thread.join()
 
     def __exit__(self, *error: object) -> None:
@@ -161,21 +174,29 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
         try:
             sampler, size = iter(self._sampler), 1
             while asked := list(islice(sampler, size)):
-                self._room.get()
-                if self._closed:
-                    return
+                with self._room:
+                    self._room.wait_for(lambda: self._closed or self._has_room())
+                    if self._closed:
+                        return
                 block = self._read(asked)
-                batch_bytes = sum(array.nbytes for array in block[0].values())
+                batch_bytes = max(1024, sum(array.nbytes for array in block[0].values()))  # Python's objects, at least
+                with self._room:
+                    self._blocks += 1
+                    self._waiting += len(block)
+                    self._most_ahead = self.AHEAD_BYTES // batch_bytes
                 self._ready.put(block)  # the consumer's from here on
-                size = max(1, min(2 * size, self.BLOCK_BYTES // max(1, batch_bytes)))
+                size = max(1, min(2 * size, self.BLOCK_BYTES // batch_bytes))
             raise StopIteration
         except BaseException as error:
             self._ready.put(error)
 
+    def _has_room(self) -> bool:
+        return self._blocks < self.DEPTH or self._waiting < min(self._ahead, self._most_ahead)
+
     def _read(self, asked: list[Int64Array]) -> list[Batch]:
         """Read batches in one go, in the files' types; the last one first."""
-        sizes = [len(indices) for indices in asked]
+        sizes = [indices.shape[-1] for indices in asked]
         host = self._dataset.buffer(sum(sizes), pin=self._device.type == "cuda")
-        self._dataset.read(np.concatenate(asked), out={name: array.numpy() for name, array in host.items()})
+        self._dataset.read(np.concatenate(asked, axis=-1), out={name: array.numpy() for name, array in host.items()})
         parts = zip(*(array.split(sizes) for array in host.values()), strict=True)
         return [dict(zip(host, arrays, strict=True)) for arrays in parts][::-1]

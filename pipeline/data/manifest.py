@@ -60,11 +60,14 @@ class FileEntry(Section):
         return None if found == self.sha256 else f"{path} is damaged: its sha256 is {found}, not {self.sha256}"
 
 
+PACKED = -1
+
+
 class Array(Section):
     """One dataset of a file."""
 
     offset: int
-    """Where its data starts in the file, in bytes: map it from here."""
+    """Where its data starts in the file, in bytes: map it from here. :data:`PACKED`: in chunks, unpacked by shard."""
     dtype: str
     """Name of its type, little-endian."""
     shape: tuple[int, ...]
@@ -183,6 +186,13 @@ class SampleFile(DataFile):
     arrays: dict[str, Array]
     sha256: str = ""
     """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
+    unpacked: str = ""
+    """Hash of the entry of the user's file that this one was unpacked from."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether it cannot be mapped."""
+        return any(array.offset == PACKED for array in self.arrays.values())
 
 
 class SampleManifest(Keyed):

@@ -21,13 +21,14 @@ open per mapped array, so `ulimit -n` must exceed the number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator, Philox
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -39,11 +40,13 @@ from pipeline.data.order import Int64Array, perm
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
 Lengths = Callable[[Int64Array], Int64Array]
+Transform = Callable[[Arrays, Generator | None], Arrays]
+"""A sample's arrays of its arrays in the file (pipeline/config/user_model.py)."""
+_TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
-def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
-    """A file's arrays as they lie in it. Raises InputError, naming it, where it is missing or too short."""
-    path = data_dir / entry.file
+def map_file(entry: ShardEntry | SampleFile, path: Path) -> Arrays:
+    """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short."""
     try:
         return {
             # np.memmap's own indexing costs twice as much
@@ -56,18 +59,33 @@ def map_file(entry: ShardEntry | SampleFile, data_dir: Path = Path()) -> Arrays:
 
 
 class MappedDataset(Dataset[Arrays]):
-    """Samples of several files of the same arrays; every file is opened once, here, and stays mapped."""
+    """Samples of several files of the same arrays; every file is opened once, here, and stays mapped.
+
+    Raises InputError as `map_file` does.
+    """
 
     lengths: Lengths | None = None
     """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
+    numbered = False
+    """Whether `read` also wants each sample's position in the run's order: int64 of shape (2, B), indices first."""
 
-    def __init__(self, files: Sequence[Arrays]) -> None:
-        """`files`: their arrays, samples along the first dimension."""
+    def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
+        self.entries = entries
+        files = [self._map(entry, data_dir / entry.file) for entry in entries]
         # files may differ in the width of their tokens: a batch has the widest
         self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
         self._first = files[0]
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
+
+    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
+        """The file's arrays, samples along the first dimension."""
+        return map_file(entry, path)
+
+    def move(self, number: int, path: Path) -> None:
+        """Read the file of entry `number` at `path` from now on; another thread may be reading."""
+        for name, array in self._map(self.entries[number], path).items():
+            self._arrays[name][number] = array
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -132,18 +150,38 @@ class TokenDataset(MappedDataset):
         if not kinds.keys() <= {"uint16", "uint32"}:
             found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())
             raise InputError(f"shards hold uint16 or uint32 tokens; found {found}: shard again")
+        self._length = sequence_length
+        super().__init__(usable, data_dir)
+
+    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
-        window = np.lib.stride_tricks.sliding_window_view
-        cut = partial(window, window_shape=sequence_length + 1)
-        maps = (map_file(shard, data_dir) for shard in usable)
-        super().__init__([{name: cut(array)[::sequence_length] for name, array in arrays.items()} for arrays in maps])
+        cut = partial(np.lib.stride_tricks.sliding_window_view, window_shape=self._length + 1)
+        return {name: cut(array)[:: self._length] for name, array in map_file(entry, path).items()}
 
 
 class SampleDataset(MappedDataset):
-    """The training samples of `manifest`, or with `held_out` the others. Raises InputError as `map_file` does."""
+    """The training samples of `manifest`, or with `held_out` the others; as the user's `transform` makes them of those.
 
-    def __init__(self, manifest: SampleManifest, *, held_out: bool = False) -> None:
-        super().__init__([map_file(entry) for entry in manifest.train])
+    What a transform draws is a function of `seed` and of the sample's position in the run's order alone. Raises
+    UserError where it does not give all samples the same arrays.
+    """
+
+    def __init__(
+        self,
+        manifest: SampleManifest,
+        data_dir: Path = Path(),
+        *,
+        held_out: bool = False,
+        transform: Transform | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(manifest.train, data_dir)
+        self._transform, self._seed, self.numbered = transform, seed, transform is not None and not held_out
+        if transform is not None:
+            first = transform({name: arrays[0][0] for name, arrays in self._arrays.items()}, None)
+            self._first = {name: np.asarray(array)[None] for name, array in first.items()}
+            self._kinds = {name: array.dtype for name, array in self._first.items()}
+            self._refuse_other(first, 0, manifest.train[0].arrays)
         self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
         self._range = range(trained, self._all) if held_out else range(trained)
         if LENGTHS in self._arrays:
@@ -151,6 +189,35 @@ class SampleDataset(MappedDataset):
 
     def __len__(self) -> int:
         return len(self._range)
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of a sample's arrays."""
+        return {name: (array.shape[1:], self._kinds[name].name) for name, array in self._first.items()}
+
+    def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
+        """As MappedDataset's, or transformed. Raises UserError where the transform gives other arrays than before."""
+        if self._transform is None:
+            return super().read(indices, out)
+        indices, numbers = indices if self.numbered else (indices, None)
+        out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
+        for i, (file, row) in enumerate(self._places(indices)):
+            # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+            random = None if numbers is None else Generator(Philox(key=[self._seed % 2**64, int(numbers[i])]))
+            found = self._transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
+            self._refuse_other(found, int(indices[i]), self._first)
+            for name, array in found.items():
+                out[name][i] = array
+        return out
+
+    def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
+        """Raise UserError where a transformed sample has other arrays than the first one."""
+        told = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in found.items()}
+        if told.keys() != set(names) or told != self.shapes or not {kind for _, kind in told.values()} <= _TORCH_TYPES:
+            raise UserError(
+                f"transform of sample {index} gives {told}, of the first one {self.shapes}: it should give "
+                f"{', '.join(names)}, for all samples in the same shapes and types ({', '.join(sorted(_TORCH_TYPES))})"
+            )
 
     def _lengths(self, indices: Int64Array) -> Int64Array:
         lengths = self._arrays[LENGTHS]

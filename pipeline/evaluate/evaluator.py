@@ -88,7 +88,7 @@ class Evaluator:
             self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
             self.held_out = TextHeldOut(run, task, manifest, limit, world.device)
         else:
-            self.held_out = SampleHeldOut(task, manifest, limit, world.device)
+            self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
         if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
             tokenizer = Tokenizer.from_file(str(run.data / TOKENIZER))

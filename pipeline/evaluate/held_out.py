@@ -26,9 +26,9 @@ _TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
 class SampleHeldOut:
     """The held-out samples; `sums` and `result` are what the evaluator asks."""
 
-    def __init__(self, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
+    def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task, self.device = task, device
-        self.dataset = SampleDataset(manifest, held_out=True)
+        self.dataset = SampleDataset(manifest, run.data, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ class TextHeldOut:
             windows = [window for _, found in rows for window in found[:each]]
         self.windows = windows[:limit]
         self.count = len(self.windows)
-        self._arrays = {shard.file: map_file(shard, run.data) for shard in manifest.held_out}
+        self._arrays = {shard.file: map_file(shard, run.data / shard.file) for shard in manifest.held_out}
         ends = {shard.file: min(start + length, shard.tokens) for shard, start in self.windows}
         self._covered = [(shard, ends[shard.file]) for shard in manifest.held_out if shard.file in ends]
         """The files, and how many of its tokens the windows cover."""

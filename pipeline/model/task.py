@@ -29,6 +29,7 @@ from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
+from pipeline.data.samples import SampleDataset
 from pipeline.model.decoder import Decoder, cut, drawn, flops_per_token, init_weights, loss_sum, parameter_seed, put
 from pipeline.model.head import IGNORED
 from pipeline.run.directory import Run
@@ -42,13 +43,13 @@ _ROUNDING = 0.05
 
 
 class Task:
-    """The decoder of pipeline/model/decoder.py on tokens; a model of the user's own answers the same questions,
-    below."""
+    """The decoder of pipeline/model/decoder.py on tokens; a user's own model answers the same questions, below."""
 
     unit = "tokens"
     """What metrics count."""
     module: Any = None
     """The user's own, where it is one."""
+    transform: Any = None
 
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1) -> None:
         """`eos_id`: the token that ends a document, for `data.document_mask` on text."""
@@ -177,11 +178,13 @@ class _UserTask(Task):
 
     unit, flops = "samples", 0
 
-    def __init__(self, config: Config, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
-        self.config, self.facts, self.module = config, facts, module
-        self.shapes = {name: (array.shape[1:], array.dtype) for name, array in manifest.train[0].arrays.items()}
-        self.per_step = config.train.global_batch
-        self.options = config.model.all_options
+    def __init__(self, run: Run, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
+        self.config, self.facts, self.module = run.config, facts, module
+        self.transform = getattr(module, "transform", None)
+        first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
+        self.shapes = SampleDataset(first, run.data, transform=self.transform).shapes
+        self.per_step = run.config.train.global_batch
+        self.options = run.config.model.all_options
         self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
@@ -394,4 +397,4 @@ def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     if isinstance(manifest, Manifest):
         return Task(run.config, manifest.vocab_size, manifest.eos_id)
     assert run.user_model is not None
-    return _UserTask(run.config, run.user_model, run.user_model.load(run.code), manifest)
+    return _UserTask(run, run.user_model, run.user_model.load(run.code), manifest)

@@ -28,6 +28,7 @@ from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
 from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, steps_of
 from pipeline.data.mixture import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
@@ -94,7 +95,7 @@ class Trainer:
         verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
         self.dataset: MappedDataset
         if isinstance(manifest, SampleManifest):
-            self.dataset = SampleDataset(manifest)
+            self.dataset = SampleDataset(manifest, run.data, transform=self.task.transform, seed=config.run.seed)
         else:
             self.dataset = TokenDataset(manifest.train, config.data.sequence_length, run.data)
         self.steps = steps_of(config, run.data) or 0
@@ -174,7 +175,10 @@ class Trainer:
             rank=self.layout.coordinates(self.world.rank).data,
             order=self.mixture.indices if self.mixture else None,
         )
-        with contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
+        copies = LocalCopies(
+            self.dataset, self.run.data, self.config.site.local_disk, partial(self.run.event, stage="train")
+        )
+        with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
 
     def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:

@@ -109,8 +109,9 @@ def test_a_limit_of_files_is_no_fault_of_the_file(tmp_path: Path) -> None:
     entry = ShardEntry(
         file="shard.h5", size=1, sha256="", tokens=8, documents=1, bytes=1, offset=2048, dtype="uint16"
     )  # fmt: skip
+    path = tmp_path / entry.file
     with no_more_files():
-        for use in (lambda: map_file(entry, tmp_path), lambda: _read_hdf5(shard), lambda: _read_text(shard)):
+        for use in (lambda: map_file(entry, path), lambda: _read_hdf5(shard), lambda: _read_text(shard)):
             with pytest.raises(StorageError, match=r"too many files are open: raise the limit \(`ulimit -n`\)"):
                 use()
 

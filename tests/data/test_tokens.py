@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -227,6 +229,12 @@ def endless() -> Iterator[np.ndarray]:
         yield np.array([1, 2])
 
 
+@pytest.fixture
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast the consumer is, no more blocks wait."""
+    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
+
+
 def wait_until_full(batches: Batches, depth: int = 2) -> None:
     deadline = time.monotonic() + 240
     while batches._ready.qsize() < depth and time.monotonic() < deadline:
@@ -234,6 +242,7 @@ def wait_until_full(batches: Batches, depth: int = 2) -> None:
     assert batches._ready.qsize() == depth
 
 
+@pytest.mark.usefixtures("two_blocks")
 def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
     asked = []
 
@@ -251,6 +260,7 @@ def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
         wait_until_full(batches)
 
 
+@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
     batches = Batches(dataset, endless(), CPU)
@@ -304,6 +314,7 @@ def test_a_block_is_the_consumers_once_it_is_handed_over(
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
+@pytest.mark.usefixtures("two_blocks")
 def test_waiting_is_measured(dataset: TokenDataset) -> None:
     def slow() -> Iterator[np.ndarray]:
         time.sleep(0.2)
@@ -318,6 +329,34 @@ def test_waiting_is_measured(dataset: TokenDataset) -> None:
     assert first > 0.1
 
 
+def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 50 ms a step, by a clock of the test's: 200 batches are ready, where two blocks are 32 at most."""
+    now, stuck, goes_on = 0.0, threading.Event(), threading.Event()
+    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(Batches, "BLOCK_BYTES", 16 * 1024)
+    read = dataset.read
+
+    def slow(indices: np.ndarray, out: Any = None) -> Any:
+        if stuck.is_set():
+            assert goes_on.wait(60)
+        return read(indices, out)
+
+    monkeypatch.setattr(dataset, "read", slow)
+    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+        for _ in range(40):
+            assert next(batches)["tokens"].shape == (1, 11)
+            now += 0.05
+        deadline = time.monotonic() + 60
+        while batches._waiting < 200 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        stuck.set()
+        for _ in range(100):  # would wait for ever
+            next(batches)
+            now += 0.05
+        goes_on.set()
+
+
+@pytest.mark.usefixtures("two_blocks")
 def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
     """Torch operations of this size would start an OpenMP pool of their own in the reader's thread."""
     torch.set_num_threads(4)

@@ -135,7 +135,7 @@ def sharded(data: DataConfig, folder: Path, kind: type[TextFolder] = TokensFolde
 
 
 def tokens_of(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
-    return [token for entry in entries for token in map_file(entry, folder)["tokens"].tolist()]
+    return [token for entry in entries for token in map_file(entry, folder / entry.file)["tokens"].tolist()]
 
 
 @settings(max_examples=25, deadline=None)

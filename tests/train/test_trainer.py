@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,41 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics)] == [
         line.get("held_out_loss") for line in read_jsonl(calm.metrics)
     ]
+
+
+def copying_rank(place: Place, path: Path, stage: str) -> int:
+    """A stage that trains on copies from its second step on at the latest."""
+    from pipeline.data.local_copy import LocalCopies
+    from pipeline.train.trainer import Trainer
+
+    made: list[LocalCopies] = []
+    real, step = LocalCopies.__init__, Trainer.step
+
+    def init(self: LocalCopies, *arguments: Any) -> None:
+        made.append(self)
+        real(self, *arguments)
+
+    def waits(self: Any, number: int, batch: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while number == 2 and made[0]._waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert number == 1 or not made[0]._waiting
+        return step(self, number, batch)
+
+    LocalCopies.every_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
+    return stage_rank(place, path, stage)
+
+
+def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    os.environ["SLUICE_TEST_DISK"] = str(tmp_path / "disk")
+    more = {"calm": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
+    calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, copying_rank, run.path, "train")) == {Exit.DONE}
+    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    (told,) = run.read_events("train", "local_copy")
+    assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
 
 EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
