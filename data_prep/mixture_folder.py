@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.folder import PACKAGE, DataFolder, Log
-from data_prep.inputs.sources import find_inputs
+from data_prep.inputs.listing import find_inputs
 from data_prep.text.text_folder import TextFolder
 from data_prep.tokens.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError

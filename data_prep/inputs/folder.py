@@ -24,8 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from data_prep.inputs.listing import PYTHON_STDLIB, endings_of, find_inputs, named_files
 from data_prep.inputs.lustre import stripe
-from data_prep.inputs.sources import PYTHON_STDLIB, Input, endings_of, find_inputs, named_files
+from data_prep.inputs.sources import Input
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
 from pipeline.base.files import sha256_file

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_prep.inputs.sources import Document, Input, Read, find_inputs, read_documents
+from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.sources import Document, Input, Read, read_documents
 from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan

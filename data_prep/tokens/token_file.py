@@ -43,6 +43,8 @@ class TokenFile(NamedTuple):
     """The tokens of a file without an `offset`, in parts."""
     row_is_document: bool = True
     """Whether each of these parts is a document."""
+    note: str = ""
+    """What a person should know besides, behind a semicolon."""
 
     @property
     def why_not(self) -> str | None:

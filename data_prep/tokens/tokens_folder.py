@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from data_prep.inputs.folder import Log
-from data_prep.inputs.sources import find_inputs
+from data_prep.inputs.listing import find_inputs
 from data_prep.text.text_folder import TextFolder, UnitManifest
 from data_prep.text.units import Piece, Plan, write_plan
 from pipeline.base.errors import UserError
@@ -60,6 +60,8 @@ class TokensFolder(TextFolder):
         tokens, parted = 0, not self.data.held_out
         for source in inputs:
             file = mappable(source.path)
+            if file.note:
+                log(f"warning: {source.path}{file.note}")
             tokens, formats = tokens + (file.tokens or 0), formats | {file.format}
             parted = parted or self._border(file, encoder.eos_id) < (file.tokens or 0)
         if not parted:

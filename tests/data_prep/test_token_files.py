@@ -208,6 +208,28 @@ def refused(path: Path, tokenizer: Path, words: str) -> None:
         sharded(data, folder)
 
 
+def test_rows_of_one_length_and_slices_are_read(tmp_path: Path) -> None:
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for kind in (pyarrow.list_(pyarrow.int32(), 3), pyarrow.large_list(pyarrow.int64())):
+        table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], kind)}).slice(1)
+        with pyarrow.ipc.new_file(str(path := tmp_path / "a.arrow"), table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+        assert [one.tolist() for one in look(str(path)).documents(EOS)] == rows
+
+
+def test_a_loss_mask_that_is_not_used_is_told(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = datatrove(tmp_path, encoded(tokenizer))
+    (tmp_path / "d.ds.loss").write_bytes(bytes(path.stat().st_size // 4))
+    words = f"{path}.loss is not used: all tokens are learned"
+    main("inspect", [str(path)], None, None, "<|endoftext|>", False)
+    assert words in capsys.readouterr().out
+    lines: list[str] = []
+    TokensFolder(config(str(path), tokenizer), tmp_path / "data").prepare(lines.append)
+    assert any(words in line for line in lines)
+
+
 def test_what_a_run_cannot_use_is_refused_with_the_way_out(tokenizer: Path, tmp_path: Path) -> None:
     documents = encoded(tokenizer)
     refused(arrow(tmp_path, documents), tokenizer, r"cannot be mapped, for Arrow .*copy them, `.* data import")
