@@ -25,7 +25,9 @@ pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 
     from data_prep.text.tokenizer import Encoder
 
-_BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
+    Encoded = Sequence[tuple[np.ndarray, np.ndarray | None]]
+
+_BATCH = 1 << 18  # characters for each core: enough to keep the tokenizer busy, little enough for its caches
 
 
 class UnitManifest(Keyed):
@@ -221,8 +225,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
         lines = [0] * len(pieces)
         rejected: list[tuple[int, int, str]] = []
-        for batch in _batches(self._documents(pieces, lines, rejected)):
-            for document, (tokens, mask) in zip(batch, self._encoded(batch), strict=True):
+        for batch, encoded in _ahead(self._encoded, _batches(self._documents(pieces, lines, rejected))):
+            for document, (tokens, mask) in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
                 learned = sum(len(document.text[start:end].encode()) for start, end in document.learned)
                 size = len(utf8) if mask is None else learned
@@ -242,7 +246,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _encoded(self, batch: Sequence[Document]) -> Sequence[tuple[np.ndarray, np.ndarray | None]]:
+    def _encoded(self, batch: Sequence[Document]) -> Encoded:
         """Tokens of each document and, of records, their mask."""
         if not self.data.masked:
             return [(tokens, None) for tokens in self.encoder.encode([document.text for document in batch])]
@@ -332,14 +336,28 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             )
 
 
+def _ahead(
+    encode: Callable[[list[Document]], Encoded], batches: Iterator[list[Document]]
+) -> Iterator[tuple[list[Document], Encoded]]:
+    """Each batch with its tokens. One is tokenised, on all cores, while the next is read and the last one written."""
+    with ThreadPoolExecutor(1) as pool:
+        under_way = None
+        for batch in batches:
+            before, under_way = under_way, (batch, pool.submit(encode, batch))
+            if before is not None:
+                yield before[0], before[1].result()
+        if under_way is not None:
+            yield under_way[0], under_way[1].result()
+
+
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Batches for the tokenizer."""
     batch: list[Document] = []
-    size = 0
+    size, enough = 0, _BATCH * len(os.sched_getaffinity(0))
     for document in documents:
         batch.append(document)
         size += len(document.text)
-        if size >= _BATCH:
+        if size >= enough:
             yield batch
             batch, size = [], 0
     yield batch
