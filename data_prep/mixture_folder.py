@@ -65,6 +65,11 @@ class MixtureFolder(DataFolder[Any, Any]):
         """Units of all sources."""
         return len(self._where)
 
+    @property
+    def total(self) -> int:
+        """Without reading all of them."""
+        return sum(folder.total for folder in self.sources.values())
+
     def unit(self, number: int) -> Any:
         """That of its source."""
         folder, own = self._where[number]

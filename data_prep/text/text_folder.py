@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.inputs.folder import AGAIN, DataFolder, Log
@@ -121,6 +123,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """A unit is about one shard."""
         return len(self.plan.units)
 
+    @property
+    def total(self) -> int:
+        """Without reading all of them."""
+        return self.prepared.unit_count
+
     @cached_property
     def encoder(self) -> Encoder:
         """The tokenizer."""
@@ -205,6 +212,14 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             return None
         return made
 
+    @cached_property
+    def _left_over(self) -> dict[int, list[Path]]:
+        """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
+        found: dict[int, list[Path]] = {}
+        for path in (self.path / SHARDS).glob(".unit-*.tmp"):
+            found.setdefault(int(re.split("[-.]", path.name)[2]), []).append(path)
+        return found
+
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
         from data_prep.text.shard_file import ShardWriter
@@ -212,7 +227,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.unit(unit, hashes=True) is not None:
             return False
         pieces = self.plan.units[unit]
-        for left_over in (self.path / SHARDS).glob(f".unit-{unit:05d}[-.]*.tmp"):  # of a killed task
+        for left_over in self._left_over.pop(unit, ()):
             left_over.unlink(missing_ok=True)
         self._check_inputs(pieces)
         attributes: dict[str, str | int] = {
