@@ -108,6 +108,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         """The units of all sources are dealt out as those of one."""
         for folder in self.sources.values():
             folder.make_room(log, striping)
+            folder.dealt = task, tasks
         super().shard(task, tasks, log, striping)
 
     def whole(self, units: Sequence[Any], log: Log) -> None:

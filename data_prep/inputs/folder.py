@@ -70,6 +70,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     endings: ClassVar[Mapping[str, str] | None] = None
     """The endings that inputs may have, and their formats; None: those of text."""
 
+    striped = ""
+    """By which options `lfs setstripe` striped the shards' folder; "" where it is not on Lustre."""
+
+    dealt: tuple[int, int] = (0, 1)
+    """Which task of how many this is."""
+
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
         self.data, self.path, self.package = data, path, package
@@ -217,7 +223,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
-        units = range(task, self.count, tasks)
+        units, self.dealt = range(task, self.count, tasks), (task, tasks)
         self.make_room(log, striping)
         for number, unit in enumerate(units, 1):
             began = time.monotonic()
@@ -230,7 +236,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def make_room(self, log: Log, striping: StripeConfig) -> None:
         """Make the folder of shards, striped by the rule."""
         (self.path / SHARDS).mkdir(exist_ok=True)
-        stripe(self.path / SHARDS, striping, log)
+        self.striped = stripe(self.path / SHARDS, striping, log)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`

@@ -31,6 +31,7 @@ from itertools import groupby
 from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
+from data_prep.inputs.filters import FilterError, Keep
 from data_prep.inputs.row_files import arrow_batches, tar_members
 from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
@@ -94,6 +95,10 @@ class Document(NamedTuple):
     """Of a record, the characters [start, end) that are learned; of a text, all are."""
 
 
+FILTERED = "left out by data.filter"
+"""The reason that is no fault of the document's."""
+
+
 class Rejected(ValueError):
     """Why there is no document in a line or row."""
 
@@ -105,18 +110,39 @@ Read = Callable[[dict[str, Any]], Record]
 
 
 def read_documents(
-    source: Input, start: int, end: int, text_field: str, read: Read | None = None
+    source: Input, start: int, end: int, text_field: str, read: Read | None = None, keep: Keep | None = None
 ) -> Iterator[Document]:
     """One :class:`Document` for each line, row or file of the piece, in order; blank ones too (text "").
 
-    read: makes a record of a line's object, where lines hold more than text. Raises UserError naming the file when it
-    cannot be read at all.
+    read: makes a record of a line's object, where lines hold more than text. keep: the user's filter; what it leaves
+    out has the reason FILTERED. Raises UserError naming the file when it cannot be read at all, and where `keep` fails.
     """
+    line = 0
     with reading(source.path):
-        if read is None:
-            yield from FORMATS[source.format].read(source.path, start, end, text_field)
-        else:
-            yield from _records(source.format, source.path, start, end, read)
+        try:
+            for document in _read(source, start, end, text_field, read, keep):
+                line = document.line
+                yield document
+        except FilterError as error:
+            place = f"record {line + 1}" + (f" of those from {start:,} on" if start else "")
+            raise UserError(f"data.filter: {source.path}, {place}: {error}") from error
+
+
+def _read(source: Input, start: int, end: int, field: str, read: Read | None, keep: Keep | None) -> Iterator[Document]:
+    if source.format in JSON_LINES and (read or keep):
+        plain = read or (lambda value: (text_in(value, field), ()))
+
+        def kept(value: dict[str, Any]) -> Record:
+            found = plain(value)
+            if keep is not None and found[0] and not keep(value):
+                raise Rejected(FILTERED)
+            return found
+
+        yield from _records(source.format, source.path, start, end, kept)
+        return
+    for document in FORMATS[source.format].read(source.path, start, end, field):
+        left_out = keep is not None and document.text and not keep({field: document.text})
+        yield document._replace(text="", reason=FILTERED) if left_out else document
 
 
 def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:

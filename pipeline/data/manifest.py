@@ -164,12 +164,18 @@ class Manifest(Keyed):
     """Documents with text, held-out ones included."""
     held_out_documents: int
     rejected_documents: int
+    filtered_documents: int = 0
+    """Documents that `data.filter` left out."""
+    duplicate_documents: int = 0
+    """Documents that `data.deduplicate` left out."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
     held_out_bytes: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+    stripe: str = ""
+    """Options by which `lfs setstripe` striped the folder of the shards; empty where it is not on Lustre."""
     parts: tuple[Part, ...] = ()
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 

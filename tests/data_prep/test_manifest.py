@@ -93,7 +93,12 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     shard(data, folder, 0, 2, quiet)  # a repeated task is not counted twice
     read: list[str] = []
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *more, **how: (read.append(str(path)), real(path, *more, **how))[1])
+
+    def noted(path: Any, *more: Any, **how: Any) -> Any:
+        read.append(str(path))
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(os, "open", noted)
     done, total, _ = TextFolder(data, folder).progress()
     assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(quiet)
     assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl"} | {

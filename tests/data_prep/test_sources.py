@@ -9,6 +9,7 @@ import os
 import tarfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -246,7 +247,11 @@ def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatc
     touched: list[str] = []
     for module, name in ((os, "scandir"), (os, "open"), (builtins, "open")):
         real = getattr(module, name)
-        noted = lambda path, *more, real=real, **how: (touched.append(str(path)), real(path, *more, **how))[1]  # noqa: E731
+
+        def noted(path: Any, *more: Any, real: Any = real, **how: Any) -> Any:
+            touched.append(str(path))
+            return real(path, *more, **how)
+
         monkeypatch.setattr(module, name, noted)
     found = find_inputs(DataConfig(source=str(tmp_path)))
     assert [os.path.relpath(one.path, tmp_path) for one in found] == ["a.txt", "b/two.txt", "c/one.txt"]
