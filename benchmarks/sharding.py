@@ -175,7 +175,7 @@ def at_memory(folder: Path, megabytes: int) -> list[str]:
 
     words = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     block = "".join(
@@ -264,6 +264,7 @@ def main() -> None:
         TextFolder(trained, folder / "trained").prepare(lambda _: None)
         (folder / "tokenizer.json").write_bytes((folder / "trained/tokenizer.json").read_bytes())
         rows = rates(folder, asked.repetitions, asked.datatrove)
+        print(rows, flush=True)
         pairs = [
             (sharding(folder, "one")[1], sharding(folder, "two", tasks=2)[1])
             for _ in range(asked.repetitions if (os.cpu_count() or 1) > 1 else 0)
@@ -271,7 +272,9 @@ def main() -> None:
         if pairs:
             ratio = max(one / two for one, two in pairs)
             rows.append(["2 tasks of one core each ÷ 1, best of the pairs", f"{ratio:.2f} × as fast", "≥ 1.8 wanted"])
+        print(rows[-1], flush=True)
         rows += at_size(folder)
+        print(rows[-3:], flush=True)
         rows.append(at_memory(folder, asked.memory_mb))
     write_table(
         "sharding",

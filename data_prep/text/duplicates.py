@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -42,21 +43,29 @@ class Duplicates:
 
     def kept(self, unit: int) -> np.ndarray:
         """Of each document of a unit, whether it is the first of its text: bool, shape (documents,)."""
-        for other in self._order:
-            if not self._hashes[other].exists():
-                self._hash(other)
-        totals = [_offsets(path, 257)[-1] for path in self._hashes]
-        count = min(256, max(1, -(-int(sum(totals)) // _MOST)))
-        ranges = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
-        kept = np.ones(totals[unit], bool)
-        start = random.Random(unit).randrange(count)
-        for number in (*range(start, count), *range(start)):
-            if not ranges[number].exists():
-                self._find(ranges[number], 256 * number // count, 256 * (number + 1) // count)
-            header = len(self._hashes) + 1
-            offsets = _offsets(ranges[number], header)
-            kept[_rows(ranges[number], np.dtype("<i8"), header, offsets[unit], offsets[unit + 1])] = False
+        kept = np.ones(self._totals[unit], bool)
+        for path in self._ranges:
+            start, stop = _offsets(path, 2, unit)
+            kept[_rows(path, np.dtype("<i8"), len(self._hashes) + 1, start, stop)] = False
         return kept
+
+    @cached_property
+    def _totals(self) -> list[int]:
+        """Documents of each unit; all are hashed then."""
+        for unit in self._order:
+            if not self._hashes[unit].exists():
+                self._hash(unit)
+        return [int(_offsets(path, 1, 256)[0]) for path in self._hashes]
+
+    @cached_property
+    def _ranges(self) -> list[Path]:
+        """The doubles of each range; all are found then."""
+        count = min(256, max(1, -(-sum(self._totals) // _MOST)))
+        paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
+        for number in sorted(range(count), key=lambda one: (one - self._order[0]) % count):
+            if not paths[number].exists():
+                self._find(paths[number], 256 * number // count, 256 * (number + 1) // count)
+        return paths
 
     def _hash(self, unit: int) -> None:
         hashes = b"".join(hashlib.sha256(text).digest()[:16] for text in self._texts(unit))
@@ -69,7 +78,7 @@ class Duplicates:
     def _find(self, path: Path, low: int, high: int) -> None:
         parts = []
         for hashes in self._hashes:
-            offsets = _offsets(hashes, 257)
+            offsets = _offsets(hashes, 257, 0)
             parts.append(_rows(hashes, _ROW, 257, offsets[low], offsets[high]))
         rows, borders = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
         twice = np.ones(len(rows), bool)
@@ -82,8 +91,8 @@ def _write(path: Path, offsets: np.ndarray, rows: np.ndarray) -> None:
         file.write(offsets.astype("<i8").tobytes() + rows.tobytes())
 
 
-def _offsets(path: Path, count: int) -> np.ndarray:
-    return np.fromfile(path, "<i8", count)
+def _offsets(path: Path, count: int, first: int) -> np.ndarray:
+    return np.fromfile(path, "<i8", count, offset=8 * first)
 
 
 def _rows(path: Path, kind: np.dtype, header: int, start: int, stop: int) -> np.ndarray:
