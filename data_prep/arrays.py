@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data_prep.inputs.folder import DataFolder, Log
-from data_prep.inputs.sources import Input, find_inputs
+from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.sources import Input
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, replacing, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.folder import PACKAGE, DataFolder, Log
-from data_prep.inputs.sources import find_inputs
+from data_prep.inputs.listing import find_inputs
 from data_prep.text.text_folder import TextFolder
 from data_prep.tokens.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError
@@ -65,6 +65,11 @@ class MixtureFolder(DataFolder[Any, Any]):
         """Units of all sources."""
         return len(self._where)
 
+    @property
+    def total(self) -> int:
+        """Without reading all of them."""
+        return sum(folder.total for folder in self.sources.values())
+
     def unit(self, number: int) -> Any:
         """That of its source."""
         folder, own = self._where[number]
@@ -103,6 +108,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         """The units of all sources are dealt out as those of one."""
         for folder in self.sources.values():
             folder.make_room(log, striping)
+            folder.dealt = task, tasks
         super().shard(task, tasks, log, striping)
 
     def whole(self, units: Sequence[Any], log: Log) -> None:

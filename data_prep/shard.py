@@ -26,9 +26,9 @@ def missing(run: Run) -> str | None:
 def progress(run: Run) -> Progress:
     """How far it is."""
     folder = seen_from_outside(run)
-    done, total = folder.progress()
+    done, total, left_s = folder.progress()
     words = f"{done}/{total} units"
-    return Progress(words + folder.remark(), done, total, words)
+    return Progress(words + folder.remark(), done, total, words, left_s=left_s)
 
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:

@@ -3,6 +3,7 @@ user's own arrays.
 
     data_dir/prepare.json            what `prepare` fixed, written last
     data_dir/shards/unit-00003.json  what a task made of one work unit, written last
+    data_dir/progress.jsonl          a line for each unit that a task made or found, until the manifest is there
     data_dir/manifest.json           all units together (pipeline/data/manifest.py)
 
 A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
@@ -18,17 +19,20 @@ where the work is done.
 from __future__ import annotations
 
 import hashlib
+import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from data_prep.inputs.listing import PYTHON_STDLIB, endings_of, find_inputs, named_files
 from data_prep.inputs.lustre import stripe
-from data_prep.inputs.sources import PYTHON_STDLIB, Input, endings_of, find_inputs, named_files
+from data_prep.inputs.sources import Input
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
-from pipeline.base.files import sha256_file
+from pipeline.base.files import append_line, read_jsonl, sha256_file
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
@@ -36,6 +40,9 @@ from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
 AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
+
+PROGRESS = "progress.jsonl"
+_PACE = 100  # units that were made last tell the pace
 
 Log = Callable[[str], None]
 Kind = TypeVar("Kind", bound=Keyed)
@@ -63,6 +70,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     endings: ClassVar[Mapping[str, str] | None] = None
     """The endings that inputs may have, and their formats; None: those of text."""
 
+    striped = ""
+    """By which options `lfs setstripe` striped the shards' folder; "" where it is not on Lustre."""
+
+    dealt: tuple[int, int] = (0, 1)
+    """Which task of how many this is."""
+
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
         self.data, self.path, self.package = data, path, package
@@ -84,6 +97,11 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @abstractmethod
     def count(self) -> int:
         """Number of units. Raises InputError as `inputs` does."""
+
+    @property
+    def total(self) -> int:
+        """The same for whoever only looks."""
+        return self.count
 
     @abstractmethod
     def unit(self, number: int) -> Unit | None:
@@ -157,16 +175,24 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return str(error)
         return None
 
-    def progress(self) -> tuple[int, int]:
-        """Units that are done, and units in all; (0, 0) before `prepare`."""
+    def progress(self) -> tuple[int, int, float | None]:
+        """Units that are done, units in all, and seconds that the others still take, of all tasks together, where that
+        is known; (0, 0, None) before `prepare`. While tasks work, one file tells."""
         try:
-            units = self._units()
+            key, total = self.whole_key, self.total
         except InputError:
-            return 0, 0
-        return len(units) - units.count(None), len(units)
-
-    def _units(self) -> list[Unit | None]:
-        return [self.unit(number) for number in range(self.count)]
+            return 0, 0, None
+        if (self.path / "manifest.json").exists() and self.shard_missing() is None:
+            return total, total, None
+        told = [line for line in read_jsonl(self.path / PROGRESS) if line.get("key") == key]
+        if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
+            return sum(self.unit(number) is not None for number in range(total)), total, None
+        done = {line["unit"] for line in told}
+        made = [line for line in told if line["seconds"]][-_PACE:]
+        if not made:
+            return len(done), total, None
+        began = min(line["time"] - line["seconds"] for line in made)
+        return len(done), total, (total - len(done)) * (made[-1]["time"] - began) / len(made)
 
     def look(self) -> list[str]:
         """The files that the config names, for whoever asks before there is a run; the library's own are left out.
@@ -197,23 +223,30 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
-        units = range(task, self.count, tasks)
+        units, self.dealt = range(task, self.count, tasks), (task, tasks)
         self.make_room(log, striping)
         for number, unit in enumerate(units, 1):
-            made = "written" if self.make(unit) else "was there already"
-            log(f"shard: unit {unit} {made} ({number} of {len(units)})")
+            began = time.monotonic()
+            made = self.make(unit)
+            seconds = time.monotonic() - began if made else 0
+            line = {"key": self.whole_key, "unit": unit, "time": time.time(), "seconds": seconds}
+            append_line(self.path / PROGRESS, json.dumps(line))
+            log(f"shard: unit {unit} {'written' if made else 'was there already'} ({number} of {len(units)})")
 
     def make_room(self, log: Log, striping: StripeConfig) -> None:
         """Make the folder of shards, striped by the rule."""
         (self.path / SHARDS).mkdir(exist_ok=True)
-        stripe(self.path / SHARDS, striping, log)
+        self.striped = stripe(self.path / SHARDS, striping, log)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`
         raises. Sizes are checked here; hashes are those of the writing tasks."""
-        units = self._units()
-        made = [unit for unit in units if unit is not None]
-        if len(made) < len(units):
+        done, total, _ = self.progress()
+        if done < total:  # so that not each of many tasks reads what all of them made
+            return False
+        made = [unit for number in range(total) if (unit := self.unit(number)) is not None]
+        if len(made) < total:
             return False
         self.whole(made, log)
+        (self.path / PROGRESS).unlink(missing_ok=True)
         return True

@@ -26,16 +26,20 @@ def stripe(
     rule: StripeConfig,
     log: Callable[[str], None],
     file_system: Callable[[Path], str] = file_system_type,
-) -> None:
-    """Stripe new files of `directory` by `rule` where it lies on Lustre; never raises for what `lfs` does."""
+) -> str:
+    """Stripe new files of `directory` by `rule` where it lies on Lustre; the options that `lfs setstripe` took, ""
+    where it took none. Never raises for what `lfs` does."""
     lfs = shutil.which("lfs")
     if lfs is None or file_system(directory) != "lustre":
-        return
+        return ""
     size = [] if rule.size_mb is None else ["-S", f"{rule.size_mb}M"]
     pool = [] if rule.pool is None else ["-p", rule.pool]
-    command = [lfs, "setstripe", "-c", str(rule.count), *size, *pool, os.fspath(directory)]
+    options = ["-c", str(rule.count), *size, *pool]
+    command = [lfs, "setstripe", *options, os.fspath(directory)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip()
         log(f"warning: {' '.join(command)} failed, the folder keeps its stripe count: {detail}")
+        return ""
+    return " ".join(options)

@@ -1,7 +1,6 @@
-"""Sources: which files a config names, and the documents that stand in them.
+"""Sources: the documents that stand in files (data_prep/inputs/listing.py says in which).
 
-A source is `python-stdlib` or a glob. :func:`find_inputs` turns the config's list into inputs, each with its
-format; :func:`read_documents` reads one piece of one input:
+:func:`read_documents` reads one piece of one input:
 
     format      files                           a document is                        a piece is
     text        .txt, the library's .py files   the whole file                       the whole file
@@ -11,7 +10,8 @@ format; :func:`read_documents` reads one piece of one input:
     gzip, zstd  .jsonl.gz, .jsonl.zst           the same                             the whole file
     parquet     .parquet                        a row of column `text_field`         row groups [start, end)
     arrow       .arrow, of Hugging Face         a row of column `text_field`         the whole file
-    tar         .tar, .tar.gz (WebDataset)      a member .txt, or .json's field      the whole file
+    tar         .tar, .tar.gz (WebDataset)      a member .txt; of a sample (KEY.*)   the whole file
+                                                without one, .json's field
 
 A byte range stands for the lines that *start* in it, so that any cut of a file gives each line once.
 
@@ -21,25 +21,22 @@ text. Empty documents and blank lines are no documents: they are neither used no
 
 from __future__ import annotations
 
-import glob
 import gzip
+import io
 import json
 import os
-import stat
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
+from data_prep.inputs.filters import FilterError, Keep
 from data_prep.inputs.row_files import arrow_batches, tar_members
 from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
-from pipeline.config.datasets import DataConfig
 
-PYTHON_STDLIB = "python-stdlib"
-_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
 """What the files of an ending are; a .txt file may also be `lines`."""
 ENDINGS |= {".arrow": "arrow", ".tar": "tar", ".tar.gz": "tar"}
@@ -98,6 +95,10 @@ class Document(NamedTuple):
     """Of a record, the characters [start, end) that are learned; of a text, all are."""
 
 
+FILTERED = "left out by data.filter"
+"""The reason that is no fault of the document's."""
+
+
 class Rejected(ValueError):
     """Why there is no document in a line or row."""
 
@@ -108,76 +109,40 @@ Read = Callable[[dict[str, Any]], Record]
 """From a line's object; raises Rejected for one that is no such record."""
 
 
-def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
-    """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
-
-    `formats`: the endings that may stand there and what they are; without it, those of texts.
-    A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
-    without a match, and naming the file for an ending that no format has or a file that cannot be read.
-    """
-    found: dict[str, Input] = {}
-    for path, file_format in named_files(data, formats or endings_of(data)):
-        with reading(path):
-            seen = os.stat(path)
-        if not stat.S_ISREG(seen.st_mode):
-            raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
-    return list(found.values())
-
-
-def endings_of(data: DataConfig) -> Mapping[str, str]:
-    """The endings that files of documents may have, and their formats: all, or those of lines that hold records."""
-    return ENDINGS if data.records == "text" else {end: kind for end, kind in ENDINGS.items() if kind in _JSON_LINES}
-
-
-def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Path and format of each file that the config names, by names alone. Raises UserError as `find_inputs` does."""
-    for source in data.sources:
-        if source == PYTHON_STDLIB:
-            paths = _stdlib_files(sysconfig.get_path("stdlib"))
-        else:
-            pattern = os.path.expanduser(source)
-            inside = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
-            matches = [pattern] if os.path.isfile(pattern) else glob.glob(inside, recursive=True)
-            matches = [path for path in matches if inside == pattern or path.endswith((*formats,))]
-            paths = sorted(os.path.abspath(path) for path in matches if not os.path.isdir(path))
-            if not paths:
-                others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
-                raise UserError(f"data.source: {source!r} matches no file; name {', '.join(formats)} files{others}")
-        yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
-
-
-def _stdlib_files(root: str) -> list[str]:
-    """The library's own modules under `root`, without its tests and what was installed, by relative path."""
-    paths = []
-    for folder, names, files in os.walk(root):
-        names[:] = [name for name in names if name not in _NO_LIBRARY]
-        paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(".py")]
-    if not paths:
-        raise UserError(f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")
-    return [os.path.join(root, path) for path in sorted(paths)]
-
-
-def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
-    for ending, file_format in formats.items():
-        if path.endswith(ending):
-            return "lines" if file_format == "text" and data.text_documents == "line" else file_format
-    raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")
-
-
 def read_documents(
-    source: Input, start: int, end: int, text_field: str, read: Read | None = None
+    source: Input, start: int, end: int, text_field: str, read: Read | None = None, keep: Keep | None = None
 ) -> Iterator[Document]:
     """One :class:`Document` for each line, row or file of the piece, in order; blank ones too (text "").
 
-    read: makes a record of a line's object, where lines hold more than text. Raises UserError naming the file when it
-    cannot be read at all.
+    read: makes a record of a line's object, where lines hold more than text. keep: the user's filter; what it leaves
+    out has the reason FILTERED. Raises UserError naming the file when it cannot be read at all, and where `keep` fails.
     """
+    line = 0
     with reading(source.path):
-        if read is None:
-            yield from FORMATS[source.format].read(source.path, start, end, text_field)
-        else:
-            yield from _records(source.format, source.path, start, end, read)
+        try:
+            for document in _read(source, start, end, text_field, read, keep):
+                line = document.line
+                yield document
+        except FilterError as error:
+            place = f"record {line + 1}" + (f" of those from {start:,} on" if start else "")
+            raise UserError(f"data.filter: {source.path}, {place}: {error}") from error
+
+
+def _read(source: Input, start: int, end: int, field: str, read: Read | None, keep: Keep | None) -> Iterator[Document]:
+    if source.format in JSON_LINES and (read or keep):
+        plain = read or (lambda value: (text_in(value, field), ()))
+
+        def kept(value: dict[str, Any]) -> Record:
+            found = plain(value)
+            if keep is not None and found[0] and not keep(value):
+                raise Rejected(FILTERED)
+            return found
+
+        yield from _records(source.format, source.path, start, end, kept)
+        return
+    for document in FORMATS[source.format].read(source.path, start, end, field):
+        left_out = keep is not None and document.text and not keep({field: document.text})
+        yield document._replace(text="", reason=FILTERED) if left_out else document
 
 
 def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
@@ -206,11 +171,15 @@ def _gzip_lines(path: str, start: int, end: int) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: str, start: int, end: int) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from _split_lines(_zstd_blocks(file, path))
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: .zst needs the package pyarrow: pip install pyarrow") from None
+    with pyarrow.input_stream(path, compression="zstd") as stream:  # all frames; one that is cut short is an error
+        yield from io.BufferedReader(stream, _BLOCK)
 
 
-_JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
+JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
 """Formats whose lines are JSON objects, and the lines of a piece of a file."""
 
 
@@ -219,7 +188,7 @@ def _json_documents(file_format: str, path: str, start: int, end: int, field: st
 
 
 def _records(file_format: str, path: str, start: int, end: int, read: Read) -> Iterator[Document]:
-    yield from _documents(_JSON_LINES[file_format](path, start, end), partial(_json_record, read))
+    yield from _documents(JSON_LINES[file_format](path, start, end), partial(_json_record, read))
 
 
 def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str | Record]) -> Iterator[Document]:
@@ -247,39 +216,6 @@ def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
     while start < end and (line := file.readline()):
         start += len(line)
         yield line
-
-
-def _zstd_blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
-    """The decompressed blocks of all zstd frames. (`stream_reader` would take a truncated frame for the end.)"""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"{path}: .zst needs the package zstandard: pip install zstandard") from None
-    frame: Any = None
-    try:
-        while block := file.read(_BLOCK):
-            while block:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(block)
-                block = b""
-                if frame.eof:
-                    frame, block = None, frame.unused_data
-    except zstandard.ZstdError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if frame is not None:
-        raise UserError(f"cannot read {path}: the compressed file ends before its end-of-stream marker")
-
-
-def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    parts: list[bytes] = []  # of the line under way; joined once, so that a line of many blocks stays linear
-    for block in blocks:
-        *full, rest = block.split(b"\n")
-        for line in full:
-            yield b"".join((*parts, line))
-            parts = []
-        parts.append(rest)
-    if last := b"".join(parts):
-        yield last
 
 
 def _json_record(read: Read, line: bytes) -> str | Record:
@@ -369,11 +305,21 @@ def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[D
 
 
 def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    for number, (name, content) in enumerate(tar_members(path, (".txt", ".json")), 1):
-        read = (
-            bytes.decode if name.endswith(".txt") else partial(_json_record, lambda value: (text_in(value, field), ()))
-        )
-        yield from (one._replace(line=number) for one in _documents([content], read))
+    number = 0
+    for _, members in groupby(tar_members(path, (".txt", ".json")), lambda member: _sample_of(member[0])):
+        sample = list(members)
+        texts = [content for name, content in sample if name.endswith(".txt")]
+        documents = _documents(texts, bytes.decode) if texts else _documents(
+            (content for _, content in sample), partial(_json_record, lambda value: (text_in(value, field), ()))
+        )  # fmt: skip
+        for one in documents:
+            yield one._replace(line=(number := number + 1))
+
+
+def _sample_of(name: str) -> str:
+    """The key of a WebDataset's sample: a member's name up to the first dot behind its folder."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
 
 
 class Format(NamedTuple):

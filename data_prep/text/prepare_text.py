@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_prep.inputs.sources import Document, Input, Read, find_inputs, read_documents
+from data_prep.inputs.filters import Keep
+from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
 from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
@@ -26,7 +28,9 @@ _SLICES = 256  # places of the source where a sample is taken
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
 
 
-def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None]) -> tuple[Encoder, int]:
+def tokenizer_and_plan(
+    data: DataConfig, folder: Path, log: Callable[[str], None], keep: Keep | None
+) -> tuple[Encoder, int]:
     """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, and the number of units.
 
     Raises UserError for a source or tokenizer that cannot be used.
@@ -43,9 +47,11 @@ def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None
         chat = chat_json(wanted.path, wanted.eos_token)
         write_atomic(folder / CHAT, chat)
     read = reader(data, chat)
-    sample = take_sample(data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read)
+    sample = take_sample(
+        data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read, keep
+    )
     if not sample:
-        raise UserError(_why_nothing(data, inputs, weights, read))
+        raise UserError(_why_nothing(data, inputs, weights, read, keep))
     if wanted.path is None:
         content = train_bpe(sample, wanted.vocab_size, wanted.eos_token).encode()
     else:
@@ -64,7 +70,12 @@ def tokenizer_and_plan(data: DataConfig, folder: Path, log: Callable[[str], None
 
 
 def take_sample(
-    data: DataConfig, inputs: Sequence[Input], weights: Weights, limit: int, read: Read | None = None
+    data: DataConfig,
+    inputs: Sequence[Input],
+    weights: Weights,
+    limit: int,
+    read: Read | None = None,
+    keep: Keep | None = None,
 ) -> list[str]:
     """Texts of at most `limit` bytes in all, from places spread evenly over the inputs, without held-out ones.
 
@@ -76,7 +87,7 @@ def take_sample(
     left = limit
     for index, pieces in enumerate(slices):
         share = left // (len(slices) - index)
-        texts = (document.text.encode() for _, document in _read(data, inputs, pieces, read))
+        texts = (document.text.encode() for _, document in _read(data, inputs, pieces, read, keep))
         while share > 0 and (text := next(texts, None)) is not None:
             if text and not is_held_out(text, data.held_out):
                 part = text[:share]
@@ -87,26 +98,29 @@ def take_sample(
 
 
 def _read(
-    data: DataConfig, inputs: Sequence[Input], pieces: Sequence[Piece], read: Read | None
+    data: DataConfig, inputs: Sequence[Input], pieces: Sequence[Piece], read: Read | None, keep: Keep | None
 ) -> Iterator[tuple[Input, Document]]:
     """The documents of some pieces, in order, each with its input."""
     for index, start, end in pieces:
-        for document in read_documents(inputs[index], start, end, data.text_field, read):
+        for document in read_documents(inputs[index], start, end, data.text_field, read, keep):
             yield inputs[index], document
 
 
-def _why_nothing(data: DataConfig, inputs: Sequence[Input], weights: Weights, read: Read | None) -> str:
+def _why_nothing(
+    data: DataConfig, inputs: Sequence[Input], weights: Weights, read: Read | None, keep: Keep | None
+) -> str:
     """Words for a source without one document to train on, from its first unreadable document, if any."""
-    for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read):
-        if document.reason is not None:
+    for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read, keep):
+        if document.reason not in (None, FILTERED):
             key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
                 f"{document.reason}. Mend the files, or set {key}"
             )
+    or_filtered = f" or left out by {data.filter}" if data.filter else ""
     return (
-        f"data.source: all documents of {', '.join(data.sources)} are empty or held out: name more files, or lower "
-        f"data.held_out ({data.held_out})"
+        f"data.source: all documents of {', '.join(data.sources)} are empty or held out{or_filtered}: name more files, "
+        f"or lower data.held_out ({data.held_out})"
     )
 
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
@@ -34,11 +35,14 @@ import numpy as np
 from pipeline.base.files import replacing
 from pipeline.data.manifest import SHARDS, FileEntry, ShardEntry
 
+_BLOCK = 1 << 21  # tokens
+
 
 class ShardWriter:
     """Writes a stream of documents to `shards/PREFIX-00.h5`, `-01.h5`, … of at most `limit` tokens each.
 
-    Holds one file's tokens in memory. Each file appears under its name whole, or not at all.
+    HDF5 wants to know the length of what it writes in one piece, so tokens wait in a file without a name, not in
+    memory. Each file appears under its name whole, or not at all.
     """
 
     def __init__(
@@ -55,8 +59,11 @@ class ShardWriter:
         self._data_dir, self._prefix, self._dtype, self._attributes = data_dir, prefix, dtype, attributes
         self._window, self._eos_id = window, eos_id
         self._limit = limit if window is None else (limit - 1) // window * window
-        # the system gives memory to the pages that are touched only
-        self._tokens, self._mask = np.empty(self._limit + 1, dtype=dtype), np.empty(self._limit + 1, np.uint8)
+        kinds = {"tokens": np.dtype(dtype).newbyteorder("<")} | ({} if window is None else {"mask": np.dtype(np.uint8)})
+        self._waiting = {
+            name: (tempfile.TemporaryFile(dir=data_dir / SHARDS, buffering=1 << 20), kind)  # noqa: SIM115
+            for name, kind in kinds.items()
+        }
         self._filled = 0
         self._starts = array("q")
         self._bytes = 0
@@ -72,24 +79,28 @@ class ShardWriter:
         self._bytes += text_bytes
         while len(tokens):
             part = tokens[: self._limit - self._filled]
-            self._tokens[self._filled : self._filled + len(part)] = part
-            if mask is not None:
-                self._mask[self._filled : self._filled + len(part)] = mask[: len(part)]
-                mask = mask[len(part) :]
-            self._filled += len(part)
+            self._append(part, mask)
+            mask = None if mask is None else mask[len(part) :]
             tokens = tokens[len(part) :]
             if self._filled == self._limit:
                 self._write()
 
+    def _append(self, tokens: np.ndarray, mask: np.ndarray | None) -> None:
+        for name, found in (("tokens", tokens), ("mask", mask)):
+            if name in self._waiting and found is not None:
+                file, kind = self._waiting[name]
+                file.write(found[: len(tokens)].astype(kind, copy=False).data)
+        self._filled += len(tokens)
+
     def _fill(self, count: int) -> None:
-        self._tokens[self._filled : self._filled + count] = self._eos_id
-        self._mask[self._filled : self._filled + count] = 0
-        self._filled += count
+        self._append(np.full(count, self._eos_id), np.zeros(count, np.uint8))
 
     def close(self) -> tuple[ShardEntry, ...]:
         """Write what is left (no file where nothing is); the entries of all files."""
         if self._filled:
             self._write()
+        for file, _ in self._waiting.values():
+            file.close()
         return tuple(self._entries)
 
     def _write(self) -> None:
@@ -97,8 +108,8 @@ class ShardWriter:
         if self._window is not None:
             self._fill(-self._filled % self._window + 1)
         documents = np.array([*self._starts, self._filled], dtype="<i8")
-        path, mask = self._data_dir / name, None if self._window is None else self._mask[: self._filled]
-        offset, mask_offset = write_shard(path, self._tokens[: self._filled], documents, self._attributes, mask)
+        path = self._data_dir / name
+        offset, *mask_offset = write_shard(path, self._waiting, self._filled, documents, self._attributes)
         entry = ShardEntry(
             **FileEntry.of(path).model_dump(),
             file=name,
@@ -107,9 +118,11 @@ class ShardWriter:
             bytes=self._bytes,
             offset=offset,
             dtype=self._dtype,
-            mask_offset=mask_offset,
+            mask_offset=mask_offset[0] if mask_offset else None,
         )
         self._entries.append(entry)
+        for file, _ in self._waiting.values():
+            file.truncate(file.seek(0))
         self._filled, self._starts, self._bytes = 0, array("q"), 0
 
 
@@ -145,26 +158,31 @@ class SafeFile(io.FileIO):
 
 def write_shard(
     path: Path,
-    tokens: np.ndarray,
+    waiting: Mapping[str, tuple[IO[bytes], np.dtype]],
+    count: int,
     documents: np.ndarray,
     attributes: Mapping[str, str | int],
-    mask: np.ndarray | None = None,
-) -> tuple[int, int | None]:
+) -> list[int]:
     """Write one shard under a temporary name, fsync, rename; the byte offsets of `tokens` and `mask` in the file.
 
-    tokens: uint16 or uint32, shape (n,), n > 0. documents: int64, shape (m + 1,). mask: uint8, shape (n,). Raises
-    OSError where the file system refuses, and leaves nothing then.
+    waiting: by dataset, a file of `count` > 0 items of a type. documents: int64, shape (m + 1,). Raises OSError where
+    the file system refuses, and leaves nothing then.
     """
     with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
-            little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-            dataset = file.create_dataset("tokens", data=little_endian, track_times=False)
-            masks = [] if mask is None else [file.create_dataset("mask", data=mask, track_times=False)]
+            datasets = []
+            for name, (source, kind) in waiting.items():
+                dataset = file.create_dataset(name, (count,), kind, track_times=False)
+                source.seek(0)
+                for start in range(0, count, _BLOCK):
+                    block = np.frombuffer(source.read(min(_BLOCK, count - start) * kind.itemsize), kind)
+                    dataset[start : start + len(block)] = block
+                datasets.append(dataset)
             file.create_dataset("documents", data=documents, track_times=False)
             for name, value in attributes.items():
                 file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else np.int64(value)
-            offset, *mask_offset = (int(each.id.get_offset()) for each in (dataset, *masks))
+            offsets = [int(dataset.id.get_offset()) for dataset in datasets]
         if disk.error is not None:
             raise disk.error
         os.fsync(disk.fileno())
-    return offset, mask_offset[0] if mask_offset else None
+    return offsets

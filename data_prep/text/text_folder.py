@@ -24,13 +24,17 @@ pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.inputs.filters import FILTER, Keep, load_filter, source_of
 from data_prep.inputs.folder import AGAIN, DataFolder, Log
-from data_prep.inputs.sources import Document, Input, Read, read_documents
+from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
+from data_prep.text.batches import ahead, batches, first
+from data_prep.text.rejected import list_rejected
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
@@ -41,9 +45,10 @@ from pipeline.run.code import ask_child
 if TYPE_CHECKING:
     import numpy as np
 
+    from data_prep.text.duplicates import Duplicates
     from data_prep.text.tokenizer import Encoder
 
-_BATCH = 4 << 20  # characters: enough to keep the tokenizer's threads busy, little enough for any memory
+    Encoded = Sequence[tuple[np.ndarray, np.ndarray | None]]
 
 
 class UnitManifest(Keyed):
@@ -55,6 +60,10 @@ class UnitManifest(Keyed):
     held_out_documents: int
     lines: tuple[int, ...]
     """Lines (parquet: rows) that start in each piece of the unit: what line numbers of later pieces build on."""
+    filtered: int = 0
+    """Documents that the user's filter left out."""
+    duplicates: int = 0
+    """Documents whose text stands before."""
     rejected: tuple[tuple[int, int, str], ...]
     """Piece, line within the piece (from 1) and reason of each document that could not be read."""
     train: tuple[ShardEntry, ...]
@@ -71,6 +80,7 @@ class TextPrepared(Keyed):
     eos_id: int
     dtype: str
     chat: FileEntry | None = None
+    filter: FileEntry | None = None
 
 
 class TextFolder(DataFolder[TextPrepared, UnitManifest]):
@@ -94,15 +104,20 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def whole_key(self) -> str:
         """Everything that is made from this tokenizer and these units."""
         fixed = self.prepared
-        chat = {"chat": fixed.chat.sha256} if fixed.chat else {}
         known = {"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256}
-        return sha256_json(known | chat)
+        more = {"chat": fixed.chat, "filter": fixed.filter}
+        return sha256_json(known | {name: entry.sha256 for name, entry in more.items() if entry})
 
     @cached_property
     def plan(self) -> Plan:
         """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
         fixed = self.prepared
-        for name, entry in (("tokenizer.json", fixed.tokenizer), ("units.json", fixed.units), (CHAT, fixed.chat)):
+        for name, entry in (
+            ("tokenizer.json", fixed.tokenizer),
+            ("units.json", fixed.units),
+            (CHAT, fixed.chat),
+            (FILTER, fixed.filter),
+        ):
             if entry is not None and (problem := entry.problem(self.path / name)):
                 raise InputError(f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
@@ -116,6 +131,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def count(self) -> int:
         """A unit is about one shard."""
         return len(self.plan.units)
+
+    @property
+    def total(self) -> int:
+        """Without reading all of them."""
+        return self.prepared.unit_count
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -131,8 +151,15 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
         return reader(self.data, (self.path / CHAT).read_bytes() if self.prepared.chat else None)
 
+    @cached_property
+    def keep(self) -> Keep | None:
+        """The user's filter."""
+        return load_filter(self.path / FILTER, self.data.filter) if self.data.filter else None
+
     def look(self) -> list[str]:
-        """And whether the given tokenizer can be used, asked of the package that it is for, elsewhere."""
+        """And whether the filter is there, and the given tokenizer can be used, asked of its package, elsewhere."""
+        if self.data.filter:
+            source_of(self.data.filter)
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             ask_child("data_prep.text.tokenizer", "load_encoder", *given)
@@ -149,7 +176,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return f", {rejected:,} documents rejected (data/rejected.jsonl)" if rejected else ""
 
     def same_inputs(self) -> bool:
-        """And the given tokenizer is still the same."""
+        """And the given tokenizer and filter are still the same."""
+        was = self.prepared.filter
+        if self.data.filter and was and was.problem(source_of(self.data.filter)):
+            return False
         given = self.data.tokenizer.path
         if given is not None:
             with reading(str(given)):
@@ -166,7 +196,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
         from data_prep.text.prepare_text import tokenizer_and_plan
 
-        encoder, units = tokenizer_and_plan(self.data, self.path, log)
+        keep = None
+        if self.data.filter:
+            write_atomic(self.path / FILTER, source_of(self.data.filter).read_bytes())
+            keep = load_filter(self.path / FILTER, self.data.filter)
+        encoder, units = tokenizer_and_plan(self.data, self.path, log, keep)
         self.note_prepared(encoder, units)
 
     def note_prepared(self, encoder: Encoder, units: int) -> None:
@@ -180,16 +214,20 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             eos_id=encoder.eos_id,
             dtype=encoder.dtype,
             chat=FileEntry.of(self.path / CHAT) if self.data.records == "messages" else None,
+            filter=FileEntry.of(self.path / FILTER) if self.data.filter else None,
         )
         write_manifest(self.path / "prepare.json", prepared)
 
     # -- units -------------------------------------------------------------------------------------------
 
     def _unit_key(self, number: int) -> str:
-        """Config and code, the tokenizer, and the unit's pieces, each with its input as it was listed."""
+        """Config and code, tokenizer and filter, and the unit's pieces, each with its input as it was listed. Which
+        documents stand before, all inputs say."""
+        fixed = self.prepared
         pieces = ([self.inputs[index], *piece] for index, *piece in self.plan.units[number])
-        chat = [self.prepared.chat.sha256] if self.prepared.chat else []
-        return sha256_json([self.prepared.key, self.prepared.tokenizer.sha256, *chat, *pieces])
+        more = [entry.sha256 for entry in (fixed.chat, fixed.filter) if entry]
+        more += [fixed.units.sha256] if self.data.deduplicate else []
+        return sha256_json([fixed.key, fixed.tokenizer.sha256, *more, *pieces])
 
     def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
@@ -201,6 +239,15 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             return None
         return made
 
+    @cached_property
+    def _left_over(self) -> dict[int, list[Path]]:
+        """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
+        found: dict[int, list[Path]] = {}
+        for path in (self.path / SHARDS).glob(".unit-*.tmp"):
+            if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json)", path.name):
+                found.setdefault(int(known[1]), []).append(path)
+        return found
+
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
         from data_prep.text.shard_file import ShardWriter
@@ -208,7 +255,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.unit(unit, hashes=True) is not None:
             return False
         pieces = self.plan.units[unit]
-        for left_over in (self.path / SHARDS).glob(f".unit-{unit:05d}[-.]*.tmp"):  # of a killed task
+        for left_over in self._left_over.pop(unit, ()):
             left_over.unlink(missing_ok=True)
         self._check_inputs(pieces)
         attributes: dict[str, str | int] = {
@@ -219,10 +266,15 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         window = self.data.sequence_length if self.data.masked else None
         how = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
         writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
-        lines = [0] * len(pieces)
+        lines, twice = [0] * len(pieces), 0
         rejected: list[tuple[int, int, str]] = []
-        for batch in _batches(self._documents(pieces, lines, rejected)):
-            for document, (tokens, mask) in zip(batch, self._encoded(batch), strict=True):
+        documents = self._documents(pieces, lines, rejected)
+        if self._duplicates is not None:
+            kept = self._duplicates.kept(unit)
+            twice = int(len(kept) - kept.sum())
+            documents = first(documents, kept.tolist())
+        for batch, encoded in ahead(self._encoded, batches(documents)):
+            for document, (tokens, mask) in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
                 learned = sum(len(document.text[start:end].encode()) for start, end in document.learned)
                 size = len(utf8) if mask is None else learned
@@ -235,18 +287,36 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             documents=sum(entry.documents for entry in (*train, *held_out)),
             held_out_documents=sum(entry.documents for entry in held_out),
             lines=tuple(lines),
-            rejected=tuple(rejected),
+            filtered=sum(reason == FILTERED for *_, reason in rejected),
+            duplicates=twice,
+            rejected=tuple(row for row in rejected if row[2] != FILTERED),
             train=train,
             held_out=held_out,
         )
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _encoded(self, batch: Sequence[Document]) -> Sequence[tuple[np.ndarray, np.ndarray | None]]:
+    def _encoded(self, batch: Sequence[Document]) -> Encoded:
         """Tokens of each document and, of records, their mask."""
         if not self.data.masked:
             return [(tokens, None) for tokens in self.encoder.encode([document.text for document in batch])]
         return self.encoder.encode_records(batch, chat=self.data.records == "messages")
+
+    @cached_property
+    def _duplicates(self) -> Duplicates | None:
+        """Which documents stand before; None where nobody asks."""
+        if not self.data.deduplicate:
+            return None
+        from data_prep.text.duplicates import Duplicates
+
+        keys = [self._unit_key(number) for number in range(self.count)]
+        return Duplicates(self.path / SHARDS, keys, self._texts, *self.dealt)
+
+    def _texts(self, unit: int) -> Iterator[bytes]:
+        """The documents of a unit, each by its UTF-8 bytes. Raises InputError where an input changes meanwhile."""
+        pieces = self.plan.units[unit]
+        yield from (one.text.encode() for one in self._documents(pieces, [0] * len(pieces), []))
+        self._check_inputs(pieces)
 
     def _check_inputs(self, pieces: tuple[Piece, ...]) -> None:
         for index in {piece.input for piece in pieces}:
@@ -258,7 +328,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """The documents of these pieces in order; counts lines by piece and lists rejected documents on the way."""
         for place, piece in enumerate(pieces):
             input, start, end = self.inputs[piece.input], piece.start, piece.end
-            for document in read_documents(input, start, end, self.data.text_field, self.read):
+            for document in read_documents(input, start, end, self.data.text_field, self.read, self.keep):
                 lines[place] = document.line
                 if document.reason is not None:
                     rejected.append((place, document.line, document.reason))
@@ -282,14 +352,17 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             documents=sum(unit.documents for unit in units),
             held_out_documents=sum(unit.held_out_documents for unit in units),
             rejected_documents=sum(len(unit.rejected) for unit in units),
+            filtered_documents=sum(unit.filtered for unit in units),
+            duplicate_documents=sum(unit.duplicates for unit in units),
             train_tokens=sum(entry.tokens for entry in train),
             held_out_tokens=sum(entry.tokens for entry in held_out),
             train_bytes=sum(entry.bytes for entry in train),
             held_out_bytes=sum(entry.bytes for entry in held_out),
             train=train,
             held_out=held_out,
+            stripe=self.striped,
         )
-        self._reject(units, manifest.documents)
+        list_rejected(self.path / "rejected.jsonl", self.plan, units, manifest.documents, self.data.max_rejected)
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "
@@ -299,47 +372,14 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
         listed |= {self.unit_path(number) for number in range(self.count)}
-        for path in set((self.path / SHARDS).glob("unit-*")) - listed:
+        folder = self.path / SHARDS
+        hashed = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
+        for path in {*folder.glob("unit-*"), *hashed} - listed:
             path.unlink(missing_ok=True)
+        left = {"filtered": manifest.filtered_documents, "stood before": manifest.duplicate_documents}
+        more = "".join(f", {count:,} {how}" for how, count in left.items() if count)
         log(
             f"shard: {manifest.documents:,} documents ({manifest.held_out_documents:,} held out, "
-            f"{manifest.rejected_documents:,} rejected), "
+            f"{manifest.rejected_documents:,} rejected{more}), "
             f"{manifest.train_tokens:,} + {manifest.held_out_tokens:,} tokens"
         )
-
-    def _reject(self, units: Sequence[UnitManifest], documents: int) -> None:
-        """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason. Raises UserError over the limit."""
-        before = [0] * len(self.inputs)  # lines of each input in the pieces so far: units and pieces are in its order
-        rows: list[dict[str, str | int]] = []
-        for unit, pieces in zip(units, self.plan.units, strict=True):
-            starts = []
-            for piece, count in zip(pieces, unit.lines, strict=True):
-                starts.append(before[piece.input])
-                before[piece.input] += count
-            for place, line, reason in unit.rejected:
-                path = self.inputs[pieces[place].input].path
-                rows.append({"file": path, "line": starts[place] + line, "reason": reason})
-        listing = self.path / "rejected.jsonl"
-        write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        total = documents + len(rows)
-        if len(rows) > self.data.max_rejected * total:
-            first = rows[0]
-            raise UserError(
-                f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
-                f"data.max_rejected ({self.data.max_rejected:.2%}) allows; the first is {first['file']} line "
-                f"{first['line']}: {first['reason']}; all are in {listing}. Mend or remove them, or raise "
-                "data.max_rejected"
-            )
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Batches for the tokenizer."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch

@@ -54,8 +54,12 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, the end-of-text token last: arrays of `dtype`, shape (tokens of the text + 1,)."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
+        found = []
+        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids = encoding.ids
+            ids.append(self.eos_id)
+            found.append(np.fromiter(ids, self.dtype, len(ids)))  # half of what np.array costs
+        return found
 
     def encode_records(self, records: Sequence[Document], *, chat: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of each record and their `mask` (pipeline/data/manifest.py): of `dtype` and uint8, shape (tokens,).

@@ -34,7 +34,7 @@ Weights = Sequence[Sequence[int]]
 
 
 class Piece(NamedTuple):
-    """A stretch of an input: bytes [start, end), for parquet row groups [start, end)."""
+    """A stretch of an input: bytes [start, end); of parquet row groups, of files of tokens these."""
 
     input: int
     """Place in the plan's inputs."""

@@ -31,8 +31,9 @@ def look(path: str) -> TokenFile:
     schema, _ = arrow_batches(path)
     for name in NAMES:
         kind = schema.field(name).type if name in schema.names else pyarrow.null()
-        lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-        if lists and pyarrow.types.is_integer(kind.value_type):
+        types = pyarrow.types
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        if any(test(kind) for test in lists) and pyarrow.types.is_integer(kind.value_type):
             return TokenFile(path, "Arrow", str(kind.value_type), rows=partial(_rows, path, name))
     raise UserError(
         f"{path}: no column {' or '.join(NAMES)} with lists of integers; there are {schema.names}. Where it is text, "
@@ -43,8 +44,8 @@ def look(path: str) -> TokenFile:
 def _rows(path: str, name: str) -> Iterator[Ids]:
     for batch in arrow_batches(path)[1]:
         column = batch.column(batch.schema.names.index(name))
-        offsets, values = np.asarray(column.offsets), column.values
+        values, lengths = column.flatten(), column.value_lengths()
         if column.null_count or values.null_count:
             raise UserError(f"{path}: a row of {name} is null: filter it out")
-        ids = np.asarray(values)
-        yield from (ids[start:end] for start, end in pairwise(offsets.tolist()))
+        ids, ends = np.asarray(values), np.cumsum(lengths)
+        yield from (ids[start:end] for start, end in pairwise([0, *ends.tolist()]))

@@ -40,4 +40,5 @@ def look(path: str) -> TokenFile:
     width = int(told[1]) if told and told[1] else size // max(1, tokens)
     if width not in (2, 4) or tokens * width != size or (ends is not None and [*ends[-1:]] != [tokens][: len(ends)]):
         raise UserError(f"{path} has {size} bytes, which its index and metadata do not fit: {tokens} tokens")
-    return TokenFile(path, "datatrove .ds", f"uint{8 * width}", tokens, 0, ends)
+    note = f"; {path}.loss is not used: all tokens are learned" if os.path.exists(f"{path}.loss") else ""
+    return TokenFile(path, "datatrove .ds", f"uint{8 * width}", tokens, 0, ends, note=note)

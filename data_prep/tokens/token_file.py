@@ -43,6 +43,8 @@ class TokenFile(NamedTuple):
     """The tokens of a file without an `offset`, in parts."""
     row_is_document: bool = True
     """Whether each of these parts is a document."""
+    note: str = ""
+    """What a person should know besides, behind a semicolon."""
 
     @property
     def why_not(self) -> str | None:
@@ -50,6 +52,13 @@ class TokenFile(NamedTuple):
         if self.offset is None:
             return f"{self.format} does not hold them in one piece"
         return None if self.dtype in MAPPED else f"they are {self.dtype}"
+
+    def part(self, start: int, stop: int) -> TokenFile:
+        """Tokens [start, stop) of what lies in one piece, as if they were all; a document counts where it ends."""
+        assert self.offset is not None
+        ends = None if self.ends is None else self.ends[(self.ends > start) & (self.ends <= stop)] - start
+        offset = self.offset + start * np.dtype(self.dtype).itemsize
+        return self._replace(offset=offset, tokens=stop - start, ends=ends)
 
     def read(self, start: int, stop: int) -> Ids:
         """Tokens [start, stop) of what lies in one piece. Raises UserError where the file is too short for that."""
@@ -110,9 +119,12 @@ class Seen(NamedTuple):
     """Documents of the index that do not end with one."""
 
 
-def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
-    """Read all tokens. Raises UserError naming the place of the first id outside [0, vocab_size), for no token, and for
-    bare uint16 where the tokenizer (below 2**32 ids) has more."""
+def scan(file: TokenFile, eos_id: int, vocab_size: int, before: int = 0) -> Seen:
+    """Read all tokens. Raises UserError naming the place of the first id outside
+    [0, vocab_size), for no token, and for bare uint16 where the tokenizer (below 2**32 ids) has more.
+
+    before: tokens of the file in front of these.
+    """
     if file.format == BARE and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
             f"{file.path}: a bare .bin is read as uint16, and the tokenizer has {vocab_size:,} ids: put Megatron's "
@@ -123,7 +135,7 @@ def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
         if len(block) and (int(block.min()) < 0 or int(block.max()) >= vocab_size):
             bad = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
             raise UserError(
-                f"{file.path}: token {tokens + bad:,} is {block[bad]}, and the tokenizer has the ids 0 to "
+                f"{file.path}: token {before + tokens + bad:,} is {block[bad]}, and the tokenizer has the ids 0 to "
                 f"{vocab_size - 1}: the file is damaged, no {file.format}, or of another tokenizer"
             )
         largest = max(largest, int(block.max())) if len(block) else largest

@@ -6,11 +6,13 @@ A copy is a folder of HDF5 shards (data_prep/text/shard_file.py) with an end-of-
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.inputs.listing import files_in
 from data_prep.text.shard_file import ShardWriter
 from data_prep.text.tokenizer import Encoder, load_encoder
 from data_prep.tokens.formats import look
@@ -50,7 +52,7 @@ def _files(path: str) -> list[str]:
     """A file, or all of a folder that may hold tokens."""
     if not Path(path).is_dir():
         return [str(Path(path).absolute())]
-    found = sorted(str(one.absolute()) for one in Path(path).rglob("*") if one.name.endswith((*ENDINGS,)))
+    found = sorted(map(os.path.abspath, files_in(path, ENDINGS)))
     if not found:
         raise UserError(f"{path}: no file in it ends with {', '.join(ENDINGS)}")
     return found
@@ -61,7 +63,7 @@ def _words(file: TokenFile) -> str:
     count = "" if file.tokens is None else f"{file.tokens:,} "
     documents = "" if file.ends is None else f" in {len(file.ends):,} documents"
     how = f"to be copied ({file.why_not})" if file.why_not else f"can be used where they lie, from byte {file.offset}"
-    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {how}"
+    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {how}{file.note}"
 
 
 def _read_words(file: TokenFile, encoder: Encoder | None) -> str:

@@ -1,13 +1,14 @@
 """The data folder of a run on tokens that exist (`data.records: tokens`): files are taken where they lie, not copied.
 
-    data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a file
-    data_dir/shards/unit-00003.json                     its size and sha256, and how it is split
+    data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a part of a file
+    data_dir/shards/unit-00003.json                     its sha256, and where it is in the file
     data_dir/manifest.json                              all of them
 
-Each file is read once: hashed, its ids compared with the tokenizer's, its documents counted. **Held out** is its end:
-the last `data.held_out` of its tokens, cut at the nearest end of a document; where that would be twice as much, or
-there is none (a file of one document), it is trained on whole. Both parts are entries of the manifest that say from
-which byte on the same file is mapped, as for a shard of our own.
+A part is of `data.shard_tokens` tokens at most, so that several tasks read a large file, and several ranks hash it
+before a training. Each is read once: hashed, its ids compared with the tokenizer's, its documents counted. **Held out**
+is the end of each file, one part: the last `data.held_out` of its tokens, cut at the nearest end of a document; where
+that would be twice as much, or there is none (a file of one document), it is trained on whole. A part is an entry of
+the manifest that says from which byte on the file is mapped, as for a shard of our own.
 
 Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
 end with one is refused; a copy (`data import`) has them.
@@ -16,10 +17,11 @@ end with one is refused; a copy (`data import`) has them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from data_prep.inputs.folder import Log
-from data_prep.inputs.sources import find_inputs
+from data_prep.inputs.listing import find_inputs
 from data_prep.text.text_folder import TextFolder, UnitManifest
 from data_prep.text.units import Piece, Plan, write_plan
 from pipeline.base.errors import UserError
@@ -57,11 +59,18 @@ class TokensFolder(TextFolder):
         assert given.path is not None
         encoder = load_encoder(given.path, given.eos_token)  # complains about the file that the user named
         formats: set[str] = set()
-        tokens, parted = 0, not self.data.held_out
-        for source in inputs:
+        tokens, parted, units = 0, not self.data.held_out, []
+        for number, source in enumerate(inputs):
             file = mappable(source.path)
-            tokens, formats = tokens + (file.tokens or 0), formats | {file.format}
-            parted = parted or self._border(file, encoder.eos_id) < (file.tokens or 0)
+            if file.note:
+                log(f"warning: {source.path}{file.note}")
+            assert file.tokens is not None
+            tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
+            parts = max(1, -(-border // self.data.shard_tokens))
+            borders = [border * part // parts for part in range(parts + 1)] + [file.tokens]
+            spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
+            units += [(Piece(number, *span),) for span in spans]
+            parted = parted or border < file.tokens
         if not parted:
             for source in inputs:
                 self._scan(mappable(source.path), encoder.eos_id, encoder.vocab_size)  # may know a better reason
@@ -71,49 +80,61 @@ class TokensFolder(TextFolder):
                 f"({encoder.eos_id}, {given.eos_token}) behind each document"
             )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
-        units = tuple((Piece(number, 0, source.size),) for number, source in enumerate(inputs))
-        write_plan(self.path / "units.json", Plan(tuple(inputs), units))
+        write_plan(self.path / "units.json", Plan(tuple(inputs), tuple(units)))
         self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
         log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
 
     def make(self, unit: int) -> bool:
-        """Read one file through. Raises UserError, too, for ids that are not the tokenizer's."""
+        """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
+        import numpy as np
+
         from data_prep.tokens.formats import mappable
         from data_prep.tokens.token_file import MAPPED
 
         if self.unit(unit) is not None:
             return False
         self._check_inputs(self.plan.units[unit])
-        source, fixed = self.inputs[unit], self.prepared
+        ((index, start, end),), fixed = self.plan.units[unit], self.prepared
+        source = self.inputs[index]
         file = mappable(source.path)
-        seen = self._scan(file, fixed.eos_id, fixed.vocab_size)
-        assert file.offset is not None and file.tokens is not None
-        cut = self._border(file, fixed.eos_id)
-        begin, left = file.offset + cut * int(file.dtype[-2:]) // 8, file.tokens - cut
-        documents, text_bytes = self._counted(file._replace(offset=begin, tokens=left, ends=None))
-        facts: dict[str, Any] = {"file": source.path, "size": source.size, "sha256": sha256_file(source.path)}
-        facts["dtype"], trained_on = MAPPED[file.dtype], seen.ended - documents
-        train = ShardEntry(**facts, offset=file.offset, tokens=cut, documents=trained_on, bytes=0)
-        held_out = ShardEntry(**facts, offset=begin, tokens=left, documents=documents, bytes=text_bytes)
+        if file.tokens is None or end > file.tokens or file.offset is None:
+            raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
+        part = file.part(start, end)
+        seen = self._scan(part, fixed.eos_id, fixed.vocab_size, start)
+        held_out = start == self._border(file, fixed.eos_id)
+        width, whole = np.dtype(file.dtype).itemsize, (0, source.size)
+        bounds = file.offset + start * width if start else 0, file.offset + end * width
+        bounds = bounds[0], source.size if end == file.tokens else bounds[1]  # what stands before and behind, too
+        entry = ShardEntry(
+            file=source.path,
+            size=source.size,
+            sha256=sha256_file(source.path, bounds),
+            part=None if bounds == whole else bounds,
+            tokens=end - start,
+            documents=seen.ended,
+            bytes=self._text_bytes(part) if held_out else 0,
+            offset=part.offset or 0,
+            dtype=MAPPED[file.dtype],
+        )
         self._check_inputs(self.plan.units[unit])  # one that changed while it was read fits no manifest
         manifest = UnitManifest(
             key=self._unit_key(unit),
             unit=unit,
             documents=seen.ended,
-            held_out_documents=documents,
+            held_out_documents=seen.ended if held_out else 0,
             lines=(0,),
             rejected=(),
-            train=(train,),
-            held_out=(held_out,) if left else (),
+            train=() if held_out else (entry,),
+            held_out=(entry,) if held_out else (),
         )
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
+    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int, before: int = 0) -> Seen:
         """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
         from data_prep.tokens.token_file import scan
 
-        seen = scan(file, eos_id, vocab_size)
+        seen = scan(file, eos_id, vocab_size, before)
         if seen.unended:
             raise UserError(
                 f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "
@@ -140,15 +161,13 @@ class TokensFolder(TextFolder):
 
     def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
         """And tell which files are trained on whole though a part was wanted."""
-        if self.data.held_out and (files := [unit.train[0].file for unit in units if not unit.held_out]):
+        cut = {entry.file for unit in units for entry in unit.held_out}
+        if self.data.held_out and (files := [one.path for one in self.inputs if one.path not in cut]):
             log(f"shard: nothing is held out of {len(files)} files, no document ends where it should: {files[0]}, …")
         super().whole(units, log)
 
-    def _counted(self, part: TokenFile) -> tuple[int, int]:
-        """End-of-text tokens of what is held out, and the UTF-8 bytes of its text: what bits per byte are of."""
-        documents = text_bytes = 0
+    def _text_bytes(self, part: TokenFile) -> int:
+        """The UTF-8 bytes of what is held out: what bits per byte are of."""
         decode = self.encoder.tokenizer.decode
-        for document in part.documents(self.prepared.eos_id):
-            documents += int(document[-1] == self.prepared.eos_id)
-            text_bytes += len(decode(document.tolist(), skip_special_tokens=True).encode())
-        return documents, text_bytes
+        documents = part._replace(ends=None).documents(self.prepared.eos_id)
+        return sum(len(decode(one.tolist(), skip_special_tokens=True).encode()) for one in documents)

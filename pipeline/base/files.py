@@ -209,10 +209,17 @@ def whole_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
             yield line, offset
 
 
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file's content, as 64 hex digits. Raises UserError for a pipe or a device."""
+def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
+    """SHA-256 of a file's content, or of its bytes [start, end), as 64 hex digits. Raises UserError for a pipe or a
+    device."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if part is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, left = hashlib.sha256(), part[1] - file.seek(part[0])
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            digest.update(block)
+            left -= len(block)
+        return digest.hexdigest()
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:

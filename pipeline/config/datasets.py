@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from math import inf
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import FilePath, Fraction, Name, Section, refuse_changed
+from pipeline.config.types import FilePath, Fraction, Name, Section, matching, refuse_changed
 
+FilterTarget = Annotated[
+    str, matching(re.compile(r"(?s).+:[A-Za-z_]\w*"), "write MODULE:FUNCTION, such as quality:keep")
+]
 Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
@@ -128,6 +132,11 @@ class DataConfig(Section):
     """Most tokens of one HDF5 shard (500 M tokens of two bytes make 1 GB)."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
     """Fraction of the documents, chosen by a hash of their text, that is kept for evaluation."""
+    deduplicate: bool = False
+    """Whether of documents with the same text (of one source) only the first is taken. Inputs are read twice then."""
+    filter: FilterTarget | None = None
+    """A Python function of your own, `MODULE:FUNCTION`, that is called with each document as a dict (the object of a
+    line, or `text_field` and text); True keeps it. The module is one file, beside the config file or on the path."""
     max_rejected: Fraction = 0.001
     """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
     verify: Literal["hashes", "cached", "sizes"] = "hashes"
@@ -148,6 +157,8 @@ class DataConfig(Section):
                 type(self).model_validate(self.of_source(name).model_dump())
         if self.records == "text":
             return self
+        if self.records == "tokens" and (self.deduplicate or self.filter):
+            raise ValueError("records: tokens are taken as they are: deduplicate and filter are for documents")
         if "python-stdlib" in self.sources:
             kind = "of tokens" if self.records == "tokens" else ".jsonl"
             raise ValueError(f"records: {self.records} stand in files {kind}: name them as source")

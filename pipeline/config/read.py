@@ -43,7 +43,7 @@ _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
-    ("data", "tokenizer", "path"), ("evaluate", "tasks"), ("publish", "to"),
+    ("data", "tokenizer", "path"), ("data", "filter"), ("evaluate", "tasks"), ("publish", "to"),
     ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
     ("measure", "file"), ("measure", "machine"), *FOLDERS,
 )  # fmt: skip

@@ -49,9 +49,9 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
             try:
                 found = path.stat() if path.exists() else None
                 stamp = found and [found.st_size, found.st_mtime_ns, found.st_ino, entry.sha256]
-                again = stamp is None or known.get(entry.file) != stamp
+                again = stamp is None or known.get(entry.name) != stamp
                 entry.check(run.data, how != "sizes" and again)
-                seen[entry.file] = stamp
+                seen[entry.name] = stamp
             except InputError as error:
                 if not entry.own:
                     with suppress(OSError):  # missing already, or not ours to rename: the error below says enough

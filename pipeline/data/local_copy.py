@@ -7,7 +7,7 @@ folder, no room, a disk that breaks) is told once, and training goes on where it
 
     DISK/sluice-KEY/users    each rank holds a shared lock on it: who gets it alone removes the folder
     DISK/sluice-KEY/copier   held by the rank that copies; where it dies, another one goes on
-    DISK/sluice-KEY/SHA256   a copy
+    DISK/sluice-KEY/SHA256   a copy; of a part of a file, with a hole before it, so that it stands where it stood
 
 The last rank to leave removes the folder. What a killed job left behind is removed by the next run that comes there.
 """
@@ -93,23 +93,24 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         began, size, left_out = time.monotonic(), 0, 0
         files = {entry.sha256: entry for entry in self._waiting.values()}
         for entry in files.values():
-            disk = shutil.disk_usage(folder)
-            if disk.free - entry.size < KEEP_FREE * disk.total:
+            disk, (start, end) = shutil.disk_usage(folder), entry.part or (0, entry.size)
+            if disk.free - (end - start) < KEEP_FREE * disk.total:
                 left_out += 1
                 continue
             with replacing(folder / entry.sha256) as half:
-                if (found := self._copied(self._data_dir / entry.file, half)) != entry.sha256:
+                if (found := self._copied(self._data_dir / entry.file, half, start, end)) != entry.sha256:
                     raise OSError(f"{entry.file} is not what its manifest says: sha256 {found}")
-            size += entry.size
+            size += end - start
             self._move(folder)
         seconds = round(time.monotonic() - began, 1)
         self._tell(files=len(files) - left_out, bytes=size, seconds=seconds, no_room_for=left_out)
 
-    def _copied(self, source: Path, target: Path) -> str:
-        """Copy one file; its sha256. Raises InterruptedError where this is closed meanwhile."""
+    def _copied(self, source: Path, target: Path, start: int, end: int) -> str:
+        """Copy these bytes of a file; their sha256. Raises InterruptedError where this is closed meanwhile."""
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as read, open(target, "wb", buffering=0) as write:
-            while chunk := read.read(_CHUNK):
+            write.seek(read.seek(start))
+            while chunk := read.read(min(_CHUNK, end - read.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
                 digest.update(chunk)

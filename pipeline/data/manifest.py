@@ -38,10 +38,12 @@ LEARNED, BEGINS = 1, 2
 
 
 class FileEntry(Section):
-    """One small file: its size in bytes and its sha256 (64 hex digits)."""
+    """One file: its size in bytes and its sha256 (64 hex digits)."""
 
     size: int
     sha256: str
+    part: tuple[int, int] | None = None
+    """The bytes [start, end) that the hash is of: what of a large file one task, or rank, reads; null: all."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
@@ -56,7 +58,7 @@ class FileEntry(Section):
             return f"{path} is missing"
         if size != self.size:
             return f"{path} has {size} bytes, its manifest says {self.size}"
-        found = sha256_file(path) if hashes else self.sha256
+        found = sha256_file(path, self.part) if hashes else self.sha256
         return None if found == self.sha256 else f"{path} is damaged: its sha256 is {found}, not {self.sha256}"
 
 
@@ -79,6 +81,11 @@ class DataFile(FileEntry):
 
     file: str
     """Path relative to the data folder, or absolute: then it is the user's own, used where it lies."""
+
+    @property
+    def name(self) -> str:
+        """The file, and from which byte on."""
+        return self.file if self.part is None else f"{self.file} from byte {self.part[0]}"
 
     @property
     def own(self) -> bool:
@@ -160,12 +167,18 @@ class Manifest(Keyed):
     """Documents with text, held-out ones included."""
     held_out_documents: int
     rejected_documents: int
+    filtered_documents: int = 0
+    """Documents that `data.filter` left out."""
+    duplicate_documents: int = 0
+    """Documents that `data.deduplicate` left out."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
     held_out_bytes: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+    stripe: str = ""
+    """Options by which `lfs setstripe` striped the folder of the shards; empty where it is not on Lustre."""
     parts: tuple[Part, ...] = ()
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 

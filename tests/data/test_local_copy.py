@@ -87,6 +87,25 @@ def test_what_is_read_is_the_same_and_stands_on_the_disk(tmp_path: Path, disk: P
     assert len(told) == 1 and not list(disk.iterdir())
 
 
+def test_parts_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path) -> None:
+    tokens, told = np.arange(3000, dtype=np.uint16), Told()
+    (tmp_path / "large.bin").write_bytes(tokens.tobytes())
+    borders = [(0, 2000), (2000, 3400), (3400, 6000)]
+    entries = [
+        ShardEntry.model_construct(
+            file=str(tmp_path / "large.bin"), size=6000, part=part, sha256=sha256_file(tmp_path / "large.bin", part),
+            tokens=(part[1] - part[0]) // 2, offset=part[0], dtype="uint16",
+        )
+        for part in borders
+    ]  # fmt: skip
+    dataset = TokenDataset(entries, LENGTH, tmp_path)
+    expected = all_of(dataset)
+    with copies(dataset, tmp_path, disk, told):
+        until(lambda: bool(told))
+        (tmp_path / "large.bin").write_bytes(b"\xff" * 6000)
+        assert all_of(dataset) == expected and told[0]["bytes"] == 6000 and told[0]["files"] == 3
+
+
 def test_one_rank_of_a_node_copies_and_the_last_one_removes(tmp_path: Path, disk: Path) -> None:
     ranks, told = [make_dataset(tmp_path / "shared") for _ in range(4)], Told()
     running = [copies(dataset, tmp_path / "shared", disk, told) for dataset in ranks]

@@ -10,6 +10,7 @@ from data_prep.inputs.lustre import stripe
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.files import file_system_type
 from pipeline.config.site import StripeConfig
+from pipeline.data.manifest import load_manifest
 from tests.data_prep.test_shards import config, quiet, texts, write_jsonl
 
 
@@ -29,7 +30,7 @@ def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4")
+    assert stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4") == ""
     assert not (fake_lfs / "calls").exists()
     stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
     stripe(tmp_path, StripeConfig(count=-1, size_mb=16, pool="flash"), lines.append, file_system=lambda _: "lustre")
@@ -53,14 +54,19 @@ def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_shard_sets_the_stripe_before_it_writes(
     fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (fake_lfs / "lfs").write_text(f"#!/bin/sh\nls $4 >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n")
+    (fake_lfs / "lfs").write_text(
+        f"#!/bin/sh\nfor last; do :; done\nls $last >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n"
+    )
     monkeypatch.setattr(
         "data_prep.inputs.folder.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
     )
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))])
+    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))], held_out=0.0)
     TextFolder(data, tmp_path / "data").prepare(quiet)
-    TextFolder(data, tmp_path / "data").shard(0, 1, quiet)
+    folder = TextFolder(data, tmp_path / "data")
+    folder.shard(0, 1, quiet, StripeConfig(count=2, size_mb=4, pool="flash"))
     assert (fake_lfs / "calls").read_text() == "done\n"
+    assert folder.finalize(quiet)
+    assert load_manifest(tmp_path / "data").stripe == "-c 2 -S 4M -p flash"
 
 
 def test_file_system_type_is_that_of_the_mount(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.inputs.folder import PACKAGE, code_sha256
+from data_prep.inputs.folder import PACKAGE, PROGRESS, code_sha256
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
 from pipeline.base.files import seal
@@ -27,6 +27,10 @@ from pipeline.run.stages import load
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
+
+
+def finalize_quietly(data: DataConfig, folder: Path) -> bool:
+    return TextFolder(data, folder).finalize(quiet)
 
 
 def prepare_missing(data: DataConfig, folder: Path) -> str | None:
@@ -65,7 +69,10 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
         load_manifest(folder)
     assert "manifest.json is missing" in str(shard_missing(data, folder))
     total = progress(data, folder)[1]
+    assert TextFolder(data, folder).progress() == (0, total, None)
     shard(data, folder, 0, 2, quiet)
+    left_s = TextFolder(data, folder).progress()[2]
+    assert left_s is not None and 0 < left_s < 60
     assert progress(data, folder) == ((total + 1) // 2, total)
     shard(data, folder, 1, 2, quiet)
     assert progress(data, folder) == (total, total)
@@ -74,6 +81,34 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
     assert TextFolder(data, folder).remark() == ""
+
+
+def test_while_tasks_work_one_file_tells_how_far_they_are(
+    tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a login node nor the tasks that end first read what all tasks made."""
+    folder = tmp_path / "data"
+    prepare(data, folder, quiet)
+    shard(data, folder, 0, 2, quiet)
+    shard(data, folder, 0, 2, quiet)  # a repeated task is not counted twice
+    read: list[str] = []
+    real = os.open
+
+    def noted(path: Any, *more: Any, **how: Any) -> Any:
+        read.append(str(path))
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(os, "open", noted)
+    done, total, _ = TextFolder(data, folder).progress()
+    assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(quiet)
+    assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl"} | {
+        path.name
+        for path in PACKAGE.rglob("*.py")  # the hash of the code is part of the key
+    }
+    assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).progress() == (0, 0, None)
+    monkeypatch.undo()
+    (folder / PROGRESS).write_text('{"key": "of another config", "unit": 1}\n' + (folder / PROGRESS).read_text())
+    assert progress(data, folder)[0] == done
 
 
 def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None:
@@ -212,7 +247,7 @@ def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfi
     assert number is not None
     (done / name).write_bytes(whole[: number.start(1)] + b"%d" % (int(number[1]) + 2) + whole[number.end(1) :])
     if name.startswith("shards"):  # the manifest of all does not need it any more
-        assert progress(data, done)[0] == progress(data, done)[1] - 1
+        assert not finalize_quietly(data, done) and shard_missing(data, done) is None
     else:
         reason = str(shard_missing(data, done))
         assert f"{done / name} is damaged: its content does not fit its own hash: run the" in reason

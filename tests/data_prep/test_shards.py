@@ -88,7 +88,7 @@ def make(data: DataConfig, data_dir: Path, unit: int) -> bool:
 
 def progress(data: DataConfig, data_dir: Path) -> tuple[int, int]:
     """Units that are done, and units in all."""
-    return TextFolder(data, data_dir).progress()
+    return TextFolder(data, data_dir).progress()[:2]
 
 
 def all_bytes(data_dir: Path) -> dict[str, bytes]:
@@ -362,6 +362,7 @@ def test_source_may_go_once_the_shards_are_written(tmp_path: Path) -> None:
     path.unlink()
     prepare(data, tmp_path / "data", quiet)
     shard(data, tmp_path / "data", 0, 1, quiet)
+    finalize(data, tmp_path / "data", quiet)
     assert all_bytes(tmp_path / "data") == before
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import gzip
+import io
 import os
+import tarfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -14,7 +18,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs.sources import Input, find_inputs, parquet_groups, read_documents
+from data_prep.inputs.listing import files_in, find_inputs
+from data_prep.inputs.sources import Input, parquet_groups, read_documents
 from data_prep.text.prepare_text import take_sample
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.units import MIN_UNIT_BYTES, cut, unit_count, weights_of
@@ -218,3 +223,51 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     hollow.write_text("".join(lines))
     uneven = data.model_copy(update={"source": str(hollow)})
     assert 49_000 < sum(map(len, sample_of(uneven, 50_000))) <= 50_000
+
+
+def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        (tmp_path / "set" / part).mkdir(parents=True)
+        (tmp_path / "set" / part / "data-0.arrow").write_bytes(b"x")
+    (tmp_path / "set/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    wanted = rf"{tmp_path}/set holds a DatasetDict .*: name one: {tmp_path}/set/test, {tmp_path}/set/train"
+    with pytest.raises(UserError, match=wanted):
+        find_inputs(DataConfig(source=str(tmp_path / "set")))
+    with pytest.raises(UserError, match=wanted):
+        files_in(str(tmp_path), (".arrow",))
+    assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path / "set/train")))] == [
+        str(tmp_path / "set/train/data-0.arrow")
+    ]
+
+
+def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/.hidden/no.txt", "b/two.txt", "a.txt", "c/one.txt", "c/no.md", ".no.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    touched: list[str] = []
+    for module, name in ((os, "scandir"), (os, "open"), (builtins, "open")):
+        real = getattr(module, name)
+
+        def noted(path: Any, *more: Any, real: Any = real, **how: Any) -> Any:
+            touched.append(str(path))
+            return real(path, *more, **how)
+
+        monkeypatch.setattr(module, name, noted)
+    found = find_inputs(DataConfig(source=str(tmp_path)))
+    assert [os.path.relpath(one.path, tmp_path) for one in found] == ["a.txt", "b/two.txt", "c/one.txt"]
+    assert sorted(touched) == [str(tmp_path), *(f"{tmp_path}/{name}" for name in "bc")]
+
+
+def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
+    members = {
+        "a/1.json": b'{"text": "no", "id": 1}', "a/1.txt": b"yes", "a/2.json": b'{"text": "alone"}',
+        "a/3.txt": b"first", "a/3.meta.json": b"{}", "b/3.txt": b"of another folder",
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    documents = list(read_documents(listed(tmp_path / "a.tar", "tar"), 0, 1, "text"))
+    assert [one.text for one in documents] == ["yes", "alone", "first", "of another folder"]
+    assert [one.line for one in documents] == [1, 2, 3, 4]

@@ -208,6 +208,57 @@ def refused(path: Path, tokenizer: Path, words: str) -> None:
         sharded(data, folder)
 
 
+def test_rows_of_one_length_and_slices_are_read(tmp_path: Path) -> None:
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for kind in (pyarrow.list_(pyarrow.int32(), 3), pyarrow.large_list(pyarrow.int64())):
+        table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], kind)}).slice(1)
+        with pyarrow.ipc.new_file(str(path := tmp_path / "a.arrow"), table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+        assert [one.tolist() for one in look(str(path)).documents(EOS)] == rows
+
+
+@pytest.mark.parametrize("write", MAPPED)
+def test_parts_of_a_large_file_are_hashed_apart_and_hold_it_all(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
+    documents = encoded(tokenizer, 400)
+    path = write(tmp_path, documents)
+    manifests = []
+    for limit in (1024, 1 << 20):
+        sharded(config(str(path), tokenizer, shard_tokens=limit), tmp_path / f"data-{limit}")
+        manifests.append(load_manifest(tmp_path / f"data-{limit}"))
+    parts, whole = manifests
+    assert len(parts.train) > 4 and len(whole.train) == len(parts.held_out) == 1
+    assert max(entry.tokens for entry in parts.train) <= 1024
+    for manifest in manifests:
+        entries = (*manifest.train, *manifest.held_out)
+        read = [map_file(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
+        assert flat(read) == flat(documents)
+        assert sum(entry.documents for entry in entries) == len(documents)
+        borders = [border for entry in entries for border in entry.part or ()]
+        assert borders == [0, *(edge for edge in borders[1:-1:2] for _ in "ab"), path.stat().st_size]
+    same = {"documents", "held_out_documents", "train_tokens", "held_out_tokens", "held_out_bytes"}
+    assert parts.model_dump(include=same) == whole.model_dump(include=same)
+
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    content[parts.train[2].offset] ^= 1
+    path.write_bytes(content)
+    bad = [entry for entry in (*parts.train, *parts.held_out) if entry.problem(path)]
+    assert bad == [parts.train[2], parts.held_out[0]]
+
+
+def test_a_loss_mask_that_is_not_used_is_told(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = datatrove(tmp_path, encoded(tokenizer))
+    (tmp_path / "d.ds.loss").write_bytes(bytes(path.stat().st_size // 4))
+    words = f"{path}.loss is not used: all tokens are learned"
+    main("inspect", [str(path)], None, None, "<|endoftext|>", False)
+    assert words in capsys.readouterr().out
+    lines: list[str] = []
+    TokensFolder(config(str(path), tokenizer), tmp_path / "data").prepare(lines.append)
+    assert any(words in line for line in lines)
+
+
 def test_what_a_run_cannot_use_is_refused_with_the_way_out(tokenizer: Path, tmp_path: Path) -> None:
     documents = encoded(tokenizer)
     refused(arrow(tmp_path, documents), tokenizer, r"cannot be mapped, for Arrow .*copy them, `.* data import")

@@ -1,0 +1,96 @@
+"""Which files a config names: each item of `data.source` is `python-stdlib`, a glob, a file, or a folder.
+
+A folder is looked at once, and of each file size and time alone are asked: on a parallel file system opening a hundred
+thousand files takes minutes.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+
+from data_prep.inputs.sources import ENDINGS, JSON_LINES, Input
+from pipeline.base.errors import UserError
+from pipeline.base.files import reading
+from pipeline.config.datasets import DataConfig
+
+PYTHON_STDLIB = "python-stdlib"
+_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_DATASET_DICT = "dataset_dict.json"
+
+
+def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
+    """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
+
+    `formats`: the endings that may stand there and what they are; without it, those of texts.
+    A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
+    without a match, and naming the file for an ending that no format has or a file that cannot be read.
+    """
+    found: dict[str, Input] = {}
+    for path, file_format in named_files(data, formats or endings_of(data)):
+        with reading(path):
+            seen = os.stat(path)
+        if not stat.S_ISREG(seen.st_mode):
+            raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
+    return list(found.values())
+
+
+def endings_of(data: DataConfig) -> Mapping[str, str]:
+    """The endings that files of documents may have, and their formats: all, or those of lines that hold records."""
+    return ENDINGS if data.records == "text" else {end: kind for end, kind in ENDINGS.items() if kind in JSON_LINES}
+
+
+def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Path and format of each file that the config names, by names alone. Raises UserError as `find_inputs` does."""
+    for source in data.sources:
+        if source == PYTHON_STDLIB:
+            paths = _stdlib_files(sysconfig.get_path("stdlib"))
+        else:
+            pattern = os.path.expanduser(source)
+            if os.path.isdir(pattern):
+                matches = files_in(pattern, formats)
+            else:
+                matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+                matches = [path for path in matches if not os.path.isdir(path)]
+            paths = sorted(map(os.path.abspath, matches))
+            if not paths:
+                others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
+                raise UserError(f"data.source: {source!r} matches no file; name {', '.join(formats)} files{others}")
+        yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
+
+
+def files_in(folder: str, endings: Iterable[str]) -> list[str]:
+    """The files in a folder, and in the folders in it, with such an ending; one look at each folder, none at the files.
+
+    Raises UserError for the folder of a Hugging Face DatasetDict, whose parts are not meant to be mixed.
+    """
+    found, wanted = [], (*endings,)
+    for inside, folders, names in os.walk(folder, followlinks=True):
+        if _DATASET_DICT in names:
+            parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
+            raise UserError(f"{inside} holds a DatasetDict of several parts, such as train and test: name one: {parts}")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(inside, name) for name in names if name.endswith(wanted) and not name.startswith(".")]
+    return found
+
+
+def _stdlib_files(root: str) -> list[str]:
+    """The library's own modules under `root`, without its tests and what was installed, by relative path."""
+    paths = []
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _NO_LIBRARY]
+        paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(".py")]
+    if not paths:
+        raise UserError(f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")
+    return [os.path.join(root, path) for path in sorted(paths)]
+
+
+def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
+    for ending, file_format in formats.items():
+        if path.endswith(ending):
+            return "lines" if file_format == "text" and data.text_documents == "line" else file_format
+    raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")

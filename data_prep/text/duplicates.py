@@ -1,0 +1,99 @@
+"""`data.deduplicate`: which documents stand in the inputs before, found without anybody holding all of them.
+
+    shards/unit-00003-KEY.hashes     of each document of a unit the first 16 bytes of its text's SHA-256, and its place;
+                                     sorted by hash, with 257 offsets in front: where each first byte begins
+    shards/unit-KEY-002-of-007.twice  of one range of hashes, over all units, those documents whose hash stood before;
+                                     by unit, with an offset for each unit in front
+
+Tasks need not wait for one another: each hashes its own units, then what others have not yet, then finds the doubles of
+ranges that are missing. What two do at once comes out the same. So inputs are read twice, and tokenised once. A range
+holds some four million hashes (300 MB of memory), in 256 ranges at most: more memory beyond 10⁹ documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.base.files import replacing, sha256_json
+
+_ROW = np.dtype([("hash", "S16"), ("place", "<i8")])
+_MOST = 1 << 22  # hashes of a range
+
+
+class Duplicates:
+    """Those of a data folder's units."""
+
+    def __init__(
+        self, folder: Path, keys: Sequence[str], texts: Callable[[int], Iterable[bytes]], task: int, tasks: int
+    ) -> None:
+        """keys: of each unit, what it is made from. texts: the documents of a unit, in order."""
+        self._folder, self._texts = folder, texts
+        self._hashes = [folder / f"unit-{unit:05d}-{key[:16]}.hashes" for unit, key in enumerate(keys)]
+        self._key = sha256_json(list(keys))[:16]
+        self._order = [*range(task, len(keys), tasks)]
+        others = sorted({*range(len(keys))} - {*self._order})
+        random.Random(task).shuffle(others)  # so that few do the same
+        self._order += others
+
+    def kept(self, unit: int) -> np.ndarray:
+        """Of each document of a unit, whether it is the first of its text: bool, shape (documents,)."""
+        kept = np.ones(self._totals[unit], bool)
+        for path in self._ranges:
+            start, stop = _offsets(path, 2, unit)
+            kept[_rows(path, np.dtype("<i8"), len(self._hashes) + 1, start, stop)] = False
+        return kept
+
+    @cached_property
+    def _totals(self) -> list[int]:
+        """Documents of each unit; all are hashed then."""
+        for unit in self._order:
+            if not self._hashes[unit].exists():
+                self._hash(unit)
+        return [int(_offsets(path, 1, 256)[0]) for path in self._hashes]
+
+    @cached_property
+    def _ranges(self) -> list[Path]:
+        """The doubles of each range; all are found then."""
+        count = min(256, max(1, -(-sum(self._totals) // _MOST)))
+        paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
+        for number in sorted(range(count), key=lambda one: (one - self._order[0]) % count):
+            if not paths[number].exists():
+                self._find(paths[number], 256 * number // count, 256 * (number + 1) // count)
+        return paths
+
+    def _hash(self, unit: int) -> None:
+        hashes = b"".join(hashlib.sha256(text).digest()[:16] for text in self._texts(unit))
+        rows = np.empty(len(hashes) // 16, _ROW)
+        rows["hash"], rows["place"] = np.frombuffer(hashes, "S16"), np.arange(len(rows))
+        rows = rows[np.argsort(rows["hash"], kind="stable")]
+        first = np.frombuffer(rows["hash"].tobytes(), np.uint8)[::16]
+        _write(self._hashes[unit], np.searchsorted(first, np.arange(257)), rows)
+
+    def _find(self, path: Path, low: int, high: int) -> None:
+        parts = []
+        for hashes in self._hashes:
+            offsets = _offsets(hashes, 257, 0)
+            parts.append(_rows(hashes, _ROW, 257, offsets[low], offsets[high]))
+        rows, borders = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+        twice = np.ones(len(rows), bool)
+        twice[np.unique(rows["hash"], return_index=True)[1]] = False  # the first of each, in the order of units
+        _write(path, np.concatenate([[0], np.cumsum(twice)])[borders], rows["place"][twice])
+
+
+def _write(path: Path, offsets: np.ndarray, rows: np.ndarray) -> None:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(offsets.astype("<i8").tobytes() + rows.tobytes())
+
+
+def _offsets(path: Path, count: int, first: int) -> np.ndarray:
+    return np.fromfile(path, "<i8", count, offset=8 * first)
+
+
+def _rows(path: Path, kind: np.dtype, header: int, start: int, stop: int) -> np.ndarray:
+    return np.fromfile(path, kind, int(stop - start), offset=8 * header + int(start) * kind.itemsize)

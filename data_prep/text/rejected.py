@@ -1,0 +1,51 @@
+"""`rejected.jsonl`: the documents that could not be read, by file and line, as an editor counts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from data_prep.text.units import Plan
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_atomic
+
+
+class Unit(Protocol):
+    """What a unit's manifest says of it."""
+
+    @property
+    def lines(self) -> tuple[int, ...]:
+        """Lines that start in each piece."""
+
+    @property
+    def rejected(self) -> tuple[tuple[int, int, str], ...]:
+        """Piece, line within it and reason."""
+
+
+def list_rejected(listing: Path, plan: Plan, units: Sequence[Unit], documents: int, limit: float) -> None:
+    """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason.
+
+    documents: those that can be read. Raises UserError where more than the fraction `limit` cannot.
+    """
+    before = [0] * len(plan.inputs)  # lines of each input in the pieces so far: units and pieces are in its order
+    rows: list[dict[str, str | int]] = []
+    for unit, pieces in zip(units, plan.units, strict=True):
+        starts = []
+        for piece, count in zip(pieces, unit.lines, strict=True):
+            starts.append(before[piece.input])
+            before[piece.input] += count
+        for place, line, reason in unit.rejected:
+            path = plan.inputs[pieces[place].input].path
+            rows.append({"file": path, "line": starts[place] + line, "reason": reason})
+    write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    total = documents + len(rows)
+    if len(rows) > limit * total:
+        first = rows[0]
+        raise UserError(
+            f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
+            f"data.max_rejected ({limit:.2%}) allows; the first is {first['file']} line "
+            f"{first['line']}: {first['reason']}; all are in {listing}. Mend or remove them, or raise "
+            "data.max_rejected"
+        )

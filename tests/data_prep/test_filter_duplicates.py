@@ -1,0 +1,169 @@
+"""`data.deduplicate` and `data.filter`: against a plain reference, for any number of tasks, kills and late-comers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.text import duplicates
+from data_prep.text.duplicates import Duplicates
+from data_prep.text.text_folder import TextFolder
+from pipeline.base.errors import UserError
+from pipeline.config.datasets import DataConfig
+from pipeline.config.read import load_config
+from pipeline.data.manifest import load_manifest
+from pipeline.run.code import CODE_ROOT as ROOT
+from tests.data_prep.test_shards import (
+    KILLED,
+    all_bytes,
+    check_content,
+    config,
+    prepare,
+    quiet,
+    run_tasks,
+    shard,
+    small_units,
+    texts,
+    write_jsonl,
+)
+from tests.support.tiny import write_config
+
+__all__ = ["small_units"]
+
+
+def firsts(documents: list[str]) -> list[str]:
+    return list(dict.fromkeys(text for text in documents if text))
+
+
+@settings(deadline=None, max_examples=8)
+@given(picks=st.lists(st.integers(0, 12), min_size=6, max_size=60), tasks=st.integers(1, 5), most=st.integers(1, 9))
+def test_of_each_text_the_first_stays_whatever_the_tasks(
+    picks: list[int], tasks: int, most: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("twice")
+    pool = [*texts(12), ""]
+    documents = [pool[pick] for pick in picks] + ["at least", "this"]
+    half = len(documents) // 2
+    write_jsonl(folder / "a.jsonl", documents[:half])
+    write_jsonl(folder / "b.jsonl", documents[half:])
+    data = config(str(folder / "*.jsonl"), deduplicate=True, held_out=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_prep.text.units.MIN_UNIT_BYTES", 64)
+        patch.setattr(duplicates, "_MOST", most)
+        patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
+        run_tasks(data, folder / "one", 1)
+        manifest = run_tasks(data, folder / "data", tasks)
+    check_content(data, folder / "data", manifest, firsts(documents))
+    kept = len(firsts(documents))
+    assert (manifest.documents, manifest.duplicate_documents) == (kept, len([t for t in documents if t]) - kept)
+    assert all_bytes(folder / "one") == all_bytes(folder / "data")
+
+
+@given(
+    units=st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), min_size=1, max_size=5),
+    draw=st.data(),
+)
+@settings(deadline=None, max_examples=30)
+def test_duplicates_against_a_set(
+    units: list[list[bytes]], draw: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, seen = tmp_path_factory.mktemp("units"), set()
+    wanted = [[not (text in seen or seen.add(text)) for text in unit] for unit in units]  # type: ignore[func-returns-value]
+    keys = [f"{number:064d}" for number in range(len(units))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duplicates, "_MOST", draw.draw(st.integers(1, 5)))
+        for unit in draw.draw(st.permutations(range(len(units)))):
+            found = Duplicates(folder, keys, units.__getitem__, unit % 2, 2).kept(unit)
+            np.testing.assert_array_equal(found, wanted[unit])
+
+
+@pytest.mark.parametrize("fatal", [1, 3, 8, 13])
+def test_a_killed_task_that_deduplicates_leaves_no_trace(tmp_path: Path, fatal: int, small_units: None) -> None:
+    data = config([str(write_jsonl(tmp_path / "a.jsonl", [*texts(80), *texts(40)]))], deduplicate=True)
+    run_tasks(data, tmp_path / "undisturbed")
+    prepare(data, tmp_path / "killed", quiet)
+    command = [sys.executable, "-c", KILLED, data.model_dump_json(), str(tmp_path / "killed"), str(fatal)]
+    assert subprocess.run(command, cwd=ROOT, timeout=240).returncode == -signal.SIGKILL
+    run_tasks(data, tmp_path / "killed", 2)
+    assert all_bytes(tmp_path / "killed") == all_bytes(tmp_path / "undisturbed")
+
+
+FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"
+
+
+def filtered(folder: Path, source: str, code: str = FILTER, **more: object) -> DataConfig:
+    (folder / "quality.py").write_text(code)
+    return config(source, filter=f"{folder}/quality:keep", held_out=0.0, **more)
+
+
+def test_a_function_of_ones_own_says_what_is_taken(tmp_path: Path) -> None:
+    lines = [{"text": f"document {i}", "score": i % 8} for i in range(40)] + [{"text": "a bad one"}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["of parquet", "bad"]}), tmp_path / "b.parquet")
+    data = filtered(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
+    manifest = run_tasks(data, tmp_path / "data", 3)
+    wanted = [f"document {i}" for i in range(40) if i % 8 > 3] + ["of parquet"]
+    check_content(data, tmp_path / "data", manifest, wanted)
+    assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
+
+
+def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> None:
+    source = str(write_jsonl(tmp_path / "a.jsonl", texts(120)))
+    data = filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
+    prepare(data, tmp_path / "data", quiet)
+    shard(data, tmp_path / "data", 0, 2, quiet)
+    filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
+    shard(data, tmp_path / "data", 1, 2, quiet)  # by the copy, as the other task
+    assert TextFolder(data, tmp_path / "data").finalize(quiet)
+    expected = [text for text in texts(120) if len(text) % 2 == 0]
+    check_content(data, tmp_path / "data", load_manifest(tmp_path / "data"), expected)
+    (tmp_path / "data/manifest.json").unlink()
+    manifest = run_tasks(data, tmp_path / "data")
+    check_content(data, tmp_path / "data", manifest, [text for text in texts(120) if len(text) % 2 == 1])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def keep(document):\n    return document['no']\n", r"a\.jsonl, record 1: it raised KeyError: 'no'"),
+        ("def keep(document):\n    print\n", r"a\.jsonl, record 1: it returned None, neither True nor False"),
+        ("def other(document): ...\n", r"quality\.py has no function 'keep' at its top level"),
+        ("def keep(:\n", r"quality\.py is no Python that can be read"),
+        ("import no_such_module\ndef keep(document): ...\n", r"cannot be imported: ModuleNotFoundError"),
+        ("def keep(document):\n    return False\n", r"empty or held out or left out by .*quality:keep"),
+    ],
+)
+def test_what_is_wrong_with_a_filter_is_told(tmp_path: Path, code: str, message: str) -> None:
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
+    with pytest.raises(UserError, match=message):
+        run_tasks(data, tmp_path / "data")
+
+
+def test_a_filter_that_says_something_else_again_is_refused(tmp_path: Path) -> None:
+    code = "seen = []\ndef keep(document):\n    seen.append(1)\n    return len(seen) % 3 > 0\n"
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(50))), code, deduplicate=True)
+    with pytest.raises(UserError, match=re.escape("data.filter must say the same again")):
+        run_tasks(data, tmp_path / "data")
+
+
+def test_a_filter_is_found_beside_the_config_file_and_is_missed_before_a_run(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    data = load_config(path, ["data.filter=quality:keep"]).data
+    found = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
+    assert data.filter is not None and data.filter.endswith("/quality:keep")
+    with pytest.raises(UserError, match=r"data\.filter: there is no quality\.py in "):
+        TextFolder(found, tmp_path / "data").look()
+    (tmp_path / "quality.py").write_text(FILTER)
+    TextFolder(found, tmp_path / "data").look()
