@@ -1,6 +1,6 @@
 """The loader's cost: CPU seconds to read one shuffled epoch, against raw np.memmap and torch's DataLoader.
 
-    python -m benchmarks.loader [--repetitions 9]
+    python -m benchmarks.loader [--repetitions 9] [--peers PYTHON]     # benchmarks/loader_peers.py says which
 
 20,480 samples of 2,048 uint16 tokens (and one more as the last target) in batches of 8: Sluice reads them from 8 HDF5
 shards, the others from one flat file. CPU seconds are user and system time of all threads; the page cache is warm.
@@ -8,12 +8,17 @@ Repetitions are interleaved, each loader once per round, and a ratio is the medi
 same samples in the same order, and that is checked. A loader is compared with the raw loop that delivers the same: the
 shards' own uint16 arrays, or what a training step takes, a pair of int64 tensors (inputs, targets). Nothing consumes
 the batches, which is the worst case for a thread: it hands over 2,560 of them in a fraction of a second.
+
+Besides, what an epoch asks of the file system, by strace in a process of its own; and the first batch of a run that
+begins at 90 % of an epoch of 10⁹ tokens beside that of one that begins at 0, in pairs, from making the sampler on.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,13 +33,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES
 from benchmarks.table import write_table
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.order import sample_indices
 from pipeline.data.samples import TokenDataset
 
-SAMPLES, LENGTH, SHARDS, BATCH = 20_480, 2_048, 8, 8
+SHARDS = 8
+ASKS = "open,openat,stat,lstat,newfstatat,statx,access,fstat,lseek,getdents64,readlink"
 CPU = torch.device("cpu")
 ARRAYS, PAIRS = "uint16 array", "int64 pair"
 RAW = ("raw memmap, per sample", "raw memmap, whole batch")
@@ -119,10 +126,85 @@ def same(batch: Any, expected: np.ndarray) -> bool:
     return np.array_equal(batch[0], expected[:, :-1]) and np.array_equal(batch[1], expected[:, 1:])
 
 
+def spans_of(folder: Path) -> list[ShardEntry]:
+    """What `make_data` left, looked up again."""
+    spans = []
+    for path in sorted(folder.glob("tokens-*.h5")):
+        with h5py.File(path) as file:
+            shard = file["tokens"]
+            place = {"tokens": len(shard), "offset": shard.id.get_offset(), "dtype": "uint16"}
+            spans.append(ShardEntry.model_construct(file=str(path), **place))
+    return spans
+
+
+def asked_of_the_disk(folder: Path) -> str:
+    """Calls that name a shard's file in one epoch of a process, by kind."""
+    names = ", ".join(f"{span.file!r}: ({span.tokens}, {span.offset})" for span in spans_of(folder))
+    code = f"""
+import torch
+from itertools import islice
+from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.manifest import ShardEntry
+from pipeline.data.samples import TokenDataset
+files = {{{names}}}
+dataset = TokenDataset([ShardEntry.model_construct(file=name, tokens=tokens, offset=offset, dtype="uint16")
+                        for name, (tokens, offset) in files.items()], {LENGTH})
+sampler = GlobalOrderSampler(dataset, global_batch={BATCH}, seed=1, num_replicas=1, rank=0)
+with Batches(dataset, sampler, torch.device("cpu")) as reader:
+    for batch in islice(reader, len(sampler)):
+        pass
+"""
+    trace = folder / "trace"
+    command = ["strace", "-f", "-y", "-e", f"trace={ASKS}", "-o", str(trace), sys.executable, "-c", code]
+    subprocess.run(command, check=True, timeout=300)
+    calls = Counter(
+        found[1] for line in trace.read_text().splitlines()
+        if "tokens-" in line and (found := re.match(r"\d+ +(\w+)\(", line))
+    )  # fmt: skip
+    return ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
+
+
+def first_batches(folder: Path, pairs: int = 40) -> tuple[float, float, float]:
+    """CPU seconds to the first batch at 0 and at 90 % of an epoch of 10⁹ tokens, and the median of their ratios."""
+    path, tokens = folder / "sparse.h5", 10**9 + 1
+    with open(path, "wb") as file:
+        file.truncate(2 * tokens)
+    entry = ShardEntry.model_construct(file=str(path), tokens=tokens, offset=0, dtype="uint16")
+    dataset = TokenDataset([entry], LENGTH)
+    seconds: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        pair = []
+        for consumed in (0, len(dataset) * 9 // 10):
+            start = time.process_time()
+            sampler = GlobalOrderSampler(
+                dataset, global_batch=BATCH, seed=1, samples_consumed=consumed, num_replicas=1, rank=0
+            )
+            with Batches(dataset, sampler, CPU) as reader:
+                next(reader)
+                pair.append(time.process_time() - start)
+        seconds.append((pair[0], pair[1]))
+    at_start, at_90 = zip(*seconds, strict=True)
+    return statistics.median(at_start), statistics.median(at_90), statistics.median(b / a for a, b in seconds)
+
+
+def peers_of(python: str, folder: Path, flat: Path) -> dict[str, float]:
+    """CPU seconds of an epoch with each of the others' loaders, median of three processes."""
+    found = {}
+    for name in PEERS:
+        command = [python, str(Path(__file__).with_name("loader_peers.py"))]
+        where = [name, str(folder / name.split()[0]), str(flat)]
+        subprocess.run([*command, "make", *where], check=True, timeout=600, stdout=subprocess.DEVNULL)
+        reads = [subprocess.check_output([*command, "read", *where], timeout=600, text=True) for _ in range(3)]
+        found[name] = statistics.median(float(read.split()[-1]) for read in reads)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=9)
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--peers")
+    arguments = parser.parse_args()
+    repetitions = arguments.repetitions
     torch.set_num_threads(1)
     opened: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -141,21 +223,31 @@ def main() -> None:
                     pass
                 seconds[key].append(time.process_time() - start)
         opens = {opened[str(span.file)] for span in spans}
+        peers = peers_of(arguments.peers, Path(folder), flat) if arguments.peers else {}
+        asked, (at_0, at_90, ratio) = asked_of_the_disk(Path(folder)), first_batches(Path(folder))
     rows = []
     for (kind, name), values in seconds.items():
         ratios = [statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW]
         median = statistics.median(values)
         spread = f"{min(values):.3f} - {max(values):.3f}"
         per_sample = f"{median / SAMPLES * 1e6:.1f}"
-        target = "≤ 0.5, ≤ 1.4" if name.startswith("Sluice") else ""
+        target = "" if not name.startswith("Sluice") else "≤ 0.9 of the whole batch" if kind == PAIRS else "≤ 0.5"
         rows.append([name, kind, f"{median:.3f}", spread, per_sample, *(f"{ratio:.2f}" for ratio in ratios), target])
+    ours = statistics.median(seconds[PAIRS, "Sluice, sampler and `Batches`"])
+    for name, value in peers.items():
+        limit = 0.25 if name.startswith("Hugging") else 0.1
+        per_sample, target = f"{value / SAMPLES * 1e6:.1f}", f"Sluice is {ours / value:.3f} of it (≤ {limit})"
+        rows.append([name, PAIRS, f"{value:.3f}", "", per_sample, "", "", target])
     write_table(
         "loader",
         "What reading one epoch costs",
         f"{SAMPLES:,} samples of {LENGTH:,} uint16 tokens, shuffled, batch {BATCH}; {repetitions} interleaved "
         f"repetitions, CPU seconds of all threads. Sluice opened each of its {SHARDS} shards "
         f"{' or '.join(map(str, sorted(opens)))} time in this process, over all repetitions. How it is measured: "
-        f"`benchmarks/loader.py`. torch {torch.__version__}, numpy {np.__version__}.",
+        f"`benchmarks/loader.py`. torch {torch.__version__}, numpy {np.__version__}.\n\n"
+        f"Of the file system an epoch asks, for the {SHARDS} shards and {SAMPLES:,} samples, in all: {asked}. "
+        f"The first batch at 0 took {at_0 * 1e3:.2f} ms of CPU, at 90 % of an epoch of 10⁹ tokens "
+        f"{at_90 * 1e3:.2f} ms: {ratio:.2f} × (≤ 1.2).",
         [
             "loader",
             "delivers",
