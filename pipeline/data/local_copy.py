@@ -1,15 +1,14 @@
 """Copies of the training's files on a disk of each node's own (`site.local_disk`), made while training runs.
 
-Training starts on shared storage. On each node one rank copies file after file, hashing each on its way, and gives a
-copy its name when it is whole and has the hash of the manifest; every rank of the node looks once a second and reads
-what is there from then on. The samples are the same: where they are read changes nothing else. Whatever fails (no such
-folder, no room, a disk that breaks) is told once, and training goes on where it reads.
+Training starts on shared storage. On each node the first rank copies file after file, hashing each on its way, and
+gives a copy its name when it is whole and has the hash of the manifest; every rank of the node looks once a second and
+reads what is there from then on. The samples are the same: where they are read changes nothing else. Whatever fails (no
+such folder, no room, a disk that breaks) is told once a node, and training goes on where it reads.
 
-    DISK/sluice-KEY/users    each rank holds a shared lock on it: who gets it alone removes the folder
-    DISK/sluice-KEY/copier   held by the rank that copies; where it dies, another one goes on
-    DISK/sluice-KEY/SHA256   a copy; of a part of a file, with a hole before it, so that it stands where it stood
+    DISK/sluice-KEY/users          each rank holds a shared lock on it: who gets it alone removes the folder
+    DISK/sluice-KEY/SHA256-START   a copy; of a part of a file, with a hole before it, so that it stands where it stood
 
-The last rank to leave removes the folder. What a killed job left behind is removed by the next run that comes there.
+KEY is drawn anew at each start: what a killed job left is never read, and is removed by the next training there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 
-from pipeline.base.files import flock, open_lock, replacing, sha256_json
+from pipeline.base.errors import UserError
+from pipeline.base.files import file_system_type, flock, open_lock, replacing
+from pipeline.data.manifest import SampleFile, ShardEntry
 from pipeline.data.samples import MappedDataset
 
 _CHUNK = 1 << 22
@@ -39,12 +40,18 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
 
     every_s = 1.0
 
-    def __init__(self, dataset: MappedDataset, data_dir: Path, disk: str | None, tell: Callable[..., None]) -> None:
-        """`disk`: a folder, with variables of the environment; None: nothing is done. `tell` gets what came of it."""
+    def __init__(
+        self, dataset: MappedDataset, data_dir: Path, disk: str | None, key: str, tell: Callable[..., None] | None
+    ) -> None:
+        """`disk`: a folder, with variables of the environment; None: nothing is done. `key`: the ranks' of this start.
+        `tell` gets what came of it: of the rank of a node that copies; None: another one does."""
         self._dataset, self._data_dir = dataset, data_dir
         self._disk = Path(os.path.expandvars(disk or ""))
-        self._tell = partial(tell, "local_copy", host=socket.gethostname(), disk=str(self._disk))
-        self._waiting = dict(enumerate(dataset.entries))
+        self._folder = self._disk / f"sluice-{key}"
+        self._tell = tell and partial(tell, "local_copy", host=socket.gethostname(), disk=str(self._disk))
+        self._waiting: dict[str, list[int]] = {}
+        for number, entry in enumerate(dataset.entries):
+            self._waiting.setdefault(_name(entry), []).append(number)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sluice-local-copies", daemon=True)
         if disk is not None:
@@ -56,59 +63,58 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             self._thread.join()
 
     def _run(self) -> None:
-        key = sha256_json([str(self._data_dir.absolute()), sorted(entry.sha256 for entry in self._waiting.values())])
-        folder = self._disk / f"sluice-{key[:16]}"
+        users = None
         try:
             if not self._disk.is_absolute() or not self._disk.is_dir():
                 raise FileNotFoundError("there is no such folder on this node (site.local_disk)")
-            for other in self._disk.glob("sluice-*"):
-                if other != folder:
-                    _remove_unused(other)
-            users = _joined(folder)
-        except OSError as error:
-            self._tell(error=str(error))
-            return
-        try:
-            with open(folder / "copier", "w") as copier:
-                while self._waiting and not self._closed.wait(self.every_s):
-                    self._move(folder)
-                    if self._waiting and flock(copier.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-                        self._copy(folder)
-                        break
-        except OSError as error:
-            if not self._closed.is_set():
+            if file_system_type(self._disk) in ("tmpfs", "ramfs"):
+                raise UserError("this folder is in memory, which training needs (site.local_disk)")
+            users = _joined(self._folder)
+            if self._tell is not None:
+                self._sweep()
+                self._copy(self._tell)
+            while self._waiting and not self._closed.wait(self.every_s):
+                for name in os.listdir(self._folder):
+                    self._move(name)
+        except (OSError, UserError) as error:
+            if self._tell is not None and not self._closed.is_set():
                 self._tell(error=str(error))
         self._closed.wait()
-        os.close(users)
-        _remove_unused(folder)
+        if users is not None:
+            os.close(users)
+            _remove_unused(self._folder)
 
-    def _move(self, folder: Path) -> None:
-        """Read what is there from there."""
-        there = set(os.listdir(folder))
-        for number in [number for number, entry in self._waiting.items() if entry.sha256 in there]:
-            self._dataset.move(number, folder / self._waiting.pop(number).sha256)
+    def _sweep(self) -> None:
+        """Remove what killed trainings left."""
+        for other in self._disk.glob("sluice-*"):
+            if other != self._folder and not self._closed.is_set():
+                _remove_unused(other)
 
-    def _copy(self, folder: Path) -> None:
+    def _move(self, name: str) -> None:
+        for number in self._waiting.pop(name, ()):
+            self._dataset.move(number, self._folder / name)
+
+    def _copy(self, tell: Callable[..., None]) -> None:
         """Copy each file for which there is room. Raises OSError where one is not what it should be."""
         began, size, left_out = time.monotonic(), 0, 0
-        files = {entry.sha256: entry for entry in self._waiting.values()}
-        for entry in files.values():
-            disk, (start, end) = shutil.disk_usage(folder), entry.part or (0, entry.size)
+        for name, numbers in list(self._waiting.items()):
+            entry, disk = self._dataset.entries[numbers[0]], shutil.disk_usage(self._folder)
+            start, end = entry.part or (0, entry.size)
             if disk.free - (end - start) < KEEP_FREE * disk.total:
                 left_out += 1
                 continue
-            with replacing(folder / entry.sha256) as half:
+            with replacing(self._folder / name) as half:
                 if (found := self._copied(self._data_dir / entry.file, half, start, end)) != entry.sha256:
                     raise OSError(f"{entry.file} is not what its manifest says: sha256 {found}")
             size += end - start
-            self._move(folder)
+            self._move(name)
         seconds = round(time.monotonic() - began, 1)
-        self._tell(files=len(files) - left_out, bytes=size, seconds=seconds, no_room_for=left_out)
+        tell(files=sum(1 for _ in self._folder.glob("*-*")), bytes=size, seconds=seconds, no_room_for=left_out)
 
     def _copied(self, source: Path, target: Path, start: int, end: int) -> str:
         """Copy these bytes of a file; their sha256. Raises InterruptedError where this is closed meanwhile."""
         digest = hashlib.sha256()
-        with open(source, "rb", buffering=0) as read, open(target, "wb", buffering=0) as write:
+        with open(source, "rb", buffering=0) as read, open(target, "wb") as write:
             write.seek(read.seek(start))
             while chunk := read.read(min(_CHUNK, end - read.tell())):
                 if self._closed.is_set():
@@ -118,13 +124,17 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         return digest.hexdigest()
 
 
+def _name(entry: ShardEntry | SampleFile) -> str:
+    return f"{entry.sha256}-{entry.part[0] if entry.part else 0}"
+
+
 def _joined(folder: Path) -> int:
-    """A shared lock on a folder that is there, and nobody else's: its descriptor. Raises PermissionError."""
+    """A shared lock on a folder that is there: its descriptor. Raises OSError where it is not ours."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{folder} is somebody else's")
         with suppress(FileNotFoundError):  # who left last removed it just now
+            if folder.lstat().st_uid != os.geteuid():
+                raise PermissionError(f"{folder} is somebody else's")
             users = open_lock(folder / "users")
             flock(users, fcntl.LOCK_SH)
             with suppress(FileNotFoundError):
@@ -136,9 +146,9 @@ def _joined(folder: Path) -> int:
 def _remove_unused(folder: Path) -> None:
     """Remove a folder of copies that no process uses, and that is ours to remove."""
     with suppress(OSError):
-        fd = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
+        users = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
         try:
-            if flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            os.close(fd)
+            os.close(users)

@@ -203,7 +203,11 @@ class SampleDataset(MappedDataset):
         out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
         for i, (file, row) in enumerate(self._places(indices)):
             # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
-            random = None if numbers is None else Generator(Philox(key=[self._seed % 2**64, int(numbers[i])]))
+            random = (
+                None
+                if numbers is None
+                else Generator(Philox(key=np.array([self._seed % 2**64, int(numbers[i])], np.uint64)))
+            )
             found = self._transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
             self._refuse_other(found, int(indices[i]), self._first)
             for name, array in found.items():
@@ -212,6 +216,8 @@ class SampleDataset(MappedDataset):
 
     def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
         """Raise UserError where a transformed sample has other arrays than the first one."""
+        if not isinstance(found, dict):
+            raise UserError(f"transform of sample {index} gives {type(found).__name__}, no dict of arrays")
         told = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in found.items()}
         if told.keys() != set(names) or told != self.shapes or not {kind for _, kind in told.values()} <= _TORCH_TYPES:
             raise UserError(

@@ -60,8 +60,10 @@ class GradientHook(Replicas):
             self.residual = {name: torch.zeros_like(parameter) for name, parameter in names.items()}
         if config.kind == "powersgd":
             for name, parameter in names.items():
+                if parameter.ndim < 2:
+                    continue
                 rows, columns = len(parameter), parameter[0].numel()
-                if parameter.ndim > 1 and (rows + columns) * config.rank < rows * columns:  # else it sends no less
+                if (rows + columns) * config.rank < rows * columns:  # else it sends no less
                     self.start[name] = _draw(columns, config.rank, f"{seed}/{name}").to(parameter)
 
     def register(self, model: DistributedDataParallel) -> None:

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from pipeline.base.errors import UserError
+
 
 class Replicated(ParallelStyle):
     """Parameters are the same on all ranks, and so are inputs and outputs, as local tensors."""
@@ -46,6 +48,8 @@ class CutEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: str, table: nn.Module, mesh: DeviceMesh) -> None:
+            if (rows := len(table.get_parameter("weight"))) % mesh.size():
+                raise UserError(f"an embedding of {rows} rows cannot be cut over {mesh.size()} tensor parallel ranks")
             table.weight = nn.Parameter(distribute_tensor(table.get_parameter("weight"), mesh, [Shard(0)]))
 
         def look_up(ids_BT: Tensor) -> Tensor:

@@ -135,6 +135,10 @@ class Request:
         self._answering = self._written() if self._asked else None
         self._asked = False
 
+    def leave(self) -> None:
+        """Leave it, and what may come, to the next attempt."""
+        self._asked, self._next = False, math.inf
+
     def done(self) -> None:
         """It is done: the request that it answers is forgotten, and not before. No file is worth a training."""
         if self._answering is not None and self._answering == self._written():  # else there is a newer one

@@ -57,7 +57,7 @@ class Profiler:
         self.seconds = 0.0
         """What profiling took, but for the step itself, since somebody set it to 0."""
         self._longest_s = LEAST_S
-        self._left, self._ranks = 0, range(world.size)
+        self._left, self._asked, self._ranks = 0, 0, range(world.size)
         self._clock = 0, 0
         self._step: record_function | None = None
         self._recorder: profile | None = None
@@ -68,7 +68,9 @@ class Profiler:
     def ask(self) -> None:
         """There is a request: begin with the next step, or leave it to the next attempt."""
         asked: list[Any] = [0, None]
-        if self.world.first and not self.clock.due(self._longest_s):
+        if self.world.first and self.clock.due(self._longest_s):
+            self.request.leave()
+        elif self.world.first:
             asked = [1, None]
             with self._careful("the request"):  # an empty file asks for one step of all ranks
                 os.replace(self.request.file, self.run.profile_taken)
@@ -77,6 +79,7 @@ class Profiler:
                 asked = [min(max(1, int(found.get("steps", 1))), MOST_STEPS), found.get("ranks")]
             self.request.begun()
         self._left, ranks = from_rank0(self.group, asked)
+        self._asked = self._left
         self._ranks = ranks or range(self.world.size)
 
     def begin(self, step: int) -> None:
@@ -85,6 +88,11 @@ class Profiler:
         if not self._left and (every is None or step % every):
             return
         if from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
+            if self._left == self._asked > 0 and self.world.first:
+                with suppress(OSError):
+                    os.replace(self.run.profile_taken, self.request.file)
+                self.request.leave()
+            self._left = 0
             return
         self._clock = self._compare_clocks()
         with self._careful("the start"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -64,7 +65,7 @@ class Trainer:
     ) -> None:
         """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
-        self.run, self.config, self.world = run, config, world
+        self.run, self.config, self.place, self.world = run, config, place, world
         vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = layout_of(config, world.size, place.local_world_size, vocab)
         self.task = task_of(run, manifest)
@@ -175,9 +176,9 @@ class Trainer:
             rank=self.layout.coordinates(self.world.rank).data,
             order=self.mixture.indices if self.mixture else None,
         )
-        copies = LocalCopies(
-            self.dataset, self.run.data, self.config.site.local_disk, partial(self.run.event, stage="train")
-        )
+        key = groups.from_rank0(self.agreement.group, secrets.token_hex(8))
+        tell = partial(self.run.event, stage="train") if self.place.local_rank == 0 else None
+        copies = LocalCopies(self.dataset, self.run.data, self.config.site.local_disk, key, tell)
         with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
 

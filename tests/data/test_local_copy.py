@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ LENGTH = 10
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(LocalCopies, "every_s", 0.01)
+    monkeypatch.setattr(local_copy, "file_system_type", lambda _: "ext4")
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
@@ -56,7 +59,14 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
 
 
 def copies(dataset: TokenDataset, folder: Path, disk: str | Path, told: Told) -> LocalCopies:
-    return LocalCopies(dataset, folder, str(disk), lambda event, **fields: told.append({"event": event, **fields}))
+    return LocalCopies(
+        dataset, folder, str(disk), "key", lambda event, **fields: told.append({"event": event, **fields})
+    )
+
+
+def beside(dataset: TokenDataset, folder: Path, disk: str | Path) -> LocalCopies:
+    """Another rank of the node."""
+    return LocalCopies(dataset, folder, str(disk), "key", None)
 
 
 def until(met: Callable[[], bool]) -> None:
@@ -106,31 +116,81 @@ def test_parts_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path)
         assert all_of(dataset) == expected and told[0]["bytes"] == 6000 and told[0]["files"] == 3
 
 
+def test_files_with_the_same_content_are_one_copy_and_equal_parts_are_not(tmp_path: Path, disk: Path) -> None:
+    tokens, told = np.tile(np.arange(1000, dtype=np.uint16), 3), Told()
+    (tmp_path / "large.bin").write_bytes(tokens.tobytes())
+    entries = [
+        ShardEntry.model_construct(
+            file=str(tmp_path / "large.bin"), size=6000, part=(start, start + 2000), tokens=1000, offset=start,
+            sha256=sha256_file(tmp_path / "large.bin", (start, start + 2000)), dtype="uint16",
+        )
+        for start in (0, 2000, 4000)
+    ]  # fmt: skip
+    dataset = TokenDataset([*entries, entries[1]], LENGTH, tmp_path)
+    expected = all_of(dataset)
+    with copies(dataset, tmp_path, disk, told) as moved:
+        until(lambda: bool(told))
+        assert not moved._waiting and told[0]["files"] == 3
+        (tmp_path / "large.bin").write_bytes(b"\xff" * 6000)
+        assert all_of(dataset) == expected
+
+
 def test_one_rank_of_a_node_copies_and_the_last_one_removes(tmp_path: Path, disk: Path) -> None:
     ranks, told = [make_dataset(tmp_path / "shared") for _ in range(4)], Told()
-    running = [copies(dataset, tmp_path / "shared", disk, told) for dataset in ranks]
+    running = [beside(dataset, tmp_path / "shared", disk) for dataset in ranks[1:]]
+    running.append(copies(ranks[0], tmp_path / "shared", disk, told))
     until(lambda: not any(one._waiting for one in running))
     assert len(told) == 1
     for one in running[:3]:
         one.__exit__()
-        assert len(list(disk.glob("sluice-*/????????????????????????????????????????????????????????????????"))) == 3
+        assert len(list(disk.glob("sluice-key/*-0"))) == 3
     running[3].__exit__()
     assert not list(disk.iterdir())
 
 
-def test_where_the_copier_dies_another_one_goes_on(tmp_path: Path, disk: Path) -> None:
-    dataset, told = make_dataset(tmp_path / "shared"), Told()
-    with copies(dataset, tmp_path / "shared", disk, told):
+def test_what_fails_is_told_by_one_rank(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, told = [make_dataset(tmp_path / "shared") for _ in range(3)], Told()
+    shutil.copy(tmp_path / "shared/2.h5", tmp_path / "other")
+    os.replace(tmp_path / "other", tmp_path / "shared/0.h5")
+    reads: list[Path] = []
+    copied = LocalCopies._copied
+
+    def counted(self: LocalCopies, source: Path, *more: Any) -> str:
+        reads.append(source)
+        return copied(self, source, *more)
+
+    monkeypatch.setattr(LocalCopies, "_copied", counted)
+    running = [beside(dataset, tmp_path / "shared", disk) for dataset in ranks[1:]]
+    with copies(ranks[0], tmp_path / "shared", disk, told):
         until(lambda: bool(told))
-        folder = next(disk.iterdir())
-        (folder / dataset.entries[2].sha256).unlink()
-        with open(folder / "copier") as dead:
-            fcntl.flock(dead, fcntl.LOCK_EX)
-            second = copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", disk, told)
-            until(lambda: len(second._waiting) == 1)
-        until(lambda: not second._waiting)
-        second.__exit__()
-    assert told[1]["files"] == 1
+        time.sleep(0.1)
+    for one in running:
+        one.__exit__()
+    assert len(told) == len(reads) == 1 and not list(disk.iterdir())
+
+
+def test_a_folder_in_memory_is_refused(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(local_copy, "file_system_type", lambda _: "tmpfs")
+    with copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", disk, told):
+        until(lambda: bool(told))
+    assert "in memory" in told[0]["error"] and not list(disk.iterdir())
+
+
+def test_a_full_disk_leaves_no_half_copy(tmp_path: Path, disk: Path) -> None:
+    dataset, told = make_dataset(tmp_path / "shared"), Told()
+    expected = all_of(dataset)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, old[1]))
+    try:
+        with copies(dataset, tmp_path / "shared", disk, told) as moved:
+            until(lambda: bool(told))
+            assert "error" in told[0] and len(moved._waiting) == 3 and all_of(dataset) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list(disk.iterdir())
 
 
 def test_a_killed_jobs_folder_is_removed_and_one_in_use_is_not(tmp_path: Path, disk: Path) -> None:
@@ -157,7 +217,7 @@ def test_what_has_no_room_is_read_where_it_lies(tmp_path: Path, disk: Path, monk
     monkeypatch.setattr(shutil, "disk_usage", room_for_two)
     with copies(dataset, tmp_path / "shared", disk, told) as moved:
         until(lambda: bool(told))
-        assert (told[0]["files"], told[0]["no_room_for"], list(moved._waiting)) == (2, 1, [2])
+        assert (told[0]["files"], told[0]["no_room_for"], list(moved._waiting.values())) == (2, 1, [[2]])
         assert all_of(dataset) == expected
 
 
@@ -175,7 +235,7 @@ def test_whatever_fails_is_told_once_and_nothing_stays(
     shutil.copy(tmp_path / "shared/2.h5", tmp_path / "shared/1.h5")
     with copies(dataset, tmp_path / "shared", disk, told) as moved:
         until(lambda: bool(told))
-        assert "1.h5 is not what its manifest says" in told[0]["error"] and list(moved._waiting) == [1, 2]
+        assert "1.h5 is not what its manifest says" in told[0]["error"] and list(moved._waiting.values()) == [[1], [2]]
         assert all_of(dataset) == expected
     assert not list(disk.iterdir())
     told = Told()
@@ -188,22 +248,23 @@ def test_whatever_fails_is_told_once_and_nothing_stays(
 def test_closing_in_the_middle_of_a_file_leaves_nothing(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, told, there = make_dataset(tmp_path / "shared"), Told(), threading.Event()
+    dataset, told, there, ends = make_dataset(tmp_path / "shared"), Told(), threading.Event(), threading.Event()
 
     class Slow:
-        """A hash that takes until the copies are closed."""
+        """A hash that takes its time."""
 
         def update(self, chunk: bytes) -> None:
             there.set()
-            moved._closed.wait(60)
+            ends.wait(60)
 
         def hexdigest(self) -> str:
             return "no hash"
 
     monkeypatch.setattr(local_copy.hashlib, "sha256", Slow)
-    monkeypatch.setattr(local_copy, "sha256_json", lambda _: "0" * 64)
     monkeypatch.setattr(local_copy, "_CHUNK", 100)
     with copies(dataset, tmp_path / "shared", disk, told) as moved:
         assert there.wait(60)
         assert any(disk.glob("*/.*.tmp"))
+        moved._closed.set()
+        ends.set()
     assert not told and not list(disk.iterdir())

@@ -75,7 +75,9 @@ def test_a_new_stage_runs_here(counting: Path, tmp_path: Path) -> None:
 @pytest.mark.story
 def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    assert ",publish,count,verify," in pipeline(counting, tmp_path, "no such words").stderr, "usage is of the table"
+    assert ",publish,measure,count,verify," in pipeline(counting, tmp_path, "no such words").stderr, (
+        "usage is of the table"
+    )
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
     for more in ((), (sweep,)):
         dry = submit(counting, tmp_path, "tiny.yaml", *SMALL, *more, "stages.count.time=00:07:00", "--dry-run")

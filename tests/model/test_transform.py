@@ -80,7 +80,7 @@ def test_batches_are_those_of_a_plain_reader(pictures: Path, loaded: tuple[Any, 
                     order = kept[sample_indices(3, first, 16 // ranks, 135)]
                     batch = next(batches)
                     for i, index in enumerate(order):
-                        random = np.random.Generator(np.random.Philox(key=[2**64 - 7, first + i]))
+                        random = np.random.Generator(np.random.Philox(key=np.array([2**64 - 7, first + i], np.uint64)))
                         assert np.array_equal(batch["images"][i].numpy(), cropped(images[index], random))
                     assert batch["labels"].dtype == torch.int32
 
