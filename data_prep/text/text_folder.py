@@ -38,7 +38,7 @@ from data_prep.text.rejected import list_rejected
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
-from pipeline.config.datasets import LEAVE_SHARDS
+from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
 from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
@@ -96,7 +96,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
         left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
-        left = left | {"records"} if self.data.records == "text" else left
+        later = {"records", "deduplicate", "filter"}  # at their defaults not there, as for folders from before them
+        left = left | {key for key in later if getattr(self.data, key) == DataConfig.model_fields[key].default}
         config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
