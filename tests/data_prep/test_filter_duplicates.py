@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,11 @@ def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> 
     [
         ("def keep(document):\n    return document['no']\n", r"a\.jsonl, record 1: it raised KeyError: 'no'"),
         ("def keep(document):\n    print\n", r"a\.jsonl, record 1: it returned None, neither True nor False"),
+        ("def keep(document):\n    return 1.0\n", r"a\.jsonl, record 1: it returned 1\.0, neither True nor False"),
+        (
+            "import numpy\ndef keep(document):\n    return numpy.ones(2, bool)\n",
+            r"record 1: it returned array\(\[ True, True\]\), neither True nor False",
+        ),
         ("def other(document): ...\n", r"quality\.py has no function 'keep' at its top level"),
         ("def keep(:\n", r"quality\.py is no Python that can be read"),
         ("import no_such_module\ndef keep(document): ...\n", r"cannot be imported: ModuleNotFoundError"),
@@ -149,6 +155,16 @@ def test_what_is_wrong_with_a_filter_is_told(tmp_path: Path, code: str, message:
     data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
     with pytest.raises(UserError, match=message):
         run_tasks(data, tmp_path / "data")
+
+
+def test_a_filter_may_have_dataclasses_and_say_it_in_numpys_words(tmp_path: Path) -> None:
+    code = (
+        "from __future__ import annotations\nimport dataclasses, numpy\n"
+        "@dataclasses.dataclass\nclass Rule:\n    most: int\n"
+        "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).most\n"
+    )
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
+    assert run_tasks(data, tmp_path / "data").documents == 1
 
 
 def test_a_filter_that_says_something_else_again_is_refused(tmp_path: Path) -> None:
@@ -167,3 +183,42 @@ def test_a_filter_is_found_beside_the_config_file_and_is_missed_before_a_run(tmp
         TextFolder(found, tmp_path / "data").look()
     (tmp_path / "quality.py").write_text(FILTER)
     TextFolder(found, tmp_path / "data").look()
+
+
+@pytest.mark.parametrize("ending", ["hashes", "twice"])
+@pytest.mark.parametrize("damage", [lambda old: b"", lambda old: old[:-8], lambda old: bytes(len(old))])
+def test_hashes_that_a_crash_cut_or_emptied_count_as_missing(
+    tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]
+) -> None:
+    units = [[b"a", b"b", b"a"], [b"b", b"c", b"d"]]
+    keys = [f"{number:064d}" for number in range(len(units))]
+    wanted = [list(Duplicates(tmp_path, keys, units.__getitem__, 0, 1).kept(unit)) for unit in range(2)]
+    assert wanted == [[True, True, False], [False, True, True]]
+    for path in tmp_path.glob(f"*.{ending}"):
+        whole = path.read_bytes()
+        path.write_bytes(damage(whole))
+        fresh = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+        assert [list(fresh.kept(unit)) for unit in range(2)] == wanted
+        assert path.read_bytes() == whole
+
+
+def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).kept(0)
+    assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced)
+
+
+def test_tasks_begin_to_find_doubles_far_from_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [[f"{unit} {number}".encode() for number in range(8)] for unit in range(4)]
+    keys = [f"{number:064d}" for number in range(len(units))]
+    monkeypatch.setattr(duplicates, "_MOST", 2)
+    begun = []
+    for task in range(4):
+        found: list[str] = []
+        monkeypatch.setattr(Duplicates, "_find", lambda self, path, low, high, found=found: found.append(path.name))
+        _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._ranges
+        assert len(set(found)) == 16  # all of them in the end
+        begun.append(found[0].split("-")[2])
+    assert begun == ["000", "004", "008", "012"]
