@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import gzip
 import io
 import os
@@ -238,6 +239,32 @@ def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
     assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path / "set/train")))] == [
         str(tmp_path / "set/train/data-0.arrow")
     ]
+
+
+def test_what_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "in/s/deep").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    for name in ("in/s/a.txt", "in/s/deep/b.txt", "out/c.txt"):
+        (tmp_path / name).write_text("text")
+    for name, to in {"a": "s", "latest": "s", "loop": ".", "s/deep/up": "../..", "x": "../out", "y": "../out"}.items():
+        (tmp_path / "in" / name).symlink_to(to)
+    wanted = [f"{tmp_path}/in/{name}" for name in ("s/a.txt", "s/deep/b.txt", "x/c.txt")]
+    assert [one.path for one in find_inputs(DataConfig(source=f"{tmp_path}/in"))] == wanted
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=rf"cannot read {tmp_path}/closed: Input/output error"):
+        find_inputs(DataConfig(source=str(tmp_path)))
 
 
 def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
