@@ -78,9 +78,7 @@ def files_in(folder: str, endings: Iterable[str]) -> list[str]:
             seen.add(real)
             if _DATASET_DICT in names:
                 parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
-                raise UserError(
-                    f"{inside} holds a DatasetDict of several parts, such as train and test: name one: {parts}"
-                )
+                raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
             names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]

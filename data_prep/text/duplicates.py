@@ -6,8 +6,9 @@
                                      by unit, with an offset for each unit in front
 
 Tasks need not wait for one another: each hashes its own units, then what others have not yet, then finds the doubles of
-ranges that are missing. What two do at once comes out the same. So inputs are read twice, and tokenised once. A range
-holds some four million hashes (300 MB of memory), in 256 ranges at most: more memory beyond 10⁹ documents.
+ranges that are missing. What two do at once comes out the same. So inputs are tokenised once, and read twice, or more
+often: who is done early also hashes what another has begun. A range holds some four million hashes (214 MB of memory),
+in 256 ranges at most: more memory beyond 10⁹ documents. Hashing takes 65 bytes a document of a unit.
 """
 
 from __future__ import annotations
@@ -98,16 +99,15 @@ class Duplicates:
 def _write(path: Path, offsets: np.ndarray, rows: np.ndarray) -> None:
     with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(offsets.astype("<i8").tobytes())
-        file.write(rows)
+        file.write(rows.data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _is_whole(path: Path, header: int, kind: np.dtype) -> bool:
     """Whether a file is there and as long as its last offset says: it may have been cut, or be holes, after a crash."""
-    if not path.exists() or (size := path.stat().st_size) < 8 * header:
-        return False
-    return size == 8 * header + kind.itemsize * int(_offsets(path, 1, header - 1)[0])
+    size = path.stat().st_size if path.exists() else 0
+    return size >= 8 * header and size == 8 * header + kind.itemsize * int(_offsets(path, 1, header - 1)[0])
 
 
 def _offsets(path: Path, count: int, first: int) -> np.ndarray:

@@ -120,6 +120,15 @@ def test_a_function_of_ones_own_says_what_is_taken(tmp_path: Path) -> None:
     assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
 
 
+def test_what_a_filter_leaves_out_is_counted_not_kept(tmp_path: Path) -> None:
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
+    prepare(data, tmp_path / "data", quiet)
+    folder = TextFolder(data, tmp_path / "data")
+    rejected: list[tuple[int, int, str]] = []
+    assert len([*folder._documents(folder.plan.units[0], [0], left_out := [0], rejected)]) == 1
+    assert (left_out, rejected) == ([50], [])
+
+
 def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", texts(120)))
     data = filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
@@ -205,7 +214,12 @@ def test_hashes_that_a_crash_cut_or_emptied_count_as_missing(
 def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+
+    def fsync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).kept(0)
     assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced)
 

@@ -8,6 +8,7 @@ import gzip
 import io
 import os
 import tarfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,26 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     hollow.write_text("".join(lines))
     uneven = data.model_copy(update={"source": str(hollow)})
     assert 49_000 < sum(map(len, sample_of(uneven, 50_000))) <= 50_000
+
+
+def test_a_filter_that_takes_little_costs_no_reading_of_everything(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "line {i:05d}"}}\n' for i in range(20_000)))
+    inputs = find_inputs(data := DataConfig(source=str(path), held_out=0.0))
+    asked: list[str] = []
+
+    def sample_by(wanted: set[str]) -> list[str]:
+        asked.clear()
+
+        def keep(document: Mapping[str, str]) -> bool:
+            asked.append(document["text"])
+            return document["text"] in wanted
+
+        return take_sample(data, inputs, weights_of(inputs, "text"), 3072, keep=keep)
+
+    assert sample_by({"line 00300"}) == ["line 00300"] and len(asked) < 10_000
+    assert sample_by({"line 19990"}) == ["line 19990"]  # where nothing was found yet, it goes on
+    assert sample_by(set()) == [] and len(asked) == 20_000
 
 
 def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
