@@ -115,6 +115,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         """Write each source's manifest, then that of all. Raises UserError for tokenizers that are not the same."""
         parts, train, held_out, manifests = [], [], [], []
         for name, folder in self.sources.items():
+            folder.striped = self.striped
             mine = [unit for unit, (other, _) in zip(units, self._where, strict=True) if other is folder]
             folder.whole(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
             manifests.append(one := load_manifest(folder.path))

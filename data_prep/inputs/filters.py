@@ -53,7 +53,7 @@ def load_filter(file: Path, target: str) -> Keep:
     function = target.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location("sluice_filter", file)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a program of others raises
@@ -65,7 +65,7 @@ def load_filter(file: Path, target: str) -> Keep:
             found = called(document)
         except Exception as error:
             raise FilterError(f"it raised {type(error).__name__}: {shorten(str(error), 300)}") from error
-        if found not in (True, False):
+        if type(found).__name__ not in ("bool", "bool_"):  # Python's, or NumPy's
             raise FilterError(f"it returned {shorten(repr(found), 100)}, neither True nor False")
         return bool(found)
 

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from data_prep.inputs.listing import PYTHON_STDLIB, endings_of, find_inputs, named_files
 from data_prep.inputs.lustre import stripe
@@ -179,20 +179,23 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """Units that are done, units in all, and seconds that the others still take, of all tasks together, where that
         is known; (0, 0, None) before `prepare`. While tasks work, one file tells."""
         try:
-            key, total = self.whole_key, self.total
+            told, total = self._told(), self.total
         except InputError:
             return 0, 0, None
         if (self.path / "manifest.json").exists() and self.shard_missing() is None:
             return total, total, None
-        told = [line for line in read_jsonl(self.path / PROGRESS) if line.get("key") == key]
         if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
             return sum(self.unit(number) is not None for number in range(total)), total, None
-        done = {line["unit"] for line in told}
-        made = [line for line in told if line["seconds"]][-_PACE:]
+        made = [line for line in told.values() if line["seconds"]][-_PACE:]
         if not made:
-            return len(done), total, None
+            return len(told), total, None
         began = min(line["time"] - line["seconds"] for line in made)
-        return len(done), total, (total - len(done)) * (made[-1]["time"] - began) / len(made)
+        return len(told), total, (total - len(told)) * (made[-1]["time"] - began) / len(made)
+
+    def _told(self) -> dict[int, dict[str, Any]]:
+        """The last line of `progress.jsonl` of each unit."""
+        lines, key = read_jsonl(self.path / PROGRESS), self.whole_key
+        return {line["unit"]: line for line in lines if line.get("key") == key}
 
     def look(self) -> list[str]:
         """The files that the config names, for whoever asks before there is a run; the library's own are left out.
@@ -225,12 +228,14 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
         units, self.dealt = range(task, self.count, tasks), (task, tasks)
         self.make_room(log, striping)
+        told = self._told()
         for number, unit in enumerate(units, 1):
             began = time.monotonic()
             made = self.make(unit)
             seconds = time.monotonic() - began if made else 0
-            line = {"key": self.whole_key, "unit": unit, "time": time.time(), "seconds": seconds}
-            append_line(self.path / PROGRESS, json.dumps(line))
+            if made or unit not in told:
+                line = {"key": self.whole_key, "unit": unit, "time": time.time(), "seconds": seconds}
+                append_line(self.path / PROGRESS, json.dumps(line | {"stripe": self.striped}))
             log(f"shard: unit {unit} {'written' if made else 'was there already'} ({number} of {len(units)})")
 
     def make_room(self, log: Log, striping: StripeConfig) -> None:
@@ -241,12 +246,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`
         raises. Sizes are checked here; hashes are those of the writing tasks."""
-        done, total, _ = self.progress()
-        if done < total:  # so that not each of many tasks reads what all of them made
-            return False
-        made = [unit for number in range(total) if (unit := self.unit(number)) is not None]
-        if len(made) < total:
-            return False
-        self.whole(made, log)
+        told, made = self._told(), {}
+        for number in sorted(range(self.count), key=lambda one: one in told):  # a line may be lost, a unit is not
+            if (unit := self.unit(number)) is None:  # as a rule the first: few tasks read what all of them made
+                return False
+            made[number] = unit
+        self.striped = next(filter(None, (line.get("stripe") for line in told.values())), self.striped)
+        self.whole([made[number] for number in range(self.count)], log)
         (self.path / PROGRESS).unlink(missing_ok=True)
         return True

@@ -66,22 +66,35 @@ def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[
 def files_in(folder: str, endings: Iterable[str]) -> list[str]:
     """The files in a folder, and in the folders in it, with such an ending; one look at each folder, none at the files.
 
-    Raises UserError for the folder of a Hugging Face DatasetDict, whose parts are not meant to be mixed.
+    A folder that links lead to as well counts once. Raises UserError for one that cannot be listed, and for the folder
+    of a Hugging Face DatasetDict, whose parts are not meant to be mixed.
     """
-    found, wanted = [], (*endings,)
-    for inside, folders, names in os.walk(folder, followlinks=True):
-        if _DATASET_DICT in names:
-            parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
-            raise UserError(f"{inside} holds a DatasetDict of several parts, such as train and test: name one: {parts}")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(inside, name) for name in names if name.endswith(wanted) and not name.startswith(".")]
+    found, wanted, left, seen = [], (*endings,), [folder], set[str]()
+    while left:  # what lies there, then what links lead to
+        for inside, folders, names in os.walk(left.pop(0), onerror=_refuse):
+            if (real := os.path.realpath(inside)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            if _DATASET_DICT in names:
+                parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
+                raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
+            names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]
+            found += [os.path.join(inside, name) for name in names]
     return found
+
+
+def _refuse(error: OSError) -> None:
+    with reading(error.filename):
+        raise error
 
 
 def _stdlib_files(root: str) -> list[str]:
     """The library's own modules under `root`, without its tests and what was installed, by relative path."""
     paths = []
-    for folder, names, files in os.walk(root):
+    for folder, names, files in os.walk(root, onerror=_refuse):
         names[:] = [name for name in names if name not in _NO_LIBRARY]
         paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(".py")]
     if not paths:

@@ -10,8 +10,9 @@ Each step is a function of config and inputs, so a second run on another node gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_prep.inputs.filters import Keep
 from data_prep.inputs.listing import find_inputs
@@ -25,6 +26,7 @@ from pipeline.config.datasets import DataConfig
 from pipeline.data.manifest import CHAT
 
 _SLICES = 256  # places of the source where a sample is taken
+_LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
 
 
@@ -80,15 +82,24 @@ def take_sample(
     """Texts of at most `limit` bytes in all, from places spread evenly over the inputs, without held-out ones.
 
     All of them where the inputs are no larger than `limit`. Each place gives its share from its first documents
-    on; what one place lacks, the later ones may take.
+    on; what one place lacks, the later ones may take. Where the filter leaves out nearly all, the sample stays smaller.
     """
+    asked = 0  # about how many bytes the filter was asked about
+
+    def counted(document: Mapping[str, Any]) -> bool:
+        nonlocal asked
+        asked += len(str(document))
+        return keep is not None and keep(document)
+
     slices = cut(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SLICES)
     sample: list[str] = []
     left = limit
     for index, pieces in enumerate(slices):
         share = left // (len(slices) - index)
-        texts = (document.text.encode() for _, document in _read(data, inputs, pieces, read, keep))
-        while share > 0 and (text := next(texts, None)) is not None:
+        most, asked = _LOOKED_AT * limit // len(slices), 0
+        documents = _read(data, inputs, pieces, read, counted if keep else None)
+        texts = (document.text.encode() for _, document in documents)
+        while share > 0 and (asked < most or not sample) and (text := next(texts, None)) is not None:
             if text and not is_held_out(text, data.held_out):
                 part = text[:share]
                 sample.append(part.decode(errors="ignore"))

@@ -38,7 +38,7 @@ from data_prep.text.rejected import list_rejected
 from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
-from pipeline.config.datasets import LEAVE_SHARDS
+from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
 from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
@@ -96,7 +96,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
         left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
-        left = left | {"records"} if self.data.records == "text" else left
+        later = {"records", "deduplicate", "filter"}  # at their defaults not there, as for folders from before them
+        left = left | {key for key in later if getattr(self.data, key) == DataConfig.model_fields[key].default}
         config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
@@ -266,9 +267,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         window = self.data.sequence_length if self.data.masked else None
         how = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
         writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
-        lines, twice = [0] * len(pieces), 0
+        lines, filtered, twice = [0] * len(pieces), [0] * len(pieces), 0
         rejected: list[tuple[int, int, str]] = []
-        documents = self._documents(pieces, lines, rejected)
+        documents = self._documents(pieces, lines, filtered, rejected)
         if self._duplicates is not None:
             kept = self._duplicates.kept(unit)
             twice = int(len(kept) - kept.sum())
@@ -287,9 +288,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             documents=sum(entry.documents for entry in (*train, *held_out)),
             held_out_documents=sum(entry.documents for entry in held_out),
             lines=tuple(lines),
-            filtered=sum(reason == FILTERED for *_, reason in rejected),
+            filtered=sum(filtered),
             duplicates=twice,
-            rejected=tuple(row for row in rejected if row[2] != FILTERED),
+            rejected=tuple(rejected),
             train=train,
             held_out=held_out,
         )
@@ -315,7 +316,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def _texts(self, unit: int) -> Iterator[bytes]:
         """The documents of a unit, each by its UTF-8 bytes. Raises InputError where an input changes meanwhile."""
         pieces = self.plan.units[unit]
-        yield from (one.text.encode() for one in self._documents(pieces, [0] * len(pieces), []))
+        yield from (one.text.encode() for one in self._documents(pieces, [0] * len(pieces), [0] * len(pieces), []))
         self._check_inputs(pieces)
 
     def _check_inputs(self, pieces: tuple[Piece, ...]) -> None:
@@ -323,14 +324,17 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             self.inputs[index].check()
 
     def _documents(
-        self, pieces: tuple[Piece, ...], lines: list[int], rejected: list[tuple[int, int, str]]
+        self, pieces: tuple[Piece, ...], lines: list[int], filtered: list[int], rejected: list[tuple[int, int, str]]
     ) -> Iterator[Document]:
-        """The documents of these pieces in order; counts lines by piece and lists rejected documents on the way."""
+        """The documents of these pieces in order; on the way counts lines, and what the filter left out, by piece, and
+        lists rejected documents."""
         for place, piece in enumerate(pieces):
             input, start, end = self.inputs[piece.input], piece.start, piece.end
             for document in read_documents(input, start, end, self.data.text_field, self.read, self.keep):
                 lines[place] = document.line
-                if document.reason is not None:
+                if document.reason == FILTERED:
+                    filtered[place] += 1
+                elif document.reason is not None:
                     rejected.append((place, document.line, document.reason))
                 elif document.text:
                     yield document

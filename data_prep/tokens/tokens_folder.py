@@ -5,10 +5,11 @@
     data_dir/manifest.json                              all of them
 
 A part is of `data.shard_tokens` tokens at most, so that several tasks read a large file, and several ranks hash it
-before a training. Each is read once: hashed, its ids compared with the tokenizer's, its documents counted. **Held out**
-is the end of each file, one part: the last `data.held_out` of its tokens, cut at the nearest end of a document; where
-that would be twice as much, or there is none (a file of one document), it is trained on whole. A part is an entry of
-the manifest that says from which byte on the file is mapped, as for a shard of our own.
+before a training. Each is read twice: its ids compared with the tokenizer's and its documents counted, then hashed;
+what is held out once more, to count its text. **Held out** is the end of each file, one part: the last `data.held_out`
+of its tokens, cut at the nearest end of a document; where that would be twice as much, or there is none (a file of one
+document), it is trained on whole. A part is an entry of the manifest that says from which byte on the file is mapped,
+as for a shard of our own.
 
 Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
 end with one is refused; a copy (`data import`) has them.
@@ -101,7 +102,7 @@ class TokensFolder(TextFolder):
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)
         seen = self._scan(part, fixed.eos_id, fixed.vocab_size, start)
-        held_out = start == self._border(file, fixed.eos_id)
+        held_out = end == file.tokens and start == self._border(file, fixed.eos_id)
         width, whole = np.dtype(file.dtype).itemsize, (0, source.size)
         bounds = file.offset + start * width if start else 0, file.offset + end * width
         bounds = bounds[0], source.size if end == file.tokens else bounds[1]  # what stands before and behind, too

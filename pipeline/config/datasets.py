@@ -133,7 +133,8 @@ class DataConfig(Section):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
     """Fraction of the documents, chosen by a hash of their text, that is kept for evaluation."""
     deduplicate: bool = False
-    """Whether of documents with the same text (of one source) only the first is taken. Inputs are read twice then."""
+    """Whether of documents with the same text (of one source) only the first is taken. Inputs are read twice then, or
+    more often."""
     filter: FilterTarget | None = None
     """A Python function of your own, `MODULE:FUNCTION`, that is called with each document as a dict (the object of a
     line, or `text_field` and text); True keeps it. The module is one file, beside the config file or on the path."""
@@ -155,10 +156,11 @@ class DataConfig(Section):
                 )
             for name in self.mixture.sources:
                 type(self).model_validate(self.of_source(name).model_dump())
+        kinds = {one.records for one in self.mixture.sources.values()} if self.mixture else {self.records}
+        if kinds == {"tokens"} and (self.deduplicate or self.filter):
+            raise ValueError("records: tokens are taken as they are: deduplicate and filter are for documents")
         if self.records == "text":
             return self
-        if self.records == "tokens" and (self.deduplicate or self.filter):
-            raise ValueError("records: tokens are taken as they are: deduplicate and filter are for documents")
         if "python-stdlib" in self.sources:
             kind = "of tokens" if self.records == "tokens" else ".jsonl"
             raise ValueError(f"records: {self.records} stand in files {kind}: name them as source")
@@ -182,6 +184,8 @@ class DataConfig(Section):
         """The section as it is for one source of the mixture."""
         assert self.mixture is not None
         own = self.mixture.sources[name].model_dump(exclude_none=True)
+        if own["records"] == "tokens":  # taken as they are
+            own |= {"deduplicate": False, "filter": None}
         return self.model_copy(update={**own, "mixture": None})
 
     @property

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,15 @@ def test_a_function_of_ones_own_says_what_is_taken(tmp_path: Path) -> None:
     assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
 
 
+def test_what_a_filter_leaves_out_is_counted_not_kept(tmp_path: Path) -> None:
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
+    prepare(data, tmp_path / "data", quiet)
+    folder = TextFolder(data, tmp_path / "data")
+    rejected: list[tuple[int, int, str]] = []
+    assert len([*folder._documents(folder.plan.units[0], [0], left_out := [0], rejected)]) == 1
+    assert (left_out, rejected) == ([50], [])
+
+
 def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", texts(120)))
     data = filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
@@ -139,6 +149,11 @@ def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> 
     [
         ("def keep(document):\n    return document['no']\n", r"a\.jsonl, record 1: it raised KeyError: 'no'"),
         ("def keep(document):\n    print\n", r"a\.jsonl, record 1: it returned None, neither True nor False"),
+        ("def keep(document):\n    return 1.0\n", r"a\.jsonl, record 1: it returned 1\.0, neither True nor False"),
+        (
+            "import numpy\ndef keep(document):\n    return numpy.ones(2, bool)\n",
+            r"record 1: it returned array\(\[ True, True\]\), neither True nor False",
+        ),
         ("def other(document): ...\n", r"quality\.py has no function 'keep' at its top level"),
         ("def keep(:\n", r"quality\.py is no Python that can be read"),
         ("import no_such_module\ndef keep(document): ...\n", r"cannot be imported: ModuleNotFoundError"),
@@ -149,6 +164,16 @@ def test_what_is_wrong_with_a_filter_is_told(tmp_path: Path, code: str, message:
     data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
     with pytest.raises(UserError, match=message):
         run_tasks(data, tmp_path / "data")
+
+
+def test_a_filter_may_have_dataclasses_and_say_it_in_numpys_words(tmp_path: Path) -> None:
+    code = (
+        "from __future__ import annotations\nimport dataclasses, numpy\n"
+        "@dataclasses.dataclass\nclass Rule:\n    most: int\n"
+        "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).most\n"
+    )
+    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
+    assert run_tasks(data, tmp_path / "data").documents == 1
 
 
 def test_a_filter_that_says_something_else_again_is_refused(tmp_path: Path) -> None:
@@ -167,3 +192,47 @@ def test_a_filter_is_found_beside_the_config_file_and_is_missed_before_a_run(tmp
         TextFolder(found, tmp_path / "data").look()
     (tmp_path / "quality.py").write_text(FILTER)
     TextFolder(found, tmp_path / "data").look()
+
+
+@pytest.mark.parametrize("ending", ["hashes", "twice"])
+@pytest.mark.parametrize("damage", [lambda old: b"", lambda old: old[:-8], lambda old: bytes(len(old))])
+def test_hashes_that_a_crash_cut_or_emptied_count_as_missing(
+    tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]
+) -> None:
+    units = [[b"a", b"b", b"a"], [b"b", b"c", b"d"]]
+    keys = [f"{number:064d}" for number in range(len(units))]
+    wanted = [list(Duplicates(tmp_path, keys, units.__getitem__, 0, 1).kept(unit)) for unit in range(2)]
+    assert wanted == [[True, True, False], [False, True, True]]
+    for path in tmp_path.glob(f"*.{ending}"):
+        whole = path.read_bytes()
+        path.write_bytes(damage(whole))
+        fresh = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+        assert [list(fresh.kept(unit)) for unit in range(2)] == wanted
+        assert path.read_bytes() == whole
+
+
+def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).kept(0)
+    assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced)
+
+
+def test_tasks_begin_to_find_doubles_far_from_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [[f"{unit} {number}".encode() for number in range(8)] for unit in range(4)]
+    keys = [f"{number:064d}" for number in range(len(units))]
+    monkeypatch.setattr(duplicates, "_MOST", 2)
+    begun = []
+    for task in range(4):
+        found: list[str] = []
+        monkeypatch.setattr(Duplicates, "_find", lambda self, path, low, high, found=found: found.append(path.name))
+        _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._ranges
+        assert len(set(found)) == 16  # all of them in the end
+        begun.append(found[0].split("-")[2])
+    assert begun == ["000", "004", "008", "012"]

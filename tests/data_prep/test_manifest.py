@@ -16,17 +16,19 @@ import pytest
 from data_prep.inputs.folder import PACKAGE, PROGRESS, code_sha256
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import InputError
-from pipeline.base.files import seal
+from pipeline.base.files import seal, sha256_json
 from pipeline.base.place import Place, identify
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
-from pipeline.data.manifest import load_manifest
+from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
+
+PREPARED = ("tokenizer.json", "units.json")
 
 
 def finalize_quietly(data: DataConfig, folder: Path) -> bool:
@@ -101,7 +103,9 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     monkeypatch.setattr(os, "open", noted)
     done, total, _ = TextFolder(data, folder).progress()
     assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(quiet)
-    assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl"} | {
+    first = f"unit-{1:05d}.json"  # the first that no line names, and it is not there
+    assert first in {Path(path).name for path in read} and not (folder / "shards" / first).exists()
+    assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl", *PREPARED, first} | {
         path.name
         for path in PACKAGE.rglob("*.py")  # the hash of the code is part of the key
     }
@@ -109,6 +113,43 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     monkeypatch.undo()
     (folder / PROGRESS).write_text('{"key": "of another config", "unit": 1}\n' + (folder / PROGRESS).read_text())
     assert progress(data, folder)[0] == done
+
+
+def test_units_without_their_line_of_progress_are_asked(tmp_path: Path, data: DataConfig) -> None:
+    """On a file system without locks a line may be written over."""
+    folder = tmp_path / "data"
+    prepare(data, folder, quiet)
+    shard(data, folder, 0, 2, quiet)
+    shard(data, folder, 1, 2, quiet)
+    _, *others = (folder / PROGRESS).read_text().splitlines(keepends=True)
+    (folder / PROGRESS).write_text("".join(others))
+    assert progress(data, folder)[0] == len(others)
+    assert finalize(data, folder, quiet).documents == 80
+
+
+def test_a_repeated_task_adds_a_line_only_where_there_is_none(tmp_path: Path, data: DataConfig) -> None:
+    folder = tmp_path / "data"
+    prepare(data, folder, quiet)
+    shard(data, folder, 0, 2, quiet)
+    told = (folder / PROGRESS).read_text()
+    shard(data, folder, 0, 2, quiet)
+    assert (folder / PROGRESS).read_text() == told
+    (folder / PROGRESS).write_text("")
+    shard(data, folder, 0, 2, quiet)
+    assert len((folder / PROGRESS).read_text().splitlines()) == len(told.splitlines())
+
+
+@pytest.mark.parametrize("records", ["text", "prompts"])
+def test_the_key_of_a_folder_made_before_there_were_filters_still_fits(tmp_path: Path, records: str) -> None:
+    """By the formula of then: `deduplicate` and `filter` were no keys, `records` of text was left out."""
+    data = config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512)
+    left = {"verify", "max_rejected", "document_mask", "deduplicate", "filter"}
+    left |= {"sequence_length", "records"} if records == "text" else set()
+    then = {**data.model_dump(mode="json", exclude=left), "source": data.sources}
+    folder = TextFolder(data, tmp_path / "data")
+    assert folder.key == sha256_json({"format": FORMAT_VERSION, "config": then, "code": folder.code})
+    for more in ({"deduplicate": True}, {"filter": "quality:keep"}):
+        assert TextFolder(data.model_copy(update=more), tmp_path / "data").key != folder.key
 
 
 def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import gzip
 import io
 import os
 import tarfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,26 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     assert 49_000 < sum(map(len, sample_of(uneven, 50_000))) <= 50_000
 
 
+def test_a_filter_that_takes_little_costs_no_reading_of_everything(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "line {i:05d}"}}\n' for i in range(20_000)))
+    inputs = find_inputs(data := DataConfig(source=str(path), held_out=0.0))
+    asked: list[str] = []
+
+    def sample_by(wanted: set[str]) -> list[str]:
+        asked.clear()
+
+        def keep(document: Mapping[str, str]) -> bool:
+            asked.append(document["text"])
+            return document["text"] in wanted
+
+        return take_sample(data, inputs, weights_of(inputs, "text"), 3072, keep=keep)
+
+    assert sample_by({"line 00300"}) == ["line 00300"] and len(asked) < 10_000
+    assert sample_by({"line 19990"}) == ["line 19990"]  # where nothing was found yet, it goes on
+    assert sample_by(set()) == [] and len(asked) == 20_000
+
+
 def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / "set" / part).mkdir(parents=True)
@@ -238,6 +260,32 @@ def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
     assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path / "set/train")))] == [
         str(tmp_path / "set/train/data-0.arrow")
     ]
+
+
+def test_what_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "in/s/deep").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    for name in ("in/s/a.txt", "in/s/deep/b.txt", "out/c.txt"):
+        (tmp_path / name).write_text("text")
+    for name, to in {"a": "s", "latest": "s", "loop": ".", "s/deep/up": "../..", "x": "../out", "y": "../out"}.items():
+        (tmp_path / "in" / name).symlink_to(to)
+    wanted = [f"{tmp_path}/in/{name}" for name in ("s/a.txt", "s/deep/b.txt", "x/c.txt")]
+    assert [one.path for one in find_inputs(DataConfig(source=f"{tmp_path}/in"))] == wanted
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=rf"cannot read {tmp_path}/closed: Input/output error"):
+        find_inputs(DataConfig(source=str(tmp_path)))
 
 
 def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,6 +350,44 @@ def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
     assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
 
 
+def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = config(str(nano_gpt(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
+    TokensFolder(data, tmp_path / "data").prepare(print)
+    searched: list[int] = []
+    real = TokensFolder._border
+
+    def border(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
+        searched.append(1)
+        return real(folder, file, eos_id)
+
+    monkeypatch.setattr(TokensFolder, "_border", border)
+    folder = TokensFolder(data, tmp_path / "data")
+    folder.shard(0, 1, print)
+    assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
+    assert len(load_manifest(tmp_path / "data").held_out) == 1
+
+
+def test_documents_of_a_mixture_are_filtered_beside_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    for name in ("one.txt", "two.txt", "three.txt"):
+        (tmp_path / name).write_text("the same" if name != "three.txt" else "another")
+    sources = {
+        "web": {"source": str(nano_gpt(tmp_path, encoded(tokenizer))), "records": "tokens", "held_out": 0.2},
+        "words": {"source": str(tmp_path / "*.txt"), "held_out": 0.0},
+    }
+    mixture = {"sources": sources, "weights": [{"weights": {"web": 1, "words": 1}}]}
+    asked = {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "deduplicate": True}
+    folder = MixtureFolder(DataConfig.model_validate(asked), tmp_path / "data")
+    folder.prepare(print)
+    folder.shard(0, 1, print)
+    assert folder.finalize(print)
+    assert load_manifest(tmp_path / "data").duplicate_documents == 1
+    sources["words"] = sources["web"]
+    with pytest.raises(ValueError, match="deduplicate and filter are for documents"):
+        DataConfig.model_validate(asked)
+
+
 def test_a_file_in_two_sources_of_a_mixture_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     path = nano_gpt(tmp_path, encoded(tokenizer))
     (tmp_path / "link.bin").symlink_to(path)
