@@ -239,6 +239,45 @@ def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("long_ago")
+def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> None:
+    """Also where the one before is no longer in the tail of metrics.jsonl, and the first one; a wrong one is told."""
+    due = "checkpoint.every_steps=300", "train.evaluate_every=1000", "data.held_out=0.1", "train.steps=3000"
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", *due)
+
+    def told(seconds: float) -> bool:
+        before = len(Chat.heard)
+        quiet(one, "webhook", seconds).catch_up()
+        return len(Chat.heard) > before
+
+    one.steps(300)
+    assert not told(850), "the first save"
+    assert told(950)
+    one.steps(1)
+    assert told(160), "no save"
+    one.steps(698)
+    assert not told(850), "the first look"
+    one.evaluate_s = 1000.0
+    one.steps(1)
+    Follower(one.run, "webhook").catch_up()
+    one.evaluate_s = 0.0
+    one.steps(999)
+    assert not told(1100), "a look as long as the one a thousand steps ago"
+    assert told(1200)
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one.steps(3)
+    feed, start = Follower(one.run, "webhook"), time.time()
+    feed.catch_up()
+    for seconds, told in ((5000, 0), *((at, 0) for at in range(5020, 5141, 20)), (5152, 1)):
+        monkeypatch.setattr(webhook.time, "time", lambda at=start + seconds: at)
+        feed.catch_up()
+        assert len(Chat.heard) == told, f"after {seconds} s, of which 5,000 were suspended"
+
+
+@pytest.mark.usefixtures("long_ago")
 def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Invented(tmp_path, "track={mail: me@example.org}")
     one.steps(2)
