@@ -15,10 +15,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from email.message import EmailMessage
+from http.client import HTTPException
 from statistics import median
 
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import last_objects
+from pipeline.config.track import URL
 from pipeline.data.manifest import steps_of
 from pipeline.evaluate.result import newest_result, result_words
 from pipeline.run import lines
@@ -28,7 +30,7 @@ from slurm.show.ledger import seconds
 from slurm.track.record import Line, Record, sha256
 from slurm.track.sink import HOST, Memory, Sink, last_stage, names
 
-TIMEOUT_S = 10.0
+TIMEOUT_S, _MAIL_S = 10.0, 60.0
 _BEGAN = time.time()
 """This process, which knows nothing of what was before it: a job that waited is no stall."""
 LEAST_HANG_S, _STEPS = 300.0, 10
@@ -93,6 +95,8 @@ class Webhook(Sink):
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             raise OSError(f"the webhook answered {error.code} {error.reason}") from None  # not its URL: it is a secret
+        except (ValueError, HTTPException) as error:  # these quote it
+            raise OSError(f"the webhook cannot be reached by its URL: {type(error).__name__}") from None
 
     def _url(self) -> str:
         wanted = self.run.config.track.webhook
@@ -101,6 +105,10 @@ class Webhook(Sink):
             return wanted.url
         if not (url := os.environ.get(wanted.variable or "")):
             raise UserError(f"track.webhook.variable: {wanted.variable} is not set; name it in site.pass, or set it")
+        if not URL.fullmatch(url):
+            raise UserError(
+                f"track.webhook.variable: {wanted.variable} is set, but holds no URL such as https://host/path"
+            )
         return url
 
     def _words(self, event: Line) -> str | None:
@@ -134,4 +142,4 @@ class Mail(Webhook):
             f"<{name}@{HOST}>",
         )
         mail.set_content(text)
-        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=TIMEOUT_S, check=True)
+        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=_MAIL_S, check=True)

@@ -174,6 +174,20 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
 
 
+@pytest.mark.parametrize(
+    "url", ["hooks.example/secret", "https://hooks.example/a secret", "https://hooks.example:secret/x"]
+)
+def test_a_wrong_url_of_a_chat_stays_out_of_the_log(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Invented(tmp_path, "track={webhook: {variable: CHAT}}")
+    one.crash()
+    monkeypatch.setenv("CHAT", url)
+    assert not Follower(one.run, "webhook").follow(lambda: False)
+    told = capsys.readouterr().err
+    assert "secret" not in told and ("CHAT is set, but holds no URL" in told or "InvalidURL" in told)
+
+
 def quiet(one: Invented, name: str, seconds: float) -> Follower:
     """A follower that is up to date, and has heard nothing for so long."""
     Follower(one.run, name).catch_up()
@@ -286,9 +300,10 @@ def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch
         with pytest.raises(UserError, match="has no sendmail: tiny: train seems to stall: no step for 05:00, since s"):
             quiet(one, "mail", 300).catch_up()
     program = tmp_path / "sendmail"
-    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && cat >> {tmp_path}/sent\n")
+    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && sleep 0.2 && cat >> {tmp_path}/sent\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.01)  # a mail may take longer than a request
     for _ in range(2):
         Follower(one.run, "mail").catch_up()
     mail = message_from_bytes((tmp_path / "sent").read_bytes())
