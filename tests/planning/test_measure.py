@@ -13,18 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.errors import UserError
+from pipeline.base.place import Place
 from pipeline.base.yaml12 import parse
+from pipeline.comm import groups
 from pipeline.config.read import config_from_mapping, load_config
 from pipeline.planning import collectives
 from pipeline.planning.collectives import Group
 from pipeline.planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
 from pipeline.planning.measure import fitted, line, link_of, shapes, write_machine
-from pipeline.planning.measure_stage import look, missing
+from pipeline.planning.measure_stage import facts_of, look, missing
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from tests.support.ranks import run_ranks
 
 WORK = Workload(
     layers=4, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=4096, sequence=256, micro_batch=4, global_batch=16,
@@ -194,6 +197,21 @@ def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
     train = fp8.config.train.model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"no model\.target, fp8, prompts"):
         look(Run(tmp_path / "run", fp8.config.model_copy(update={"train": train})))
+
+
+def bound_facts(place: Place, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
+    """What a rank says of its machine that may run on these CPUs."""
+    os.sched_getaffinity = lambda pid: each[place.rank]
+    return facts_of(groups.join(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
+
+
+def test_cores_are_those_of_all_ranks_of_a_node() -> None:
+    """As with Slurm's task/affinity, where each rank sees its own; and on two nodes."""
+    for each, per_node, cores in (
+        ([{0}, {1}, {2}, {4}], 4, [4, 4, 4, 4]), ([{0, 1}, {1}, {0}, {0}], 2, [2, 2, 1, 1]),
+    ):  # fmt: skip
+        found = run_ranks(4, bound_facts, dict(enumerate(each)), per_node)
+        assert [facts[-1] for facts in found] == cores
 
 
 @pytest.mark.story
