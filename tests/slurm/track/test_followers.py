@@ -334,6 +334,8 @@ def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
     feed.catch_up()
     text = scraped(port)
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
+    (lost,) = (event for event in vars(feed._sink)["_events"] if event["event"] == "lost_work")
+    assert not {"lines", "steps"} & lost.keys(), "they are many"
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     own = 'run="tiny",sweep=""'
     assert float(values[f"sluice_step{{{own}}}"]) == 2 and float(values[f"sluice_steps{{{own}}}"]) == 30
