@@ -244,6 +244,18 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
         assert [facts[-1] for facts in found] == cores
 
 
+def small_exchanges(place: Place) -> list[Exchange]:
+    """Of fewer bytes than there are ranks of four bytes each."""
+    from pipeline.planning import clock
+
+    clock._SIZES = (4,)  # type: ignore[assignment]
+    return [*clock.exchanges(groups.join(place, load_config(Path("configs/quickstart.yaml"))), place.world_size)]
+
+
+def test_more_ranks_than_values_still_exchange_some() -> None:
+    assert {one.size for found in run_ranks(2, small_exchanges) for one in found} == {8}
+
+
 @pytest.mark.story
 def test_ranks_time_their_machine_through_the_door(tmp_path: Path) -> None:
     """Two ranks, then another layout that goes on from their file; the second file predicts; none is replaced."""
