@@ -149,11 +149,13 @@ def plan(
     else:
         try:
             found = load_config(config, overrides or ())
-        except ConfigError as wrong:  # another layout may fit
+        except ConfigError as wrong:
+            if not best:
+                raise
             from pipeline.planning.search import ANY_LAYOUT
 
-            try:
-                found = load_config(config, [*(overrides or ()), *(ANY_LAYOUT if best else ())])
+            try:  # another layout may fit
+                found = load_config(config, [*(overrides or ()), *ANY_LAYOUT], layout=False)
             except ConfigError:
                 raise wrong from None
     name, memory = machine or found.site.machine, found.site.gpu_memory_gib

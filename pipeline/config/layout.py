@@ -173,8 +173,11 @@ def usable_nodes(config: Config, granted: int) -> int:
     return train.fewest_nodes
 
 
-def check(config: Config) -> None:
-    """The rules between sections. Raises ValueError for what cannot work together, naming the keys."""
+def check(config: Config, layout: bool = True) -> None:
+    """The rules between sections. Raises ValueError for what cannot work together, naming the keys.
+
+    `layout`: whether the ranks must be right for it.
+    """
     if config.model.target is not None:
         if "python-stdlib" in config.data.sources:
             raise ValueError("model.target: name the HDF5 files with its samples as data.source")
@@ -184,8 +187,10 @@ def check(config: Config) -> None:
             "optimizer.name and optimizer.schedule: own is for a model of your own: name model.target, too"
         )
     train = config.stages.train
-    for nodes in {train.most_nodes, train.fewest_nodes}:
+    for nodes in {train.most_nodes, train.fewest_nodes} if layout else ():
         layout_of(config, nodes * train.tasks_per_node)
+    if wrong := "; ".join(_contradictions(config)):
+        raise LayoutError(wrong)
     for name, row in config.rows.items():
         stage, gpus = config.stages.of(name), config.site_of(name).gpus_per_node
         if row.joined and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.per_node:

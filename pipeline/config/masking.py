@@ -4,7 +4,8 @@ Secrets do not belong into a config: `site.secrets` names a file that is the use
 shell that submits. Where people write them all the same, `config.yaml` and `changes.jsonl` keep them, for jobs need
 them; nothing else does. `site.setup` is shell, in which no pattern finds every secret (`X=…; export TOKEN=$X`), so its
 lines are masked but for those that are known to hold none; a single word is not, for it may be fed to the command
-before it (`<<EOF`). Of the other options, those are masked whose name or value looks like a secret. Too much may be
+before it (`<<EOF`). Of the other options, those are masked whose name or value looks like a secret, and
+user and password of any URL. Too much may be
 masked, so that too little is not.
 """
 
@@ -27,6 +28,8 @@ _SECRET = re.compile(
     r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)[\w.-]*[\"']?\s*[=:\s]\s*\S|://",
     re.IGNORECASE,
 )
+_USER = re.compile(r"(?<=://)\S*@")
+"""User and password of a URL, as in track.mlflow.uri."""
 
 
 def mask(line: str) -> str:
@@ -48,7 +51,9 @@ def masked(values: Any, at: str = "") -> Any:
     if isinstance(values, dict):
         return {key: masked(value, f"{at}{key}.") for key, value in values.items()}
     option = at.endswith(".") and (".sbatch." in at or ".srun." in at or at.startswith("track.webhook.url"))
-    return _MASK if option and _SECRET.search(f"{at[:-1]}={values}") else values
+    if option and _SECRET.search(f"{at[:-1]}={values}"):
+        return _MASK
+    return _USER.sub(f"{_MASK}@", values) if isinstance(values, str) else values
 
 
 def exposed(config: Config) -> str | None:

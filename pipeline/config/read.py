@@ -53,13 +53,13 @@ _NO_PATH = "python-stdlib"
 # -- configs -------------------------------------------------------------------------------------------------
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) -> Config:
     """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems.
 
-    Those of a sweep's points, too: nothing can be done with a run that has a wrong one.
+    Those of a sweep's points, too: nothing can be done with a run that has a wrong one. `layout`: as in `check`.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = config_from_mapping(overridden(_read(Path(path)), overrides), where)
+    config = config_from_mapping(overridden(_read(Path(path)), overrides), where, layout)
     point_configs(config)
     return config
 
@@ -70,14 +70,14 @@ def load_site(path: Path | None) -> SiteConfig:
     return config_from_mapping(values, str(path)).site
 
 
-def config_from_mapping(values: Mapping[str, Any], where: str) -> Config:
+def config_from_mapping(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
     """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
 
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
     """
     try:
         config = Config.model_validate_json(json.dumps(filled(values), default=str), strict=True)
-        check(config)
+        check(config, layout)
         return config
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, values, where))) from None

@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from pipeline.config.types import PositiveFloat, Section, matching
 
-_Url = Annotated[str, matching(re.compile(r"https?://\S+"), "write a URL such as https://host/path")]
+URL = re.compile(r"https?://\S+")
+_Url = Annotated[str, matching(URL, "write a URL such as https://host/path")]
 
 
 class WandbConfig(Section):

@@ -85,7 +85,7 @@ def exchanges(world: World, per_node: int) -> Iterator[Exchange]:
         group = [dist.new_group(list(members)) for members in all_members][number]  # every rank makes every group
         members, ranks = all_members[number], len(all_members[number])
         for size in _SIZES if ranks > 1 else ():
-            part, whole = (torch.ones(size // 4 // ranks * n, device=world.device) for n in (1, ranks))
+            part, whole = (torch.ones(max(1, size // 4 // ranks) * n, device=world.device) for n in (1, ranks))
             calls: dict[str, Callable[[], object]] = {
                 "all_reduce": partial(dist.all_reduce, whole, group=group),
                 "all_gather": partial(_ALL_GATHER, whole, part, group=group),

@@ -13,9 +13,9 @@ from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
 from pipeline.planning.measure import shapes
-from pipeline.planning.memory import memory
+from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import REPLAYED, predict, rank_of
-from pipeline.planning.timeline import Action, orders_of, replay
+from pipeline.planning.timeline import Action, actions, orders_of, replay
 from pipeline.planning.workload import Workload, workload_of
 
 GB = 1e9
@@ -28,16 +28,20 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
         raise UserError("--html is for the decoder, whose sizes it knows; not for model.target")
     layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     work = workload_of(config, layout, vocab)
-    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, work.micro_batches)
-    if layout.pipeline == 1:  # one micro-batch after the other: the first is like all
-        orders = [[Action("F", 0, 0), Action("B", 0, 0)]]
-    kinds = ("weights", "gathered", "gradients", "optimizer", "activations")
-    parts = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    kinds = ["gathered", "activations"]
+    if not config.parallel.offload:  # else these are in host memory
+        kinds = ["weights", "gathered", "gradients", "optimizer", "activations"]
+    size, parts = config.site.gpu_memory_gib, []
+    for rank, order in enumerate(actions(layout)):
+        held = memory(config, layout, rank, vocab, order)
+        parts.append({kind: getattr(held, kind) / GB for kind in kinds})
+        if size is not None:
+            parts[-1]["CUDA and NCCL"] = reserve(layout) / GB
     found: dict[str, Any] = {
         "config": config.model_dump(mode="json", exclude_defaults=True),
-        "words": {"layout": layout.words(), "fullest rank": f"{max(part.total for part in parts) / GB:.1f} GB"},
-        "memory": [{kind: getattr(part, kind) / GB for kind in kinds} for part in parts],
-        "limit": None if config.site.gpu_memory_gib is None else config.site.gpu_memory_gib * 2**30 / GB,
+        "words": {"layout": layout.words(), "fullest rank": f"{max(sum(part.values()) for part in parts):.1f} GB"},
+        "memory": parts,
+        "limit": None if size is None else size * 2**30 / GB,
     }
     forward, backward = (1.0,) * len(work.stages), (2.0,) * len(work.stages)
     if machine is not None:

@@ -149,7 +149,7 @@ def load_machine(name: str) -> Machine:
     if not path.is_file():
         near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
         told = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(printable(f"{name}: no such machine or file{told} There are {', '.join(known)}"))
+        raise UserError(printable(f"{name}: no such machine or file{told or '.'} There are {', '.join(known)}"))
     try:
         return Machine.model_validate(yaml.safe_load(path.read_text()))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

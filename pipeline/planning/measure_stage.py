@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
@@ -19,6 +20,9 @@ from pipeline.planning.measure import fitted, write_machine
 from pipeline.planning.workload import workload_of
 from pipeline.run.directory import Run, now
 from pipeline.run.stages import Progress
+
+if TYPE_CHECKING:
+    from pipeline.comm.groups import World
 
 
 def _wanted(run: Run) -> MeasureConfig:
@@ -73,7 +77,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         facts = before.gpu, before.memory_gib, before.multiprocessors, before.cores
     else:
         timings = clock.operators(config, layout, world, work)
-        facts = _facts(world.device, config.train.threads, layout.ranks_per_node)
+        facts = facts_of(world, config.train.threads, layout.ranks_per_node)
     if world.first:
         told = (
             f"Measured by `plan --measure` on {os.uname().nodename}, {now()}: torch {torch.__version__}, backend "
@@ -88,12 +92,19 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     return Exit.DONE
 
 
-def _facts(device: object, threads: int, per_node: int) -> tuple[str, float, int, int | None]:
-    """Name, GiB of memory, multiprocessors and cores (in ranks) of what a rank has."""
+def facts_of(world: World, threads: int, per_node: int) -> tuple[str, float, int, int | None]:
+    """Name, GiB of memory, multiprocessors and cores (in ranks) of what a rank has; all ranks call it."""
     import torch
+    import torch.distributed as dist
 
-    if isinstance(device, torch.device) and device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+    from pipeline.comm.groups import side_group
+
+    if world.device.type == "cuda":
+        found = torch.cuda.get_device_properties(world.device)
         return found.name, found.total_memory / 2**30, found.multi_processor_count, None
+    everyone: list[set[int]] = [set()] * world.size
+    dist.all_gather_object(everyone, os.sched_getaffinity(0), group=side_group())  # Slurm gives each rank its own
+    first = world.rank - world.rank % per_node
+    cores = len(set().union(*everyone[first : first + per_node]))
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_node
-    return f"CPU ({os.uname().machine}), {threads} × threads", size, 1, max(1, len(os.sched_getaffinity(0)) // threads)
+    return f"CPU ({os.uname().machine}), {threads} × threads", size, 1, max(1, cores // threads)

@@ -32,8 +32,11 @@ _BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("util
 """Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
 _IN_USE = 0.1
 """With less than this share of the memory that the fullest of its kind uses, a GPU is taken for none of the job's."""
-_TAIL = 1 << 15
-"""Bytes of a file that two minutes need: 12 lines, or so, of 8 GPUs."""
+LOOKS, _LEAST_LOOKS, _LINE = 12, 6, 2730
+"""Lines of a host that are read by default; fewer than the second say nothing of how fast a GPU is; bytes of one of 8
+GPUs."""
+_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
+"""Xids that a program causes, or that follow its end, as a rule (NVIDIA, XID Errors)."""
 
 
 def look(line: Any) -> bool:
@@ -74,37 +77,45 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     return joules / 3.6e6 if measured else None
 
 
-def gpus_behind(run: Path, begin: float, end: float = inf, tail: int = _TAIL) -> list[str]:
+def gpus_behind(run: Path, begin: float, end: float = inf, looks: int | None = LOOKS) -> list[str]:
     """The GPUs that fall behind those of their model between two times (seconds since 1970), in words, worst first.
 
     A GPU does where its median of a figure is below the share in `_BEHIND` of the median of all that are in use. Told
-    of any: Xids since the job began, uncorrected memory errors since the driver was loaded, and that it says nothing.
-    `tail`: of each host's file so many bytes are read.
+    of those, too: Xids since the job began, uncorrected memory errors since the driver was loaded; and of any that it
+    says nothing. `looks`: of each host so many lines are read, the last ones; None: all.
     """
     rows_of: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)  # the newest first
     for file in run.glob("telemetry-*.jsonl"):
-        for line in takewhile(lambda line: line["time"] >= begin, last_objects(file, look, tail)):
+        if looks is None:
+            told = reversed([line for line in lines.read(file, look) if begin <= line["time"] <= end])
+        else:
+            told = last_objects(file, look, looks * _LINE)
+        for line in takewhile(lambda line: line["time"] >= begin, told):
             if line["time"] <= end:
                 for gpu in line.get("gpus", ()):
                     rows_of[line["host"], gpu["index"]].append(gpu)
     kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
     for gpu, rows in rows_of.items():
-        told = {key: [row[key] for row in rows if lines.number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
-        medians = {key: median(values) for key, values in told.items() if values}
+        known = {key: [row[key] for row in rows if lines.number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
+        enough = {key: 1 if key == "memory_gb" else _LEAST_LOOKS for key in known}
+        medians = {key: median(values) for key, values in known.items() if len(values) >= enough[key]}
         kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians
     found = []
     for kind in kinds.values():
         most = max(one.get("memory_gb", 0.0) for one in kind.values())
-        used = [one for one in kind.values() if one.get("memory_gb", 0.0) >= _IN_USE * most]
-        usual = {key: median([one[key] for one in used if key in one] or [0.0]) for key in _BEHIND}
+        used = {gpu: one for gpu, one in kind.items() if one.get("memory_gb", 0.0) >= _IN_USE * most}
+        usual = {key: median([one[key] for one in used.values() if key in one] or [0.0]) for key in _BEHIND}
         for (host, index), figures in kind.items():
             newest = rows_of[host, index][0]
-            words = [f"Xid {number}" for number in newest.get("xid") or ()]
-            words += ["says nothing any more"] if newest.keys() <= {"index", "xid"} else []
-            words += [f"{count} uncorrected memory errors"] if (count := newest.get("ecc_errors")) else []
-            worst = 0.0 if words else 1.0
+            lost = newest.keys() <= {"index", "xid"}
+            if not lost and (host, index) not in used:
+                continue
+            xids, errors = newest.get("xid") or (), newest.get("ecc_errors")
+            words = [f"Xid {number}" for number in xids] + ["says nothing any more"] * lost
+            words += [f"{errors} uncorrected memory errors"] if errors else []
+            worst = 0.0 if lost or errors or any(number not in _OF_PROGRAMS for number in xids) else 1.0
             for key, (name, unit, share) in _BEHIND.items():
-                if figures in used and figures.get(key, inf) < share * usual[key]:
+                if (host, index) in used and figures.get(key, inf) < share * usual[key]:
                     why = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
                     words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual{why}")
                     worst = min(worst, figures[key] / usual[key])

@@ -25,7 +25,7 @@ from slurm.page.page import page
 from slurm.page.pictures import Bar, curves, lanes
 from slurm.show.expected import conditions, known, span
 
-_PARTS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2}
+_PARTS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2, "CUDA and NCCL": 6}
 _KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)}
 _LIMIT = 4
 """Colours."""
@@ -40,7 +40,7 @@ def of_memory(found: Mapping[str, Any]) -> str:
         ends = pairwise(accumulate(parts.values(), initial=0.0))
         bars = [Bar(a, b, _PARTS[p], f"{p} {b - a:.3g} GB") for p, (a, b) in zip(parts, ends, strict=True)]
         rows.append((f"pipeline {rank}", bars + line))
-    keys = [(name, colour) for name, colour in _PARTS.items() if any(parts[name] for parts in ranks)]
+    keys = [(name, colour) for name, colour in _PARTS.items() if any(parts.get(name) for parts in ranks)]
     return lanes("Memory", x, rows, keys + [(bar.title, bar.colour) for bar in line])
 
 

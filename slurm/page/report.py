@@ -170,7 +170,7 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
     span = (max(training[-1].end - 600, training[-1].begin), training[-1].end) if training else (0.0, 0.0)
-    if gpus := gpus_behind(run.path, *span, tail=1 << 20):
+    if gpus := gpus_behind(run.path, *span, looks=None):
         yield f"GPUs behind the others of their kind in the last 10 minutes of training: {'; '.join(gpus[:8])}"
     yield from filter(None, (lines.odd(run.events, lines.event), found.steps.odd_words))
 

@@ -32,7 +32,7 @@ from pipeline.run import points as sweep
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
-from pipeline.run.machines import gpus_behind
+from pipeline.run.machines import LOOKS, gpus_behind
 from slurm.query import attempts
 from slurm.query.attempts import ENDS
 from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
@@ -45,7 +45,7 @@ LOOK_S = 2.0
 PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
 GPU_LOOK_S, _MOST_GPUS = 120.0, 3
-"""GPUs are compared by what they did in the last two minutes; so many are named."""
+"""GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
 _LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
 IDLE_LOOKS = 2
@@ -214,7 +214,10 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
 def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
     """Ranks and GPUs that fall behind now, in an attempt that runs."""
     ranks = [f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in stragglers(events)]
-    gpus = gpus_behind(run.path, max(seconds(started) if started else 0.0, time.time() - GPU_LOOK_S))
+    every_s = run.config.track.telemetry_s or GPU_LOOK_S / LOOKS
+    span_s = max(GPU_LOOK_S, LOOKS * every_s)
+    begin = max(seconds(started) if started else 0.0, time.time() - span_s)
+    gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / every_s))
     more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
     return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
 

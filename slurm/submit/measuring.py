@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,30 @@ from rich.console import Console
 from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import config_from_mapping, load_config
+from pipeline.config.sections import Config
+from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.submit.executor import Executor, choose
 from slurm.submit.rehearsal import rehearse
+
+_TIME = "00:30:00"
+"""At most so long a job may take."""
+
+
+def config_of(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> Config:
+    """The config of a run that measures as `path` trains, with a name of its own for each FILE."""
+    if machine is not None and not Path(machine).is_file():
+        raise UserError(f"--measure goes on with a --machine FILE that it wrote itself; {machine} is none")
+    values: dict[str, Any] = load_config(path, overrides).model_dump(mode="json")
+    stem, own = re.sub(r"[^A-Za-z0-9_-]", "-", file.stem)[:20], hashlib.sha256(os.fsencode(file)).hexdigest()[:6]
+    values["run"]["name"] = f"{values['run']['name'][:60]}-measure-{stem}-{own}"
+    values["track"] = {}  # trackers hear of trainings
+    values["stages"]["measure"] = stage = dict(values["stages"]["train"])
+    if parse_time(stage["time"]) > parse_time(_TIME):
+        console.print(f"time limit {_TIME}, not stages.train.time ({stage['time']}): it takes minutes", soft_wrap=True)
+        stage["time"] = _TIME
+    values["measure"] = {"file": str(file), "machine": machine and str(Path(machine).absolute())}
+    return config_from_mapping(values | {"publish": None, "sweep": None}, "plan --measure")
 
 
 def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> Exit:
@@ -27,11 +51,7 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     file = file.absolute()
     if file.exists() or not file.parent.is_dir():
         raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")
-    values: dict[str, Any] = load_config(path, overrides).model_dump(mode="json")
-    values["run"]["name"] += f"-measure-{file.stem}"
-    values["stages"]["measure"] = values["stages"]["train"]
-    values["measure"] = {"file": str(file), "machine": machine and str(Path(machine).absolute())}
-    config = config_from_mapping(values | {"publish": None, "sweep": None}, "plan --measure")
+    config = config_of(path, overrides, file, machine, console)
     chosen = choose(Executor.AUTO)
     rehearse(config, chosen == Executor.SLURM)
     run = Run.create(config)

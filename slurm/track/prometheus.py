@@ -73,8 +73,8 @@ class Prometheus(Sink):
             self._newest |= line
 
     def event(self, event: Line) -> None:
-        """Keep it."""
-        self._events.append(event)
+        """Keep it, without the lines that it says were lost: they are many."""
+        self._events.append({key: value for key, value in event.items() if key not in ("lines", "steps")})
 
     def _queue_s(self) -> float:
         """How long jobs have waited to begin."""

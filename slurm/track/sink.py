@@ -34,6 +34,8 @@ class Memory:
         """When it was last told anything, in seconds since 1970."""
         self.stall = ""
         """The last stall that it told of itself."""
+        self.evaluate_s = 0.0
+        """The longest look at held-out data so far; kept by those that tell stalls."""
 
     @classmethod
     def read(cls, file: Path) -> Memory:

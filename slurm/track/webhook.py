@@ -13,28 +13,42 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from email.message import EmailMessage
+from http.client import HTTPException
 from statistics import median
 
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import last_objects
+from pipeline.config.track import URL
 from pipeline.data.manifest import steps_of
 from pipeline.evaluate.result import newest_result, result_words
 from pipeline.run import lines
+from pipeline.run.directory import Run
 from slurm.show.follow import clock
 from slurm.show.ledger import seconds
-from slurm.track.record import Line, sha256
-from slurm.track.sink import HOST, Sink, last_stage, names
+from slurm.track.record import Line, Record, sha256
+from slurm.track.sink import HOST, Memory, Sink, last_stage, names
 
-TIMEOUT_S = 10.0
+TIMEOUT_S, _MAIL_S = 10.0, 60.0
 _BEGAN = time.time()
 """This process, which knows nothing of what was before it: a job that waited is no stall."""
 LEAST_HANG_S, _STEPS = 300.0, 10
 """The watchdog waits at least so long (pipeline/resilience/watchdog.py); a stall is told after so many usual steps."""
+_SUSPENDED_S = 30.0
+"""Longer between two looks: the job was suspended (`scontrol suspend`), and with it this process."""
 
 
 class Webhook(Sink):
     """One request per message."""
+
+    def __init__(self, run: Run, memory: Memory, record: Record) -> None:
+        super().__init__(run, memory, record)
+        self._looked, self._awake = time.time(), _BEGAN
+
+    def steps(self, found: Sequence[Line]) -> None:
+        """Keep how long a look at held-out data took at most: the next one may come long after."""
+        self.memory.evaluate_s = max(self.memory.evaluate_s, *(line.get("evaluate_s") or 0.0 for line in found))
 
     def event(self, event: Line) -> None:
         """Tell it, if it is one that people wait for."""
@@ -43,8 +57,11 @@ class Webhook(Sink):
 
     def look(self) -> bool:
         """Tell of a training from which nothing has come for long: half as long as its watchdog waits, or less."""
-        start, limits = self.record.going, self.run.config.recovery
-        quiet_s = time.time() - max(self.memory.heard, _BEGAN)
+        start, limits, now = self.record.going, self.run.config.recovery, time.time()
+        if now - self._looked > _SUSPENDED_S:
+            self._awake = now
+        self._looked = now
+        quiet_s = now - max(self.memory.heard, self._awake)
         hang_s = limits.hang_s or LEAST_HANG_S
         if start is None or 2 * quiet_s < hang_s:
             return False
@@ -54,7 +71,12 @@ class Webhook(Sink):
         else:
             pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
             usual_s = 0.0 if limits.hang_s else _STEPS * median(line["step_time_s"] for line in steps)
-            longest_s, last = max(hang_s / 2, usual_s) + max(pauses), f"since step {steps[0]['step']}"
+            longest_s, step = max(hang_s / 2, usual_s) + max(pauses), steps[0]["step"]
+            last, looks = f"since step {step}", self.run.config.train.evaluate_every
+            if step % self.run.config.checkpoint.every_steps == 0:  # it saves
+                longest_s = max(longest_s, limits.save_s / 2)
+            if looks and (step + 1) % looks == 0:
+                longest_s = max(longest_s + self.memory.evaluate_s, limits.save_s / 2)
         name = sha256({"stall": last, "start": start["time"]})[:12]
         saves_last = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data)
         if quiet_s < longest_s or name == self.memory.stall or saves_last:
@@ -73,6 +95,8 @@ class Webhook(Sink):
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             raise OSError(f"the webhook answered {error.code} {error.reason}") from None  # not its URL: it is a secret
+        except (ValueError, HTTPException) as error:  # these quote it
+            raise OSError(f"the webhook cannot be reached by its URL: {type(error).__name__}") from None
 
     def _url(self) -> str:
         wanted = self.run.config.track.webhook
@@ -81,6 +105,10 @@ class Webhook(Sink):
             return wanted.url
         if not (url := os.environ.get(wanted.variable or "")):
             raise UserError(f"track.webhook.variable: {wanted.variable} is not set; name it in site.pass, or set it")
+        if not URL.fullmatch(url):
+            raise UserError(
+                f"track.webhook.variable: {wanted.variable} is set, but holds no URL such as https://host/path"
+            )
         return url
 
     def _words(self, event: Line) -> str | None:
@@ -114,4 +142,4 @@ class Mail(Webhook):
             f"<{name}@{HOST}>",
         )
         mail.set_content(text)
-        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=TIMEOUT_S, check=True)
+        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=_MAIL_S, check=True)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.errors import UserError
+from pipeline.base.place import Place
 from pipeline.base.yaml12 import parse
+from pipeline.comm import groups
 from pipeline.config.read import config_from_mapping, load_config
+from pipeline.config.track import TrackConfig
 from pipeline.planning import collectives
 from pipeline.planning.collectives import Group
 from pipeline.planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
 from pipeline.planning.measure import fitted, line, link_of, shapes, write_machine
-from pipeline.planning.measure_stage import look, missing
+from pipeline.planning.measure_stage import facts_of, look, missing
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from slurm.show.console import Plain
+from slurm.submit.measuring import config_of
+from tests.support.ranks import run_ranks
 
 WORK = Workload(
     layers=4, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=4096, sequence=256, micro_batch=4, global_batch=16,
@@ -194,6 +203,57 @@ def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
     train = fp8.config.train.model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"no model\.target, fp8, prompts"):
         look(Run(tmp_path / "run", fp8.config.model_copy(update={"train": train})))
+
+
+def test_a_measurement_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """Of minutes, of a name that any FILE gives, and of which no tracker hears."""
+    path, shown = Path("configs/quickstart.yaml"), Plain(file=io.StringIO(), width=200)
+    words = ["stages.train.time=1-00:00:00", "track={mail: me@example.org, tensorboard: true}"]
+    made = [config_of(path, words, tmp_path / at / "my box.yaml", None, shown) for at in "ab"]
+    assert [one.stages.measure.time for one in made] == ["00:30:00"] * 2 and made[0].track == TrackConfig()
+    assert all(re.fullmatch(r"quickstart-measure-my-box-[0-9a-f]{6}", one.run.name) for one in made)
+    assert made[0].run.name != made[1].run.name
+    assert "time limit 00:30:00, not stages.train.time (1-00:00:00)" in cast(io.StringIO, shown.file).getvalue()
+    short = config_of(path, ["stages.train.time='10'"], tmp_path / "x.yaml", None, shown)
+    assert short.stages.measure.time == "10"
+    with pytest.raises(UserError, match="--machine FILE that it wrote itself; h100 is none"):
+        config_of(path, [], tmp_path / "x.yaml", "h100", shown)
+
+
+def test_a_machine_that_is_none_is_refused_in_sentences() -> None:
+    for name, told in (
+        ("nowhere", r"no such machine or file\. There are .*h100"),
+        ("h10", r"did you mean h100\? There"),
+    ):
+        with pytest.raises(UserError, match=told):
+            load_machine(name)
+
+
+def bound_facts(place: Place, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
+    """What a rank says of its machine that may run on these CPUs."""
+    os.sched_getaffinity = lambda pid: each[place.rank]
+    return facts_of(groups.join(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
+
+
+def test_cores_are_those_of_all_ranks_of_a_node() -> None:
+    """As with Slurm's task/affinity, where each rank sees its own; and on two nodes."""
+    for each, per_node, cores in (
+        ([{0}, {1}, {2}, {4}], 4, [4, 4, 4, 4]), ([{0, 1}, {1}, {0}, {0}], 2, [2, 2, 1, 1]),
+    ):  # fmt: skip
+        found = run_ranks(4, bound_facts, dict(enumerate(each)), per_node)
+        assert [facts[-1] for facts in found] == cores
+
+
+def small_exchanges(place: Place) -> list[Exchange]:
+    """Of fewer bytes than there are ranks of four bytes each."""
+    from pipeline.planning import clock
+
+    clock._SIZES = (4,)  # type: ignore[assignment]
+    return [*clock.exchanges(groups.join(place, load_config(Path("configs/quickstart.yaml"))), place.world_size)]
+
+
+def test_more_ranks_than_values_still_exchange_some() -> None:
+    assert {one.size for found in run_ranks(2, small_exchanges) for one in found} == {8}
 
 
 @pytest.mark.story

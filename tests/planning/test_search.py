@@ -131,6 +131,10 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     # its own layout need not fit, other things must
     code, out, _ = run("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
     assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
+    code, out, _ = run("--best", "train.global_batch=2")  # for fewer replicas than ranks, and than nodes
+    assert code == 0 and "× data 2 × tensor" in out and "× data 8" not in out
+    code, _, err = run("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")
+    assert code == 2 and "parallel.reduce micro_batch is for parallel.zero 2 and 3" in err
     code, _, err = run("--best", "train.global_batch=0")
     assert code == 2 and "train.global_batch" in err
     code, _, err = run("parallel.tensor=3")

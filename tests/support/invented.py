@@ -19,7 +19,7 @@ from tests.support.tiny import write_config
 class Invented:
     """Writes steps, saves, restores: what a trainer writes, in its order (pipeline/train/trainer.py)."""
 
-    step_s, save_s = 0.01, 0.002
+    step_s, save_s, evaluate_s = 0.01, 0.002, 0.0
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Run.create(load_config(write_config(folder), overrides))
@@ -60,6 +60,7 @@ class Invented:
                 "tokens_per_s": 256.0, "data_wait_s": 0.0, "exposed_comm_s": 0.001, "checkpoint_s": self.save_s,
                 "memory_gb": 1.5,
             }  # fmt: skip
+            line |= {"evaluate_s": self.evaluate_s} if self.evaluate_s else {}
             self._metrics.write(line)
 
     def save(self) -> None:

@@ -17,6 +17,7 @@ from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.planning.figures import figures
 from pipeline.planning.machine import load_machine
+from pipeline.planning.memory import reserve
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import _span, predict
 from pipeline.planning.workload import workload_of
@@ -38,13 +39,25 @@ def found(*overrides: str, machine: bool = True) -> dict[str, Any]:
     return values
 
 
-def test_memory_is_that_of_the_text() -> None:
-    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*PIPED])
+@pytest.mark.parametrize("overrides", [PIPED, (), ("parallel.zero=3", "train.micro_batch=2")])
+def test_memory_is_that_of_the_text(overrides: tuple[str, ...]) -> None:
+    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides])
     rows = [line.split() for line in plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
-    shown = [list(parts.values()) for parts in found(*PIPED)["memory"]]
-    assert len(rows) == len(shown) == 4
+    values, own = found(*overrides), reserve(layout_of(config)) / 1e9
+    shown = [list(parts.values()) for parts in values["memory"]]
+    assert len(rows) == len(shown) == config.parallel.pipeline
     for row, parts in zip(rows, shown, strict=True):
-        assert [float(cell) for cell in row[2:7]] == pytest.approx(parts, abs=5e-4)
+        assert [float(cell) for cell in row[2:7]] == pytest.approx(parts[:5], abs=5e-4)
+        assert parts[5:] == pytest.approx([own]), "what plan refuses at counts it, too"
+    assert values["words"]["fullest rank"] == f"{max(map(sum, shown)):.1f} GB"
+    assert max(map(sum, shown)) == pytest.approx(max(float(row[7]) for row in rows) + own, abs=2e-3)
+
+
+def test_offload_leaves_the_card_to_what_is_gathered() -> None:
+    (parts,) = found("parallel.zero=3", "parallel.offload=true")["memory"]
+    assert list(parts) == ["gathered", "activations", "CUDA and NCCL"] and "CUDA and NCCL" in of_memory(
+        {"memory": [parts], "limit": 80.0}
+    )
 
 
 def test_the_schedule_takes_what_is_predicted() -> None:

@@ -326,6 +326,11 @@ def test_what_may_be_fed_to_a_command_or_is_an_argument_is_masked(line: str) -> 
 def test_a_value_where_a_name_should_stand_is_not_repeated(tmp_path: Path, override: str) -> None:
     refused(lambda: config(tmp_path, override), override.partition("=")[0], "*****")
     assert masked({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {"site": {"pass": ["TOKEN"], "secrets": "~/s"}}
+    for values in (
+        {"track": {"mlflow": {"uri": "http://u:p@ss/w@h:5000"}}},
+        {"track.mlflow.uri": "http://u:p@ss/w@h:5000"},
+    ):
+        assert "http://*****@h:5000" in str(masked(values)) and "ss/w" not in str(masked(values))
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,20 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
 
 
+@pytest.mark.parametrize(
+    "url", ["hooks.example/secret", "https://hooks.example/a secret", "https://hooks.example:secret/x"]
+)
+def test_a_wrong_url_of_a_chat_stays_out_of_the_log(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Invented(tmp_path, "track={webhook: {variable: CHAT}}")
+    one.crash()
+    monkeypatch.setenv("CHAT", url)
+    assert not Follower(one.run, "webhook").follow(lambda: False)
+    told = capsys.readouterr().err
+    assert "secret" not in told and ("CHAT is set, but holds no URL" in told or "InvalidURL" in told)
+
+
 def quiet(one: Invented, name: str, seconds: float) -> Follower:
     """A follower that is up to date, and has heard nothing for so long."""
     Follower(one.run, name).catch_up()
@@ -239,6 +253,45 @@ def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("long_ago")
+def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> None:
+    """Also where the one before is no longer in the tail of metrics.jsonl, and the first one; a wrong one is told."""
+    due = "checkpoint.every_steps=300", "train.evaluate_every=1000", "data.held_out=0.1", "train.steps=3000"
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", *due)
+
+    def told(seconds: float) -> bool:
+        before = len(Chat.heard)
+        quiet(one, "webhook", seconds).catch_up()
+        return len(Chat.heard) > before
+
+    one.steps(300)
+    assert not told(850), "the first save"
+    assert told(950)
+    one.steps(1)
+    assert told(160), "no save"
+    one.steps(698)
+    assert not told(850), "the first look"
+    one.evaluate_s = 1000.0
+    one.steps(1)
+    Follower(one.run, "webhook").catch_up()
+    one.evaluate_s = 0.0
+    one.steps(999)
+    assert not told(1100), "a look as long as the one a thousand steps ago"
+    assert told(1200)
+
+
+@pytest.mark.usefixtures("long_ago")
+def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one.steps(3)
+    feed, start = Follower(one.run, "webhook"), time.time()
+    feed.catch_up()
+    for seconds, told in ((5000, 0), *((at, 0) for at in range(5020, 5141, 20)), (5152, 1)):
+        monkeypatch.setattr(webhook.time, "time", lambda at=start + seconds: at)
+        feed.catch_up()
+        assert len(Chat.heard) == told, f"after {seconds} s, of which 5,000 were suspended"
+
+
+@pytest.mark.usefixtures("long_ago")
 def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Invented(tmp_path, "track={mail: me@example.org}")
     one.steps(2)
@@ -247,9 +300,10 @@ def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch
         with pytest.raises(UserError, match="has no sendmail: tiny: train seems to stall: no step for 05:00, since s"):
             quiet(one, "mail", 300).catch_up()
     program = tmp_path / "sendmail"
-    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && cat >> {tmp_path}/sent\n")
+    program.write_text(f"#!/bin/sh\n[ $1 = -t ] && sleep 0.2 && cat >> {tmp_path}/sent\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.01)  # a mail may take longer than a request
     for _ in range(2):
         Follower(one.run, "mail").catch_up()
     mail = message_from_bytes((tmp_path / "sent").read_bytes())
@@ -280,6 +334,8 @@ def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
     feed.catch_up()
     text = scraped(port)
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
+    (lost,) = (event for event in vars(feed._sink)["_events"] if event["event"] == "lost_work")
+    assert not {"lines", "steps"} & lost.keys(), "they are many"
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     own = 'run="tiny",sweep=""'
     assert float(values[f"sluice_step{{{own}}}"]) == 2 and float(values[f"sluice_steps{{{own}}}"]) == 30

@@ -143,6 +143,8 @@ def test_an_xid_between_two_looks_is_heard(tmp_path: Path, monkeypatch: pytest.M
 class Node:
     """A node whose sampler has looked every 10 s until now."""
 
+    every_s = 10.0
+
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, host: str, cards: int = 4) -> None:
         self.folder, self.patch, self.host, self.fake = folder, patch, host, FakeNvml(cards)
 
@@ -152,7 +154,12 @@ class Node:
         gpus, now = Gpus(), time.time() - ended_s
         with open(self.folder / f"telemetry-{self.host}.jsonl", "a") as file:
             for n in range(number):
-                line = {"time": now - 10 * (number - 1 - n), "host": self.host, "cpu_percent": 9.0, "gpus": gpus.read()}
+                line = {
+                    "time": now - self.every_s * (number - 1 - n),
+                    "host": self.host,
+                    "cpu_percent": 9.0,
+                    "gpus": gpus.read(),
+                }
                 file.write(json.dumps(line) + "\n")
 
 
@@ -164,7 +171,7 @@ def test_a_slow_gpu_is_told_and_those_of_another_kind_are_not(tmp_path: Path, mo
     one, two, old = (Node(tmp_path, monkeypatch, host) for host in ("n1", "n2", "old"))
     for card in old.fake.cards:  # all alike, and slower than the others
         card |= {"name": "Tesla T4", "clock": 900, "used": 10e9}
-    two.fake.cards[3] |= {"use": 0, "used": 0.5e9, "clock": 345}  # none of the job's
+    two.fake.cards[3] |= {"use": 0, "used": 0.5e9, "clock": 345, "ecc": 7, "xids": [31, 94]}  # none of the job's
     two.fake.cards[2]["clock"] = 1600  # within what is usual
     one.fake.cards[1] |= {"clock": 1200, "why": 0x20}
     one.fake.cards[2]["use"] = 40
@@ -178,7 +185,21 @@ def test_a_slow_gpu_is_told_and_those_of_another_kind_are_not(tmp_path: Path, mo
     ]
     two.fake.cards[1]["lost"] = True
     two.looks(1)
-    assert "GPU 1 on n2: says nothing any more" in behind(tmp_path)
+    two.fake.cards[3]["lost"] = True
+    two.looks(1)
+    told = behind(tmp_path)
+    assert "GPU 1 on n2: says nothing any more" in told and "GPU 3 on n2: says nothing any more" in told
+
+
+def test_what_programs_do_hides_no_slow_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is ended leaves Xid 45 on all of them."""
+    node = Node(tmp_path, monkeypatch, "n1", 8)
+    for card in node.fake.cards:
+        card["xids"] = [45, 13]
+    node.fake.cards[7]["clock"] = 1000
+    node.fake.cards[6]["xids"] = [45, 48]
+    node.looks(7)
+    assert [words[:13] for words in behind(tmp_path)][:3] == ["GPU 6 on n1: ", "GPU 7 on n1: ", "GPU 0 on n1: "]
 
 
 def test_one_slow_look_of_many_is_nothing_and_old_ones_are_forgotten(
@@ -193,7 +214,16 @@ def test_one_slow_look_of_many_is_nothing_and_old_ones_are_forgotten(
     node.looks(1)
     assert behind(tmp_path) == []
     assert behind(tmp_path, 1000) == [], "of 22 looks the median"
-    assert len(behind(tmp_path, 5)) == 1
+    assert behind(tmp_path, 5) == [], "one is not enough"
+
+
+def test_five_looks_accuse_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, told in ((5, 0), (6, 1)):
+        (folder := tmp_path / str(number)).mkdir()
+        node = Node(folder, monkeypatch, "n1")
+        node.fake.cards[1]["clock"] = 600
+        node.looks(number)
+        assert len(behind(folder)) == told
 
 
 def test_of_512_gpus_only_the_ends_of_the_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +297,42 @@ def test_status_and_report_tell_it_while_it_runs(going: Run, monkeypatch: pytest
     told = shown(print_report, going)
     assert "last 10 minutes of training: GPU 0 on n1: Xid 79; " in told
     assert "GPU 3 on n1: Xid 79" in (going.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("every_s", [1.0, 60.0])
+def test_status_reads_as_far_back_as_telemetry_needs(
+    tmp_path: Path, every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two minutes half; of looks each minute, twelve."""
+    run = make_run(tmp_path, overrides=(f"track.telemetry_s={every_s}",))
+    lock = run.lock("train")
+    assert lock is not None
+    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    line = json.loads(run.events.read_text().splitlines()[-1])
+    run.events.write_text(run.events.read_text().replace(line["time"], "2020-01-01T00:00:00Z"))
+    node = Node(run.path, monkeypatch, "n1", 8)
+    node.every_s, looks = every_s, int(max(120, 12 * every_s) / every_s)
+    node.fake.cards[3]["clock"] = 1000
+    node.looks(looks, ended_s=0.4 * looks * every_s)
+    node.fake.cards[3]["clock"] = 1785
+    node.looks(int(0.4 * looks))
+    assert "GPU 3 on n1: clock 1,000 MHz" in shown(print_status, run)
+    os.close(lock)
+
+
+def test_report_tells_of_the_training_though_other_stages_ran_long(going: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(going.path, monkeypatch, "n1", 8)
+    node.fake.cards[3]["xids"] = [79]
+    time.sleep(0.05)
+    node.looks(1)
+    time.sleep(0.05)
+    going.event("done", "train", job_id="1")
+    node.fake.cards[3]["xids"] = []
+    with open(going.path / "telemetry-n1.jsonl", "a") as file:
+        for n in range(1000):  # 2 MB
+            gpus = [{"index": g, "name": "NVIDIA H200", "memory_gb": 1.0, "pad": "x" * 200} for g in range(8)]
+            file.write(json.dumps({"time": time.time() + 10 * (n + 1), "host": "n1", "gpus": gpus}) + "\n")
+    assert "last 10 minutes of training: GPU 3 on n1: Xid 79" in shown(print_report, going)
 
 
 def shown(show: Callable[[Run, Plain], None], run: Run) -> str:

@@ -202,7 +202,12 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
 
 def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
     config = write_config(tmp_path, steps=100_000)
-    more = [f"track={{webhook: {{url: '{chat}'}}}}", "recovery.hang_s=24", "recovery.hang=0"]
+    more = [
+        f"track={{webhook: {{url: '{chat}'}}}}",
+        "recovery.hang_s=24",
+        "recovery.hang=0",
+        "checkpoint.every_steps=100000",
+    ]
     command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *more]
     with open(tmp_path / "log", "wb") as log:
         training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
