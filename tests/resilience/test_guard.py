@@ -58,7 +58,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     class Numbers:
         """97 samples of one length."""
 
-        lengths = None
+        lengths, numbered = None, False
 
         def __len__(self) -> int:
             return 97

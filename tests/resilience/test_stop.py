@@ -158,8 +158,8 @@ def told_rank(place: Place, path: Path, moment: str) -> int:
 
         return call
 
-    owner: Any = {"build": trainer.Trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
-    name = {"build": "_dataset", "first step": "step", "evaluation": "sums"}[moment]
+    owner: Any = {"build": trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
+    name = {"build": "TokenDataset", "first step": "step", "evaluation": "sums"}[moment]
     setattr(owner, name, then_told(getattr(owner, name)))
     return stage_rank(place, path, "evaluate" if moment == "evaluation" else "train")
 

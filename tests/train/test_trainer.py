@@ -260,6 +260,7 @@ def copying_rank(place: Place, path: Path, stage: str) -> int:
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
 
+    os.environ["SLUICE_TEST_DISK"] = str(path.parent.parent / "disk")
     made: list[LocalCopies] = []
     real, step = LocalCopies.__init__, Trainer.step
 
@@ -280,7 +281,6 @@ def copying_rank(place: Place, path: Path, stage: str) -> int:
 
 def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Path) -> None:
     (tmp_path / "disk").mkdir()
-    os.environ["SLUICE_TEST_DISK"] = str(tmp_path / "disk")
     more = {"calm": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
     calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
