@@ -178,7 +178,7 @@ class SampleDataset(MappedDataset):
         super().__init__(manifest.train, data_dir)
         self._transform, self._seed, self.numbered = transform, seed, transform is not None and not held_out
         if transform is not None:
-            first = transform({name: arrays[0][0] for name, arrays in self._arrays.items()}, None)
+            first = self._transformed(transform, 0, 0, None, index=0)
             self._first = {name: np.asarray(array)[None] for name, array in first.items()}
             self._kinds = {name: array.dtype for name, array in self._first.items()}
             self._refuse_other(first, 0, manifest.train[0].arrays)
@@ -202,22 +202,26 @@ class SampleDataset(MappedDataset):
         indices, numbers = indices if self.numbered else (indices, None)
         out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
         for i, (file, row) in enumerate(self._places(indices)):
-            # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
-            random = (
-                None
-                if numbers is None
-                else Generator(Philox(key=np.array([self._seed % 2**64, int(numbers[i])], np.uint64)))
-            )
-            found = self._transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
-            self._refuse_other(found, int(indices[i]), self._first)
+            number, index = None if numbers is None else int(numbers[i]), int(indices[i])
+            found = self._transformed(self._transform, file, row, number, index=index)
+            self._refuse_other(found, index, self._first)
             for name, array in found.items():
                 out[name][i] = array
         return out
 
-    def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
-        """Raise UserError where a transformed sample has other arrays than the first one."""
+    def _transformed(self, transform: Transform, file: int, row: int, number: int | None, *, index: int) -> Arrays:
+        """What the transform makes of one sample, at position `number` of the run's order; None: it draws nothing."""
+        random = None
+        if number is not None:
+            # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+            random = Generator(Philox(key=np.array([self._seed % 2**64, number], np.uint64)))
+        found = transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
         if not isinstance(found, dict):
             raise UserError(f"transform of sample {index} gives {type(found).__name__}, no dict of arrays")
+        return found
+
+    def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
+        """Raise UserError where a transformed sample has other arrays than the first one."""
         told = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in found.items()}
         if told.keys() != set(names) or told != self.shapes or not {kind for _, kind in told.values()} <= _TORCH_TYPES:
             raise UserError(

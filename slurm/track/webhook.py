@@ -48,7 +48,7 @@ class Webhook(Sink):
 
     def steps(self, found: Sequence[Line]) -> None:
         """Keep how long a look at held-out data took at most: the next one may come long after."""
-        self.memory.evaluate_s = max(self.memory.evaluate_s, *(line.get("evaluate_s") or 0.0 for line in found))
+        self.memory.evaluate_s = max([self.memory.evaluate_s, *(line.get("evaluate_s") or 0.0 for line in found)])
 
     def event(self, event: Line) -> None:
         """Tell it, if it is one that people wait for."""

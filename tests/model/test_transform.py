@@ -121,6 +121,8 @@ def test_what_it_gives_is_looked_at(loaded: tuple[Any, Any]) -> None:
     dataset = SampleDataset(manifest, transform=other_shape)
     with pytest.raises(UserError, match=r"transform of sample 1 gives .*\(1, 3, 16\).* in the same shapes and types"):
         dataset.read(np.array([[1], [0]]))
+    with pytest.raises(UserError, match="transform of sample 0 gives NoneType, no dict of arrays"):
+        SampleDataset(manifest, transform=lambda *_: None)  # type: ignore[arg-type]
     for wrong in ({}, {"images": 1, "labels": "a"}, {"images": np.zeros(3, np.uint16), "labels": 1}):
         with pytest.raises(UserError, match="it should give images, labels"):
             SampleDataset(manifest, transform=lambda *_, wrong=wrong: wrong)
