@@ -7,7 +7,9 @@
 
 Each of the first three ends within 540 s by a clock of its own (`--limit`). Every row is a process of its own, so that
 one that runs out of memory takes nothing along, and is written to FOLDER/NAME.jsonl as soon as it is known; rows that
-the time did not suffice for say so. `python -m benchmarks.gpu.pack FOLDER` fetches wheels that such a machine lacks.
+the time did not suffice for say so, and what failed is told in FOLDER/ROW.log. The same call again measures what is
+missing. `key=value` behind it holds for all rows of `8b` and `1b` (`train.compile=false` where no C compiler is).
+`python -m benchmarks.gpu.pack FOLDER` fetches wheels that such a machine lacks.
 Without a GPU everything runs on the CPU if `--model small` asks for a small model: a rehearsal, of no meaning.
 """
 
@@ -17,8 +19,11 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
-"""Dense bf16, from the vendor's data sheets (SXM where there are several)."""
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0, "H100 NVL": 835.5, "H200 NVL": 835.5,
+    "H200": 989.4, "H100": 989.4, "GH200": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0,
+}  # fmt: skip
+"""Dense bf16, from the vendor's data sheets (SXM where none is said); the first name that fits counts."""
 DEFINITION = """\
 MFU (model FLOP utilisation): 6 N + 12 L H Q T operations per token, times tokens/s, over the GPU's dense bf16
 peak. N: all parameters, the embedding too; L layers, H heads of width Q, T tokens of context; no discount for the

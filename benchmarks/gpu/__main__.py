@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -42,27 +43,27 @@ class Row(NamedTuple):
 
 
 def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """One model, most wanted first; the third once more at the end."""
+    """One model, most wanted first; the first one twice."""
 
     def row(name: str, *more: str) -> Row:
         return Row(name, "speed", (str(steps), ONE_GPU, *model, *more))
 
     kept = row("weights fp32, moments bf16, selective")
     yield kept
-    yield row(f"{kept.name}, FlashAttention for cuDNN's", "--flash")
-    yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
-              "train.micro_batch=1")  # fmt: skip
     yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
     yield row("all bf16, selective", BF16)
-    yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")  # fits 80 GB
-    yield row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
-    for scales in ("rowwise", "tensorwise"):
-        yield row(f"fp8 {scales}, weights fp32, moments bf16, selective", "train.precision=fp8",
-                  f"train.fp8_scales={scales}")  # fmt: skip
+    yield row("fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise")
     yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), ONE_GPU, *model))
+    yield kept._replace(name=f"{kept.name}, again")
+    yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")  # fits 80 GB
+    yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
+              "train.micro_batch=1")  # fmt: skip
+    yield row(f"{kept.name}, FlashAttention for cuDNN's", "--flash")
+    yield row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
+    yield row("fp8 tensorwise, weights fp32, moments bf16, selective", "train.precision=fp8",
+              "train.fp8_scales=tensorwise")  # fmt: skip
     yield row("weights fp32, moments bf16, selective, whole logits, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
-    yield kept._replace(name=f"{kept.name}, again")
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
@@ -76,6 +77,8 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
         yield Row(f"ours, micro-batch 8, selective{again}", "speed",
                   (*ours, f"{RECOMPUTE}=selective", "train.micro_batch=8"))  # fmt: skip
         yield Row(f"torchtitan, micro-batch 8, selective{again}", "titan", (str(steps), "8", "selective", *model))
+    yield Row("ours, micro-batch 4, nothing recomputed, cast once a step", "speed",
+              (*ours, f"{RECOMPUTE}=none", "parallel.zero=1"))  # fmt: skip
     yield Row("ours, micro-batch 4, moments bf16", "speed", (*ours, "optimizer.state={moments: bf16}"))
     yield Row("ours, micro-batch 4, fp8", "speed", (*ours, "train.precision=fp8"))
 
@@ -83,35 +86,49 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 def rows_correct(model: tuple[str, ...]) -> Iterator[Row]:
     """What must hold before any speed counts."""
     size = ("small",) if model else ()
-    for name in ("ceilings", "products", "layouts", "chain", "stops", "saves"):
+    for name in ("ceilings", "products", "layouts", "saves", "stops", "chain"):
         yield Row(name, "correct", (name, *size))
 
 
-def measure(row: Row, limit_s: float) -> dict[str, Any]:
-    """What a row's process prints last; `failed`: a few words where it did not come to that (a wrong answer did)."""
+def measure(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
+    """What a row's process says at its end; `failed`: a few words where it did not come to that (a wrong answer did).
+
+    All that a failed one said is left in `folder`, and what was compiled, for the rows to come.
+    """
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sluice-", ignore_cleanup_errors=True) as made:
         done = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "TMPDIR": made}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
+            command, cwd=ROOT, env={"TORCHINDUCTOR_CACHE_DIR": str(folder / "graphs"), **os.environ, "TMPDIR": made},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         samples: list[tuple[float, list[str]]] = []
+        late = False
         try:
             with sampled(samples):
                 stdout, stderr = done.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, signal.SIGKILL)  # a training that the row began, too, or it would keep the card
-            done.communicate()
-            return {"failed": f"not done in {limit_s:.0f} s"}
+            stdout, stderr, late = *done.communicate(), True
     took = {"seconds": round(time.monotonic() - began, 1)}
-    if done.returncode == 0:
-        found = json.loads(stdout.splitlines()[-1]) | took
-        return found | during(samples, *found.pop("between", (0.0, 0.0)))
-    print(stderr[-3000:], file=sys.stderr, flush=True)
-    said = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
-    said = said or [f"exit {done.returncode}"]
-    return {"failed": "out of memory" if "OutOfMemoryError" in stderr else said[-1][:200]} | took
+    # NCCL's log may stand behind the answer, and a process that has answered may still fail to leave
+    for line in reversed(stdout.splitlines()):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                between = found.pop("between", (0.0, 0.0))
+                return found | took | during(samples, *between)
+    said = folder / f"{row.name}.log".replace("/", "-")
+    said.write_text(f"{stdout}\n{stderr}")
+    return {"failed": f"not done in {limit_s:.0f} s" if late else reason(stderr) or f"exit {done.returncode}"} | took
+
+
+def reason(stderr: str) -> str:
+    """What a process failed of: its last error, and not the advice that torch gives behind it."""
+    if "OutOfMemoryError" in stderr:
+        return "out of memory"
+    lines = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Wrong)\b", line)]
+    return (errors or lines or [""])[-1][:200]
 
 
 @contextlib.contextmanager
@@ -150,13 +167,22 @@ def during(samples: Iterable[tuple[float, list[str]]], since: float, until: floa
 
 
 def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
-    """Measure the rows one after the other until the time is over; whether none failed or was wrong."""
+    """Measure the rows that `file` lacks until the time is over; whether none failed or was wrong.
+
+    No row takes more than a third of the time, so that one that hangs leaves some to others.
+    """
     end = time.monotonic() + limit_s
+    known = {name: found for name, found in answers(file).items() if "failed" not in found}
     well = True
     with file.open("a") as lines:
         for row in rows:
-            left = end - time.monotonic()
-            found = measure(row, left) if left > SHORTEST_S else {"failed": "no time was left"}
+            if row.name in known:
+                print(f"{row.name}: known", flush=True)
+                continue
+            left, most = end - time.monotonic(), max(SHORTEST_S, limit_s / 3)
+            found = {"failed": "no time was left"}
+            if left > SHORTEST_S:
+                found = measure(row, min(left, most), file.parent)
             well &= not found.keys() & {"failed", "wrong"}
             lines.write(json.dumps({"row": row.name, **found}) + "\n")
             lines.flush()
@@ -165,22 +191,28 @@ def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
     return well
 
 
+def answers(file: Path) -> dict[str, dict[str, Any]]:
+    """The last that each row said, by its name."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {found["row"]: found for found in map(json.loads, lines)}
+
+
 def _short(found: dict[str, Any]) -> str:
     if "failed" in found:
         return str(found["failed"])
     if "median_s" not in found:
         return json.dumps(found)
     share = found["tflops"] / (peak_of(found["device"]) or float("nan"))
-    held = found.get("allocated_gib", 0.0)
+    held = f", {found['allocated_gib']:.1f} GiB" if "allocated_gib" in found else ""
     told = "".join(f", {found[name]:.0f} {unit}" for name, unit in UNITS.items() if name in found)
-    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}, {held:.1f} GiB, spread {found['spread']:.1%}{told}"
+    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}{held}, spread {found['spread']:.1%}{told}"
 
 
 def write(folder: Path) -> None:
     """The committed table of all that the folder has."""
     rows, names = [], set()
     for file in sorted(folder.glob("*.jsonl")):
-        for found in map(json.loads, file.read_text().splitlines()):
+        for found in answers(file).values():
             if "median_s" not in found:
                 words = found.get("failed") or json.dumps(
                     {k: v for k, v in found.items() if k not in ("row", "seconds")}
@@ -192,7 +224,8 @@ def write(folder: Path) -> None:
             rows.append([
                 file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
                 f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
-                f"{found['tflops_without_embedding'] / peak:.1%}", f"{found.get('allocated_gib', 0.0):.1f}",
+                f"{found['tflops_without_embedding'] / peak:.1%}",
+                f"{found['allocated_gib']:.1f}" if "allocated_gib" in found else "",
                 *(f"{found[name]:.0f}" if name in found else "" for name in UNITS),
             ])  # fmt: skip
     header = ["sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
@@ -207,12 +240,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", choices=["whole", "small"], default="whole")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all rows of 8b and 1b: train.compile=…")
     asked = parser.parse_args()
     if asked.sequence == "table":
         write(asked.out)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
-    small = SMALL if asked.model == "small" else ()
+    small = (*(SMALL if asked.model == "small" else ()), *asked.overrides)
     rows = {"8b": rows_8b(asked.steps, small), "1b": rows_1b(asked.steps, small), "correct": rows_correct(small)}
     print(DEFINITION, flush=True)
     sys.exit(0 if run(rows[asked.sequence], asked.out / f"{asked.sequence}.jsonl", asked.limit) else 1)

@@ -12,11 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.gpu import ROOT
+
 PACKAGES = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "submitit", "cloudpickle",
     "typer", "click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl", "pygments", "pyyaml",
-    "tokenizers", "huggingface-hub", "safetensors", "jinja2", "markupsafe", "torchao", "torchtitan==0.2.2", "tyro",
-    "docstring-parser", "typeguard", "torchdata", "datasets", "einops", "tensorboard", "zstandard",
+    "tokenizers", "huggingface-hub", "safetensors", "jinja2", "markupsafe", "torchao", "tensorboard", "zstandard",
+    "torchtitan==0.2.2", "tyro==1.0.17", "docstring-parser==0.18.0", "typeguard==4.6.0", "torchdata==0.11.0",
+    "datasets==5.2.0", "einops==0.8.2",
 )  # fmt: skip
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
@@ -29,6 +32,7 @@ def main() -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
                    "--python-version", PYTHON, "--implementation", "cp", "--dest", str(folder)]  # fmt: skip
         command += [word for name in PLATFORMS for word in ("--platform", name)]
+        command += ["--constraint", str(ROOT / "constraints.txt")]  # what goes together: pydantic wants one core
         subprocess.run([*command, package], check=True, timeout=300)
     size = sum(file.stat().st_size for file in folder.glob("*.whl"))
     print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.1f} MB")

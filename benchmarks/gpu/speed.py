@@ -65,6 +65,19 @@ def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: in
     }  # fmt: skip
 
 
+def refuse_too_large(config: Any, layout: Any, vocab: int) -> None:
+    """Raise MemoryError where `plan` counts more than this GPU has: the allocator would say it after compiling."""
+    import torch
+
+    from pipeline.planning.memory import memory, reserve
+    from pipeline.planning.timeline import actions
+
+    if torch.cuda.is_available():
+        takes = memory(config, layout, 0, vocab, actions(layout)[0]).on_gpu(config) + reserve(layout)
+        if takes > (has := torch.cuda.mem_get_info()[1]):
+            raise MemoryError(f"it takes {takes / 2**30:.0f} GiB, and the GPU has {has / 2**30:.0f}")
+
+
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
     """One measurement in this process, on the GPU or, where there is none, the CPU."""
     import torch
@@ -82,8 +95,9 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={batch}"])
     vocab = config.data.tokenizer.vocab_size
     groups.make_deterministic(config)
-    world = groups.join(identify(os.environ), config)
-    engine = Engine(config, layout_of(config, 1), world, Task(config, vocab))
+    world, layout = groups.join(identify(os.environ), config), layout_of(config, 1)
+    refuse_too_large(config, layout, vocab)
+    engine = Engine(config, layout, world, Task(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
     tokens_BT1 = tokens_BT1.to(world.device)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ALONE, FAKE, ROOT
-from benchmarks.gpu.speed import TOKENS, WARM_UP, rates
+from benchmarks.gpu.speed import TOKENS, WARM_UP, rates, refuse_too_large
 
 LIMIT_S = 400.0
 
@@ -60,11 +60,13 @@ def stage(name: str, config: str | Path, *overrides: str, limit_s: float = LIMIT
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
     """One measurement; the training is a process of its own."""
+    from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
 
     asked = load_config(Path(config_file), overrides)
     length, vocab = asked.data.sequence_length, asked.data.tokenizer.vocab_size
     cuda = os.path.exists("/dev/nvidiactl") or FAKE
+    refuse_too_large(asked, layout_of(asked, 1), vocab)
     batch, wanted = max(4, TOKENS // length) if cuda else 4, WARM_UP + steps
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         folder = Path(made)
@@ -98,6 +100,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
         "spread": (max(counted) - min(counted)) / statistics.median(counted),
         "losses": [lines[0]["loss"], lines[wanted - 1]["loss"]],
         "data_wait_s": max(line["data_wait_s"] for line in lines[WARM_UP:wanted]),
+        **({"allocated_gib": max(line["memory_gb"] for line in lines[:wanted]) * 1e9 / 2**30} if cuda else {}),
     }  # fmt: skip
     return rates(found, asked.model, vocab, length, batch * length)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
-from benchmarks.gpu.__main__ import Row, measure, rows_1b, rows_8b, rows_correct, run, write
+from benchmarks.gpu.__main__ import Row, answers, measure, reason, rows_1b, rows_8b, rows_correct, run, write
 from benchmarks.gpu.correct import largest
 from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
@@ -67,6 +67,42 @@ def test_rows_are_written_as_they_are_known_and_the_time_is_kept(
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
     write(tmp_path)
     assert "never begun | no time was left" in (tmp_path / "gpu.md").read_text()
+    assert "no_such_module" in (tmp_path / "there is none.log").read_text(), "all that it said"
+
+
+def test_what_is_known_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(row: Row, limit_s: float, folder: Path) -> dict[str, object]:
+        asked.append(row.name)
+        assert limit_s <= 90.0 / 3, "time is left to the others"
+        return {"failed": "not done"} if row.name == "second" and len(asked) < 3 else {"answer": 1}
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.measure", answer)
+    rows, file = [Row("first", "", ()), Row("second", "", ())], tmp_path / "8b.jsonl"
+    assert not run(rows, file, 90.0) and run(rows, file, 90.0)
+    assert asked == ["first", "second", "second"]
+    assert answers(file) == {"first": {"row": "first", "answer": 1}, "second": {"row": "second", "answer": 1}}
+
+
+@pytest.mark.parametrize("end", ["", "; os._exit(1)"])
+def test_an_answer_counts_whatever_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """NCCL's log behind it, or a process that does not leave well."""
+    (tmp_path / "benchmarks/gpu").mkdir(parents=True)
+    program = "import os; print('{\"answer\": 4}\\nNCCL INFO comm 0x1 - Destroy COMPLETE\\n3', flush=True)"
+    (tmp_path / "benchmarks/gpu/talks.py").write_text(program + end)
+    monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
+    assert measure(Row("talks", "talks", ()), 60.0, tmp_path)["answer"] == 4
+
+
+def test_the_reason_is_the_error_not_the_advice_behind_it() -> None:
+    said = (
+        "Traceback (most recent call last):\n  File ...\ntorch.AcceleratorError: CUDA error: misaligned address\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable it.\n"
+    )
+    assert reason(said) == "torch.AcceleratorError: CUDA error: misaligned address"
+    assert reason("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nsee\n") == "out of memory"
+    assert reason("killed\n") == "killed" and reason("") == ""
 
 
 def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -81,7 +117,7 @@ def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.Monke
     monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
     (tmp_path / "benchmarks/gpu").mkdir(parents=True)
     program.rename(tmp_path / "benchmarks/gpu/begins.py")
-    assert measure(Row("endless", "begins", ()), 5.0) == {"failed": "not done in 5 s"}
+    assert measure(Row("endless", "begins", ()), 5.0, tmp_path)["failed"] == "not done in 5 s"
     assert not Path((tmp_path / "temporary").read_text()).exists()
     commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
     assert not [each for each in commands if b"time.sleep(60)" in each and str(tmp_path).encode() in each]
@@ -103,7 +139,7 @@ def test_clocks_are_those_while_steps_are_made(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = measure(Row("steps", "steps", ()), 60.0)
+    found = measure(Row("steps", "steps", ()), 60.0, tmp_path)
     assert found["began"] - 0.1 < found["clock_mhz"] < found["ended"] and found["temperature_c"] == 61.0
     assert not found.keys() & {"power_w", "between"}, "what it does not tell is left out"
 
@@ -129,10 +165,10 @@ def test_all_that_a_bare_machine_lacks_is_packed() -> None:
 
 
 def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.__main__.measure", lambda row, limit_s: {"wrong": "2, not 4"})
+    monkeypatch.setattr("benchmarks.gpu.__main__.measure", lambda row, limit_s, folder: {"wrong": "2, not 4"})
     assert not run(rows_correct(SMALL), tmp_path / "correct.jsonl", 60.0)
     rows = [json.loads(line) for line in (tmp_path / "correct.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 and rows[-1] == {"row": "saves", "wrong": "2, not 4"}
+    assert len(rows) == 6 and rows[-1] == {"row": "chain", "wrong": "2, not 4"}
     assert largest([1.0, math.nan, 2.0]) == math.inf
 
 
