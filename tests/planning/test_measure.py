@@ -25,8 +25,8 @@ from pipeline.config.track import TrackConfig
 from pipeline.planning import collectives
 from pipeline.planning.collectives import Group
 from pipeline.planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
-from pipeline.planning.measure import fitted, line, link_of, shapes, write_machine
-from pipeline.planning.measure_stage import facts_of, look, missing
+from pipeline.planning.measure import compared, fitted, line, link_of, shapes, write_machine
+from pipeline.planning.measure_stage import facts_of, look, missing, progress
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
@@ -155,6 +155,29 @@ def test_the_file_says_it_all_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"own\.yaml exists, and is not replaced: move it away"):
         write_machine(machine, file, [])
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_poor_fit_is_told_in_the_file_and_at_the_end(tmp_path: Path) -> None:
+    """One layout that took twice as long the second time: no figures fit both, and both are named."""
+    again = Step(work=WORK, ranks_per_node=2, seconds=1.2)
+    busy = fitted(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
+    told, run = list(compared(busy)), measuring(tmp_path)
+    words = (
+        r"POOR FIT: pipeline 1 × data 2 × tensor 1, micro-batch 4: predicted 0\.84\d s, timed {} s: measure again on a"
+    )
+    assert len(told) == 2 and all(re.match(words.format(s), t) for s, t in zip((0.59, 1.2), told, strict=True)), told
+    write_machine(busy, tmp_path / "own.yaml", told)
+    assert progress(run).words == "; ".join([str(tmp_path / "own.yaml"), *told])
+    assert load_machine(str(tmp_path / "own.yaml")).timings is not None
+
+
+def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
+    machine = fitted(TWO_STEPS, "CPU", 8, 1, 2)
+    told = list(compared(machine))
+    assert told[1].startswith("pipeline 1 × data 2 × tensor 2, micro-batch 4: predicted 1.13 s, timed 1.13 s"), told
+    write_machine(machine, tmp_path / "own.yaml", told)
+    assert f"# {told[0]}\n# {told[1]}\n" in (tmp_path / "own.yaml").read_text()
+    assert progress(measuring(tmp_path)).words == str(tmp_path / "own.yaml")
 
 
 @pytest.mark.parametrize(
