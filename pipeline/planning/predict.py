@@ -271,7 +271,7 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     exposed = (wait + more) * work.layers / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
-    kept = (max(0, n - work.trained_from * (at == 0)) for at, n in enumerate(stages))  # a stage's inputs want gradients
+    kept = (max(0, min(n, sum(stages[: at + 1]) - work.trained_from)) for at, n in enumerate(stages))
     back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(kept))
     if work.pipeline > 1:
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)

@@ -20,9 +20,7 @@ def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
     train = {key: value for key, value in parallel.items() if key == "precision"}
     own = {"freeze": parallel.get("freeze", []), "lr": 2e-3, "clip_norm": 0.1}
     parallel = {key: value for key, value in parallel.items() if key not in ("precision", "freeze")}
-    return tiny_config(
-        ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=own
-    )
+    return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=own)
 
 
 def told(account: Any) -> Found:
