@@ -8,11 +8,12 @@ which the pipeline's own timeline is replayed (timeline.py). What runs beside co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
-from pipeline.planning.collectives import Group, all_reduce, all_to_all, gather, send
+from pipeline.planning.collectives import Group, all_reduce, gather, send
 from pipeline.planning.machine import Machine
 from pipeline.planning.timeline import Action, orders_of, replay
 from pipeline.planning.workload import Workload
@@ -64,12 +65,12 @@ class Prediction:
     compute: float
     tensor: float
     """Exposed communication of each group: nothing runs beside it."""
-    context: float
-    expert: float
     pipeline: float
     data: float
     bubble: float
     optimizer: float
+    others: float
+    """Exposed communication of what Sluice has not: experts, context parallel."""
     forward: tuple[float, ...] = ()
     """Of one micro-batch by stage, with what it waits for; backward as well."""
     backward: tuple[float, ...] = ()
@@ -186,21 +187,6 @@ class Rank:
         time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
-    def context(self) -> float:
-        """Keys and values of one block's forward that go round, as far as attention does not hide them."""
-        work, group = self.work, self.group(self.work.context, self.work.tensor)
-        size = 2 * self.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
-        round_trip = gather(size * work.context, group, self.machine, self.constants.link)
-        return max(0.0, round_trip - self.attention() * (1 - 1 / work.context))
-
-    def expert(self) -> float:
-        """Tokens of one block's forward to their experts and back."""
-        work = self.work
-        size = self.tokens * work.active * work.hidden * work.low_bytes / work.tensor
-        group = self.group(work.expert, work.tensor)
-        time = 2 * all_to_all(size, group, self.machine, self.constants.link, work.active) * (work.expert > 1)
-        return time * (1 - self.constants.hidden if work.hide_tensor else 1)
-
     def sent(self) -> float:
         """One message between pipeline stages, where the rank waits for it."""
         work = self.work
@@ -226,6 +212,10 @@ class Rank:
         return (layers * (work.attention_weights + experts) + table) / work.tensor
 
 
+Others = Callable[[Rank, float], float]
+"""Of a rank, and the computing of a block's forward."""
+
+
 @lru_cache(maxsize=4096)
 def _span(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
@@ -249,15 +239,18 @@ def _span(
     return span + busy * (batches - most) / most, busy * batches / most
 
 
-def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Prediction:
-    """Step time and what it is made of. Raises UserError where the machine lacks the precision."""
+def predict(
+    work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
+) -> Prediction:
+    """Step time and what it is made of. Raises UserError where the machine lacks the precision.
+
+    `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
+    """
     rank, stages = rank_of(work, machine, constants), work.stages
     constants = rank.constants
     forward, backward = rank.block()
-    tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
-    if work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
-        expert = max(0.0, expert - forward)
-    talk = tensor + context + expert
+    tensor, more = rank.tensor(), others(rank, forward)
+    talk = tensor + more
     again = talk if work.recompute == "full" else 0.0
     head_forward, head_backward = rank.head()
     waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
@@ -267,8 +260,8 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     # each micro-batch gathers, or reduces, every block while its neighbour computes
     forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
     each = gathered * work.gathers_blocks + reduced * work.reduces_blocks
-    backward, more = _beside(backward, each, constants)
-    exposed = (wait + more) * work.layers / work.pipeline * micro
+    backward, wait_back = _beside(backward, each, constants)
+    exposed = (wait + wait_back) * work.layers / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
     kept = (max(0, min(n, sum(stages[: at + 1]) - work.trained_from)) for at, n in enumerate(stages))
@@ -296,12 +289,11 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         mfu=tokens * work.flops_per_token / machine.peak_bf16,
         compute=busy - times * talk - exposed + data - 2 * waited * micro,
         tensor=times * tensor,
-        context=times * context,
-        expert=times * expert,
         pipeline=2 * waited * micro,
         data=exposed,
         bubble=span - busy,
         optimizer=optimizer,
+        others=times * more,
         forward=ahead,
         backward=back,
     )
