@@ -278,7 +278,8 @@ def predict(
     data += alone
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
-    optimizer = rank.moved(local * 30 * work.trained) * (1 if work.fused else constants.eager) + rank.update()
+    fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
+    optimizer = rank.moved(local * 30 * work.trained) * (1 if fused else constants.eager) + rank.update()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
@@ -321,17 +322,26 @@ def _data_per_block(rank: Rank) -> tuple[float, float, float, float]:
     shards, inner = work.shard * work.context, work.tensor
     group = rank.group(shards, inner)
     block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
-    gathered = gather(block * work.low_bytes, group, machine, link) + rank.call
-    reduced = gather(block * work.reduce_bytes * work.trained, group, machine, link) + rank.call
+
+    def talk(size: float, calls: float = 1.0) -> float:
+        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
+        copied = rank.moved(2 * size) if machine.cores else 0.0
+        return gather(size, group, machine, link) + copied + calls * rank.call
+
+    gathered, reduced = talk(block * work.low_bytes), talk(block * work.reduce_bytes * work.trained)
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes * work.trained, whole, machine, link), gathered, reduced, 0.0
-    once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
-    once += gather(weights * work.reduce_bytes * work.trained, group, machine, link) * (not work.reduces_blocks)
+    tables = 1 if work.tied or work.pipeline > 1 else 2
+    calls = work.layers / work.pipeline + tables
+    once = talk(weights * work.low_bytes, calls) * (not work.gathers_blocks)
+    once += talk(weights * work.reduce_bytes * work.trained, calls) * (not work.reduces_blocks)
     replicas = rank.group(work.replicate, stride * work.shard)
     once += all_reduce(weights / shards * work.reduce_bytes * work.trained, replicas, machine, link)
     # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
-    table = work.vocab * work.hidden / work.tensor
-    alone = work.micro_batches * gather(table * work.low_bytes, group, machine, link) * work.gathers_blocks
-    alone += gather(table * work.reduce_bytes, group, machine, link) * work.reduces_blocks * (work.trained_from == 0)
+    table, gathers, reduces = work.vocab * work.hidden / work.tensor, work.micro_batches, 1
+    if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
+        gathers, reduces = work.micro_batches * (1 + tables), work.micro_batches * tables
+    alone = gathers * talk(table * work.low_bytes) * work.gathers_blocks
+    alone += reduces * talk(table * work.reduce_bytes) * work.reduces_blocks * (work.trained_from == 0)
     return once, gathered, reduced, alone

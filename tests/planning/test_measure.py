@@ -143,6 +143,14 @@ def test_ranks_that_share_a_core_take_its_time_in_turn() -> None:
     assert predict(piped, machine.in_nodes_of(4)).step < 1.2 * predict(replace(piped, pipeline=1), machine).step
 
 
+def test_zero_costs_a_cpu_what_fsdp_does_there() -> None:
+    """Beside plain data parallel, as real steps of two ranks took CPU time: copies, and each group's own call."""
+    machine, work = fitted(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
+    plain = predict(replace(work, replicate=2, shard=1), machine).step
+    found = [predict(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
+    assert found == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
+
+
 def test_the_file_says_it_all_again(tmp_path: Path) -> None:
     """Written and read, it is the same machine to five digits; it is never replaced, and nothing else is left."""
     machine, file = fitted(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
