@@ -13,7 +13,6 @@ alike.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -61,7 +60,5 @@ class CutEmbedding(ParallelStyle):
             whole = DTensor.from_local(x_BTD, device_mesh, [Partial()], run_check=False)
             return whole.redistribute(placements=self.output_layouts).to_local()
 
-        # DTensor's to_local gives a view, of which FSDP warns: in place its hook would be lost. No block adds in place.
-        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
         module.forward = look_up
         return distribute_module(module, device_mesh, cut)
