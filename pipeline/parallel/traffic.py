@@ -81,11 +81,6 @@ def first_trained(config: Config, layout: Layout, vocab: int) -> int:
     return 0 if any(weight.name == EMBEDDING for weight in trained) else min(blocks, default=config.model.layers)
 
 
-def parameters_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
-    """Values that one tensor parallel rank of this pipeline position holds."""
-    return sum(weight.values for weight in weights_of(config, layout, pipeline, vocab))
-
-
 def kept_width(config: Config) -> int:
     """Bytes of a weight between steps, and of its gradient."""
     return 2 if config.optimizer.state.master == "none" else 4

@@ -104,7 +104,8 @@ class Rank:
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
         """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
-        native = 1.0 if self.work.native or self.machine.mature else self.constants.portable
+        mature = self.machine.attention.portable == self.machine.attention.native  # any framework's kernels are as good
+        native = 1.0 if self.work.native or mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
         waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
         width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
@@ -216,23 +217,29 @@ Others = Callable[[Rank, float], float]
 """Of a rank, and the computing of a block's forward."""
 
 
-@lru_cache(maxsize=4096)
-def _span(
+def replayed(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
-) -> tuple[float, float]:
-    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
+    """The first rounds of a step: each rank's actions with their starts, how long one takes, and the micro-batches."""
     turn = batches // max(1, batches // ranks)
     most = min(batches, REPLAYED * turn + batches % turn)
-    orders = orders_of(schedule, ranks, virtual, most)
     half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action) -> float:
         return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
 
-    done = replay(orders, len(forward), duration)
+    return replay(orders_of(schedule, ranks, virtual, most), len(forward), duration), duration, most
+
+
+@lru_cache(maxsize=4096)
+def _span(
+    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+) -> tuple[float, float]:
+    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+    done, duration, most = replayed(schedule, ranks, virtual, batches, forward, backward)
     starts = [made[0][1] for made in done]
     ends = [made[-1][1] + duration(made[-1][0]) for made in done]
-    busy = max(sum(map(duration, order)) for order in orders)
+    busy = max(sum(duration(action) for action, _ in made) for made in done)
     span = max(ends) - min(starts)
     if schedule == "zb2p":  # its ranks do not wait for each other between steps (section 4 there)
         span = max(end - start for start, end in zip(starts, ends, strict=True))

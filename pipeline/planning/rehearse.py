@@ -349,7 +349,8 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    yield f"it sends in a step (plan: {_plan_words(config, layout, vocab, at.pipeline)})"
+    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in traffic_of(config, layout, vocab, at.pipeline)]
+    yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
     for (group, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
         yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
@@ -359,8 +360,3 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
             f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
             f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)"
         )
-
-
-def _plan_words(config: Config, layout: Layout, vocab: int, pipeline: int) -> str:
-    counted = traffic_of(config, layout, vocab, pipeline)
-    return ", ".join(f"{group} {size / GB:.3f} GB" for group, size, _ in counted) or "nothing"
