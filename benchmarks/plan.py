@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.footprint import footprint
+from benchmarks.others import talk
 from benchmarks.published import Row, rows_of
 from benchmarks.table import write_table
 from pipeline.planning.predict import DEFAULT, Constants, Prediction, predict
@@ -36,7 +37,7 @@ WIDTH, NOISE = 0.2, 0.1
 
 def predicted(row: Row, constants: Constants = DEFAULT) -> float:
     """Tokens per second of one GPU."""
-    return predict(row.work, row.machine, constants).tokens_per_gpu
+    return predict(row.work, row.machine, constants, talk).tokens_per_gpu
 
 
 def residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
@@ -121,7 +122,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def parts(found: Prediction) -> str:
     """Where a step goes, in per cent."""
-    names = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble", "optimizer")
+    names = ("compute", "tensor", "others", "pipeline", "data", "bubble", "optimizer")
     shares = {name: getattr(found, name) / found.step for name in names}
     return ", ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= 0.01)
 
@@ -169,7 +170,7 @@ def main() -> None:
         print("\n".join(" | ".join(line) for line in (header, *lines)))
     print("worst rows:")
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda one: -abs(one[1]))[:12]:
-        found = predict(row.work, row.machine)
+        found = predict(row.work, row.machine, others=talk)
         print(f"  {row.id}: {100 * error:+.0f} %; of its step in %: {parts(found)}")
     for name, why in refused:
         print(f"not taken: {name}: {why}")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -291,6 +292,9 @@ def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: boo
     (B, T / tensor, D) with `sequence`, else (B, T, D). Logits are a DTensor cut along the vocabulary with
     `keep_logits_cut`, else whole local tensors.
     """
+    # DTensor's from_local and to_local give views, of which FSDP warns: changed in place they lose its hook. Neither a
+    # block nor the loss changes what it is given.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     stream = Shard(1) if sequence else Replicate()
     norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
     plan: dict[str, ParallelStyle] = {

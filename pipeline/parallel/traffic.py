@@ -81,11 +81,6 @@ def first_trained(config: Config, layout: Layout, vocab: int) -> int:
     return 0 if any(weight.name == EMBEDDING for weight in trained) else min(blocks, default=config.model.layers)
 
 
-def parameters_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> int:
-    """Values that one tensor parallel rank of this pipeline position holds."""
-    return sum(weight.values for weight in weights_of(config, layout, pipeline, vocab))
-
-
 def kept_width(config: Config) -> int:
     """Bytes of a weight between steps, and of its gradient."""
     return 2 if config.optimizer.state.master == "none" else 4
@@ -148,8 +143,8 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
     if layout.tensor > 1:
         kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
         more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
-        blocks = [(stage, number) for stage in stages for number in layout.stage_layers[stage]]
-        trained_on = sum(stage > 0 or number >= started for stage, number in blocks)
+        blocks = [number for stage in stages for number in layout.stage_layers[stage]]
+        trained_on = sum(number >= started for number in blocks)
         times = 4 * len(blocks) + (4 + more[not layout.sequence]) * trained_on
         each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
         tokens = config.train.micro_batch * config.data.sequence_length
@@ -162,7 +157,8 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:
         away, back = away_from(layout, pipeline)
-        size = values * wide // (layout.tensor if layout.sequence else 1) * micro * (len(away) + len(back))
+        times = len(away) + sum(layout.stage_layers[stage].start > started for stage in back)
+        size = values * wide // (layout.tensor if layout.sequence else 1) * micro * times
         if config.model.tie_word_embeddings and first != last and not frozen(config, EMBEDDING):  # both ends add up
             size += kept_width(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"

@@ -54,18 +54,6 @@ def all_reduce(size: float, group: Group, machine: Machine, share: float = 1.0) 
     return 2 * gather(size, group, machine, share)
 
 
-def all_to_all(size: float, group: Group, machine: Machine, share: float = 1.0, copies: int = 1) -> float:
-    """Seconds in which each rank sends `size` bytes, spread over all: what leaves the node takes its own card.
-
-    Of `copies` copies of the same bytes each node gets one, and hands it on inside.
-    """
-    away = (1 - group.in_node / group.ranks) * min(1.0, group.nodes / copies)
-    inside = size * (group.in_node - 1) / group.ranks / (machine.inside.bandwidth * share)
-    between = size * away / (machine.between.bandwidth * share)
-    link = machine.between if group.nodes > 1 else machine.inside
-    return max(inside, between) + link.latency * (group.ranks > 1)
-
-
 def send(size: float, neighbours: Group, machine: Machine, share: float = 1.0) -> float:
     """Seconds of a message to the next rank of a group."""
     link = machine.between if neighbours.in_node == 1 else machine.inside

@@ -14,11 +14,11 @@ from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
 from pipeline.planning.measure import shapes
 from pipeline.planning.memory import memory, reserve
-from pipeline.planning.predict import REPLAYED, predict, rank_of
-from pipeline.planning.timeline import Action, actions, orders_of, replay
+from pipeline.planning.predict import predict, rank_of, replayed
+from pipeline.planning.search import GB
+from pipeline.planning.timeline import actions
 from pipeline.planning.workload import Workload, workload_of
 
-GB = 1e9
 _PRODUCTS = ("query, key, value", "attention's output", "MLP in", "MLP out", "output layer")
 
 
@@ -57,17 +57,9 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
 
 def _timeline(work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[list[list[Any]]]:
     """By pipeline rank: kind, stage, micro-batch, start and end of each action of the first rounds."""
-    batches = work.micro_batches
-    turn = batches // max(1, batches // work.pipeline)
-    shown = min(batches, REPLAYED * turn + batches % turn)
-    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, shown)
-
-    def duration(action: Action) -> float:
-        if action.kind == "F":
-            return forward[action.stage]
-        return backward[action.stage] * (1.0 if action.kind == "B" else 0.5)
-
-    done = replay(orders, len(forward), duration)
+    done, duration, _ = replayed(
+        work.schedule, work.pipeline, work.virtual_stages, work.micro_batches, forward, backward
+    )
     return [[[*action, start, start + duration(action)] for action, start in made] for made in done]
 
 

@@ -132,11 +132,6 @@ class Machine(Section):
         return max(1.0, self.gpus_per_node / self.cores) if self.cores else 1.0
 
     @property
-    def mature(self) -> bool:
-        """Whether any framework's kernels are as good as those that were made for this GPU."""
-        return self.attention.portable == self.attention.native
-
-    @property
     def peak_bf16(self) -> float:
         """FLOP/s that MFU is a share of."""
         return self.peak.get("bf16") or self.peak.get("fp16") or max(self.peak.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ _LEAST = 1e-9
 """Seconds of a latency that timings do not show."""
 _EAGER, _CALL_S = (0.1, 50.0), (1e-7, 0.1)
 """Between these the fit looks."""
+POOR = 0.15
+"""A step that is predicted no nearer than that tells that the machine was busy, or is no such machine."""
+WARNING = "POOR FIT:"
+"""Before what is said of such a step."""
 
 
 def shapes(work: Workload) -> list[tuple[int, int, int]]:
@@ -109,6 +113,15 @@ def _overheads(machine: Machine, timings: Timings) -> Overheads:
         calls.append(least(lambda call: error(eager_with(call), call), *_CALL_S))
     call = min(calls, key=lambda call: error(eager_with(call), call))
     return Overheads(eager=eager_with(call), call=call)
+
+
+def compared(machine: Machine) -> Iterator[str]:
+    """Each timed step beside what is predicted of it; with a warning where that is no fit."""
+    for one in machine.timings.steps if machine.timings else ():
+        found = predict(one.work, machine.in_nodes_of(one.ranks_per_node)).step
+        told = f"{one.work.words()}: predicted {found:.3g} s, timed {one.seconds:.3g} s"
+        poor = abs(found / one.seconds - 1) > POOR
+        yield f"{WARNING} {told}: measure again on a quiet machine" if poor else told
 
 
 def write_machine(machine: Machine, file: Path, told: Sequence[str]) -> None:

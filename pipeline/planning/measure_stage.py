@@ -16,7 +16,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.layout import layout_of
 from pipeline.config.site import MeasureConfig
 from pipeline.planning.machine import Machine, load_machine
-from pipeline.planning.measure import fitted, write_machine
+from pipeline.planning.measure import WARNING, compared, fitted, write_machine
 from pipeline.planning.workload import workload_of
 from pipeline.run.directory import Run, now
 from pipeline.run.stages import Progress
@@ -37,8 +37,11 @@ def missing(run: Run) -> str | None:
 
 
 def progress(run: Run) -> Progress:
-    """How far it is."""
-    return Progress(missing(run) or f"{_wanted(run).file}")
+    """How far it is; done, with the warnings that stand in the file."""
+    if (words := missing(run)) is None:
+        lines = (file := _wanted(run).file).read_text(errors="replace").splitlines()
+        words = "; ".join([str(file), *(line[2:] for line in lines if line.startswith(f"# {WARNING}"))])
+    return Progress(words)
 
 
 def look(run: Run) -> None:
@@ -86,7 +89,8 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
             "Figures are those that were reached, peaks too. Links are free where one rank measured; on one node those",
             "between nodes are said to be as those inside, with one rank on each node the other way round.",
         )
-        write_machine(fitted(timings, *facts), _wanted(run).file, told)
+        machine = fitted(timings, *facts)
+        write_machine(machine, _wanted(run).file, [*told, "Its steps:", *compared(machine)])
         print(f"written: {_wanted(run).file}", flush=True)
     groups.leave()
     return Exit.DONE

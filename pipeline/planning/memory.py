@@ -160,11 +160,12 @@ def memory(
     every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
     gradients = every if layout.data > 1 and not layout.fsdp else 0  # DDP's buckets stay
     away, back = away_from(layout, pipeline)
-    held = stream * layout.micro_batches * (len(away) + len(back))  # buffers for what comes
+    wanted = [stage for stage in range(layout.stages) if layout.stage_layers[stage].start > first]  # by its inputs
+    held = stream * layout.micro_batches * (len(back) + sum(stage + 1 in wanted for stage in away))  # what comes
     waiting = 4 * table // width if split and layout.micro_batches > 1 else 0  # the last to be reduced
     peak, seen = 0, set[int]()
     for kind_of, stage, _ in order:
-        count = sum(stage > 0 or number >= first for number in layout.stage_layers[stage])
+        count = sum(number >= first for number in layout.stage_layers[stage])
         at_end = stage == layout.stages - 1
         through = tail * at_end + stream * (not at_end) * (layout.pipeline > 1) - stream * (stage in back)
         if kind_of == "F":

@@ -15,14 +15,13 @@ from pipeline.parallel.traffic import traffic
 from pipeline.planning.machine import Machine
 from pipeline.planning.memory import Memory, memory, reserve
 from pipeline.planning.predict import predict
-from pipeline.planning.search import node_counts, search, write_choice
+from pipeline.planning.search import GB, node_counts, search, write_choice
 from pipeline.planning.timeline import actions, timeline
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
 
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
-GB = 1e9
 _SHOWN = 32
 """So many of the first ranks, and of the last ones, have a line."""
 

@@ -8,11 +8,12 @@ which the pipeline's own timeline is replayed (timeline.py). What runs beside co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
-from pipeline.planning.collectives import Group, all_reduce, all_to_all, gather, send
+from pipeline.planning.collectives import Group, all_reduce, gather, send
 from pipeline.planning.machine import Machine
 from pipeline.planning.timeline import Action, orders_of, replay
 from pipeline.planning.workload import Workload
@@ -64,12 +65,12 @@ class Prediction:
     compute: float
     tensor: float
     """Exposed communication of each group: nothing runs beside it."""
-    context: float
-    expert: float
     pipeline: float
     data: float
     bubble: float
     optimizer: float
+    others: float
+    """Exposed communication of what Sluice has not: experts, context parallel."""
     forward: tuple[float, ...] = ()
     """Of one micro-batch by stage, with what it waits for; backward as well."""
     backward: tuple[float, ...] = ()
@@ -103,7 +104,8 @@ class Rank:
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
         """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
-        native = 1.0 if self.work.native or self.machine.mature else self.constants.portable
+        mature = self.machine.attention.portable == self.machine.attention.native  # any framework's kernels are as good
+        native = 1.0 if self.work.native or mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
         waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
         width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
@@ -186,21 +188,6 @@ class Rank:
         time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
-    def context(self) -> float:
-        """Keys and values of one block's forward that go round, as far as attention does not hide them."""
-        work, group = self.work, self.group(self.work.context, self.work.tensor)
-        size = 2 * self.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
-        round_trip = gather(size * work.context, group, self.machine, self.constants.link)
-        return max(0.0, round_trip - self.attention() * (1 - 1 / work.context))
-
-    def expert(self) -> float:
-        """Tokens of one block's forward to their experts and back."""
-        work = self.work
-        size = self.tokens * work.active * work.hidden * work.low_bytes / work.tensor
-        group = self.group(work.expert, work.tensor)
-        time = 2 * all_to_all(size, group, self.machine, self.constants.link, work.active) * (work.expert > 1)
-        return time * (1 - self.constants.hidden if work.hide_tensor else 1)
-
     def sent(self) -> float:
         """One message between pipeline stages, where the rank waits for it."""
         work = self.work
@@ -226,38 +213,51 @@ class Rank:
         return (layers * (work.attention_weights + experts) + table) / work.tensor
 
 
-@lru_cache(maxsize=4096)
-def _span(
+Others = Callable[[Rank, float], float]
+"""Of a rank, and the computing of a block's forward."""
+
+
+def replayed(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
-) -> tuple[float, float]:
-    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
+    """The first rounds of a step: each rank's actions with their starts, how long one takes, and the micro-batches."""
     turn = batches // max(1, batches // ranks)
     most = min(batches, REPLAYED * turn + batches % turn)
-    orders = orders_of(schedule, ranks, virtual, most)
     half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action) -> float:
         return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
 
-    done = replay(orders, len(forward), duration)
+    return replay(orders_of(schedule, ranks, virtual, most), len(forward), duration), duration, most
+
+
+@lru_cache(maxsize=4096)
+def _span(
+    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+) -> tuple[float, float]:
+    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+    done, duration, most = replayed(schedule, ranks, virtual, batches, forward, backward)
     starts = [made[0][1] for made in done]
     ends = [made[-1][1] + duration(made[-1][0]) for made in done]
-    busy = max(sum(map(duration, order)) for order in orders)
+    busy = max(sum(duration(action) for action, _ in made) for made in done)
     span = max(ends) - min(starts)
     if schedule == "zb2p":  # its ranks do not wait for each other between steps (section 4 there)
         span = max(end - start for start, end in zip(starts, ends, strict=True))
     return span + busy * (batches - most) / most, busy * batches / most
 
 
-def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Prediction:
-    """Step time and what it is made of. Raises UserError where the machine lacks the precision."""
+def predict(
+    work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
+) -> Prediction:
+    """Step time and what it is made of. Raises UserError where the machine lacks the precision.
+
+    `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
+    """
     rank, stages = rank_of(work, machine, constants), work.stages
     constants = rank.constants
     forward, backward = rank.block()
-    tensor, context, expert = rank.tensor(), rank.context(), rank.expert()
-    if work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
-        expert = max(0.0, expert - forward)
-    talk = tensor + context + expert
+    tensor, more = rank.tensor(), others(rank, forward)
+    talk = tensor + more
     again = talk if work.recompute == "full" else 0.0
     head_forward, head_backward = rank.head()
     waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
@@ -267,11 +267,11 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     # each micro-batch gathers, or reduces, every block while its neighbour computes
     forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
     each = gathered * work.gathers_blocks + reduced * work.reduces_blocks
-    backward, more = _beside(backward, each, constants)
-    exposed = (wait + more) * work.layers / work.pipeline * micro
+    backward, wait_back = _beside(backward, each, constants)
+    exposed = (wait + wait_back) * work.layers / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
-    kept = (max(0, n - work.trained_from * (at == 0)) for at, n in enumerate(stages))  # a stage's inputs want gradients
+    kept = (max(0, min(n, sum(stages[: at + 1]) - work.trained_from)) for at, n in enumerate(stages))
     back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(kept))
     if work.pipeline > 1:
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
@@ -285,7 +285,8 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
     data += alone
     exposed += data
     local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
-    optimizer = rank.moved(local * 30 * work.trained) * (1 if work.fused else constants.eager) + rank.update()
+    fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
+    optimizer = rank.moved(local * 30 * work.trained) * (1 if fused else constants.eager) + rank.update()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
@@ -296,12 +297,11 @@ def predict(work: Workload, machine: Machine, constants: Constants = DEFAULT) ->
         mfu=tokens * work.flops_per_token / machine.peak_bf16,
         compute=busy - times * talk - exposed + data - 2 * waited * micro,
         tensor=times * tensor,
-        context=times * context,
-        expert=times * expert,
         pipeline=2 * waited * micro,
         data=exposed,
         bubble=span - busy,
         optimizer=optimizer,
+        others=times * more,
         forward=ahead,
         backward=back,
     )
@@ -329,17 +329,26 @@ def _data_per_block(rank: Rank) -> tuple[float, float, float, float]:
     shards, inner = work.shard * work.context, work.tensor
     group = rank.group(shards, inner)
     block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
-    gathered = gather(block * work.low_bytes, group, machine, link) + rank.call
-    reduced = gather(block * work.reduce_bytes * work.trained, group, machine, link) + rank.call
+
+    def talk(size: float, calls: float = 1.0) -> float:
+        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
+        copied = rank.moved(2 * size) if machine.cores else 0.0
+        return gather(size, group, machine, link) + copied + calls * rank.call
+
+    gathered, reduced = talk(block * work.low_bytes), talk(block * work.reduce_bytes * work.trained)
     if not work.zero:
         whole = rank.group(work.data * work.context, inner)
         return all_reduce(weights * work.reduce_bytes * work.trained, whole, machine, link), gathered, reduced, 0.0
-    once = gather(weights * work.low_bytes, group, machine, link) * (not work.gathers_blocks)
-    once += gather(weights * work.reduce_bytes * work.trained, group, machine, link) * (not work.reduces_blocks)
+    tables = 1 if work.tied or work.pipeline > 1 else 2
+    calls = work.layers / work.pipeline + tables
+    once = talk(weights * work.low_bytes, calls) * (not work.gathers_blocks)
+    once += talk(weights * work.reduce_bytes * work.trained, calls) * (not work.reduces_blocks)
     replicas = rank.group(work.replicate, stride * work.shard)
     once += all_reduce(weights / shards * work.reduce_bytes * work.trained, replicas, machine, link)
     # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
-    table = work.vocab * work.hidden / work.tensor
-    alone = work.micro_batches * gather(table * work.low_bytes, group, machine, link) * work.gathers_blocks
-    alone += gather(table * work.reduce_bytes, group, machine, link) * work.reduces_blocks * (work.trained_from == 0)
+    table, gathers, reduces = work.vocab * work.hidden / work.tensor, work.micro_batches, 1
+    if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
+        gathers, reduces = work.micro_batches * (1 + tables), work.micro_batches * tables
+    alone = gathers * talk(table * work.low_bytes) * work.gathers_blocks
+    alone += reduces * talk(table * work.reduce_bytes) * work.reduces_blocks * (work.trained_from == 0)
     return once, gathered, reduced, alone

@@ -42,7 +42,7 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import local
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
-from pipeline.parallel.traffic import traffic_of
+from pipeline.parallel.traffic import first_trained, traffic_of
 from pipeline.planning.memory import memory
 from pipeline.planning.plan import GB
 from pipeline.planning.timeline import actions
@@ -204,7 +204,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
+def _stand_ins(account: _Fake, config: Config, layout: Layout, vocab: int) -> Iterator[None]:
     """What is done otherwise than on a real rank, because it asks for values or for peers."""
 
     def outside(function: Any) -> Any:
@@ -236,12 +236,12 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
         stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
         if layout.pipeline > 1:
-            stack.enter_context(_told_by_neighbours(config, layout))
+            stack.enter_context(_told_by_neighbours(config, layout, vocab))
         yield
 
 
 @contextmanager
-def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
+def _told_by_neighbours(config: Config, layout: Layout, vocab: int) -> Iterator[None]:
     """Stages of a pipeline tell each other the shapes of what they will send: here each is told what it would be."""
     try:
         from torch.distributed.pipelining._utils import _TensorMeta
@@ -255,10 +255,13 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
     )
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
-    def receive(stage: Any, source: int) -> Any:
+    trained_from = first_trained(config, layout, vocab)
+
+    def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
         if source > stage.stage_index:
-            return _StageBackwardMeta(stage._stage_meta.outputs)
-        return _StageForwardMeta((_TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, requires_grad=True)),))
+            return _StageBackwardMeta(tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs))
+        wanted = layout.stage_layers[stage.stage_index].start > trained_from
+        return _StageForwardMeta((_TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, requires_grad=wanted)),))
 
     with patch.multiple(PipelineStage, _recv_meta=receive, _send_meta=lambda *_: None):
         yield
@@ -298,7 +301,7 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         account = _Fake()
-        with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
+        with _stand_ins(account, config, layout, vocab), FakeTensorMode(allow_non_fake_inputs=True), account:
             world = World(rank, size, torch.device("cpu"), "fake")
             task = Task(config, vocab)
             engine = engines.Engine(config, layout, world, task, fresh=False)
@@ -346,7 +349,8 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    yield f"it sends in a step (plan: {_plan_words(config, layout, vocab, at.pipeline)})"
+    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in traffic_of(config, layout, vocab, at.pipeline)]
+    yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
     for (group, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
         yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
@@ -356,8 +360,3 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
             f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
             f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)"
         )
-
-
-def _plan_words(config: Config, layout: Layout, vocab: int, pipeline: int) -> str:
-    counted = traffic_of(config, layout, vocab, pipeline)
-    return ", ".join(f"{group} {size / GB:.3f} GB" for group, size, _ in counted) or "nothing"

@@ -26,7 +26,7 @@ from pipeline.planning.machine import Machine
 from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import Prediction, predict
 from pipeline.planning.timeline import actions
-from pipeline.planning.workload import workload_of
+from pipeline.planning.workload import Workload, workload_of
 
 _MOST_NODES = 1_000_000
 SHOWN = 10
@@ -48,6 +48,7 @@ class Choice:
 
     config: Config
     layout: Layout
+    work: Workload
     found: Prediction
     nodes: int
 
@@ -57,15 +58,6 @@ class Choice:
         ranks = range(self.layout.pipeline)
         found = (memory(self.config, self.layout, rank, vocab, orders[rank]) for rank in ranks)
         return FRAGMENTS * max(part.on_gpu(self.config) for part in found) + reserve(self.layout)
-
-    def words(self) -> str:
-        """The layout in a few words."""
-        made, layout = self.config.parallel, self.layout
-        zero = f" zero {layout.zero}" + (f" over {layout.shard}" if layout.replicate > 1 else "") if layout.zero else ""
-        turns = f" {layout.schedule}" + (f" × {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
-        again = "" if made.activation_checkpointing == "none" else f", {made.activation_checkpointing} again"
-        batch = f"micro-batch {self.config.train.micro_batch}"
-        return f"{layout.words()}{turns * (layout.pipeline > 1)}{zero}, {batch}{again}"
 
     def why(self) -> str:
         """What its step loses to other things than computing."""
@@ -115,7 +107,8 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
                 other = config.model_copy(update={"parallel": parallel, "train": train})
                 with suppress(LayoutError):
                     layout = layout_of(other, world, per_node, vocab)
-                    yield Choice(other, layout, predict(workload_of(other, layout, vocab), machine), nodes)
+                    work = workload_of(other, layout, vocab)
+                    yield Choice(other, layout, work, predict(work, machine), nodes)
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -162,7 +155,7 @@ def _line(choice: Choice, vocab: int) -> str:
     numbers = (
         f"{choice.nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size:>6.1f}"
     )
-    return f"{numbers}   {choice.words()} ({choice.why()})"
+    return f"{numbers}   {choice.work.words()} ({choice.why()})"
 
 
 def node_counts(text: str) -> list[int]:
@@ -191,7 +184,7 @@ def write_choice(choice: Choice, path: Path, overrides: Sequence[str]) -> Path:
     target = path.with_name(f"{path.stem}-best.yaml")
     try:
         with target.open("x") as file:
-            file.write(f"# Chosen by `plan {path.name} --best`: {choice.words()}\n")
+            file.write(f"# Chosen by `plan {path.name} --best`: {choice.work.words()}\n")
             file.write(dump(json.loads(json.dumps(values))))
     except FileExistsError:
         raise UserError(printable(f"{target} exists: move it away, and ask again")) from None

@@ -135,6 +135,14 @@ class Workload:
         attention = 12 * self.layers * self.heads * self.head * self.sequence
         return 6 * (self.layers * blocks + self.vocab * self.hidden) + attention
 
+    def words(self) -> str:
+        """How it is split, in a few words."""
+        zero = f" zero {self.zero}" + (f" over {self.shard}" if self.replicate > 1 else "") if self.zero else ""
+        turns = f" {self.schedule}" + (f" × {self.virtual_stages}" if self.virtual_stages > 1 else "")
+        again = "" if self.recompute == "none" else f", {self.recompute} again"
+        ranks = f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
+        return f"{ranks}{turns * (self.pipeline > 1)}{zero}, micro-batch {self.micro_batch}{again}"
+
 
 def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""

@@ -114,6 +114,7 @@ def test_pipeline_with_data_and_tensor_parallel() -> None:
         {"parallel": {**V, "schedule": "zbv", "zero": 1}},
         {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW, "model": TIED},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW},
+        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW | CHUNKED},
     )
 
 

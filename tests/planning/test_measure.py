@@ -25,8 +25,8 @@ from pipeline.config.track import TrackConfig
 from pipeline.planning import collectives
 from pipeline.planning.collectives import Group
 from pipeline.planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
-from pipeline.planning.measure import fitted, line, link_of, shapes, write_machine
-from pipeline.planning.measure_stage import facts_of, look, missing
+from pipeline.planning.measure import compared, fitted, line, link_of, shapes, write_machine
+from pipeline.planning.measure_stage import facts_of, look, missing, progress
 from pipeline.planning.plan import plan
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload
@@ -143,6 +143,14 @@ def test_ranks_that_share_a_core_take_its_time_in_turn() -> None:
     assert predict(piped, machine.in_nodes_of(4)).step < 1.2 * predict(replace(piped, pipeline=1), machine).step
 
 
+def test_zero_costs_a_cpu_what_fsdp_does_there() -> None:
+    """Beside plain data parallel, as real steps of two ranks took CPU time: copies, and each group's own call."""
+    machine, work = fitted(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
+    plain = predict(replace(work, replicate=2, shard=1), machine).step
+    found = [predict(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
+    assert found == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
+
+
 def test_the_file_says_it_all_again(tmp_path: Path) -> None:
     """Written and read, it is the same machine to five digits; it is never replaced, and nothing else is left."""
     machine, file = fitted(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
@@ -155,6 +163,29 @@ def test_the_file_says_it_all_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"own\.yaml exists, and is not replaced: move it away"):
         write_machine(machine, file, [])
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_poor_fit_is_told_in_the_file_and_at_the_end(tmp_path: Path) -> None:
+    """One layout that took twice as long the second time: no figures fit both, and both are named."""
+    again = Step(work=WORK, ranks_per_node=2, seconds=1.2)
+    busy = fitted(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
+    told, run = list(compared(busy)), measuring(tmp_path)
+    words = (
+        r"POOR FIT: pipeline 1 × data 2 × tensor 1, micro-batch 4: predicted 0\.84\d s, timed {} s: measure again on a"
+    )
+    assert len(told) == 2 and all(re.match(words.format(s), t) for s, t in zip((0.59, 1.2), told, strict=True)), told
+    write_machine(busy, tmp_path / "own.yaml", told)
+    assert progress(run).words == "; ".join([str(tmp_path / "own.yaml"), *told])
+    assert load_machine(str(tmp_path / "own.yaml")).timings is not None
+
+
+def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
+    machine = fitted(TWO_STEPS, "CPU", 8, 1, 2)
+    told = list(compared(machine))
+    assert told[1].startswith("pipeline 1 × data 2 × tensor 2, micro-batch 4: predicted 1.13 s, timed 1.13 s"), told
+    write_machine(machine, tmp_path / "own.yaml", told)
+    assert f"# {told[0]}\n# {told[1]}\n" in (tmp_path / "own.yaml").read_text()
+    assert progress(measuring(tmp_path)).words == str(tmp_path / "own.yaml")
 
 
 @pytest.mark.parametrize(

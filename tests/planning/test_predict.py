@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from benchmarks.footprint import footprint
 from benchmarks.gpu import ROOT
+from benchmarks.others import all_to_all, talk
 from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.planning import predict as predicting
-from pipeline.planning.collectives import Group, all_reduce, all_to_all, bandwidth, gather, send
+from pipeline.planning.collectives import Group, all_reduce, bandwidth, gather, send
 from pipeline.planning.machine import MACHINES, Attention, Link, Machine, load_machine
 from pipeline.planning.predict import Constants, predict
 from pipeline.planning.timeline import _ACTION, Action, orders_of, replay, timeline
@@ -91,7 +92,7 @@ def test_more_work_takes_longer(work: Workload, name: str) -> None:
 @given(WORKS)
 def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload) -> None:
     found = predict(work, H100, replace(Constants(), jitter=1e-12))
-    parts = found.compute + found.tensor + found.context + found.expert + found.pipeline + found.data
+    parts = found.compute + found.tensor + found.others + found.pipeline + found.data
     assert parts + found.bubble + found.optimizer == pytest.approx(found.step, rel=1e-6)
     assert min(found.compute, found.bubble + 1e-9, found.data, found.tensor, found.optimizer) >= 0
     causal = work.flops_per_token - 6 * work.layers * work.heads * work.head * work.sequence
@@ -174,8 +175,8 @@ def test_experts_compute_as_little_as_a_token_visits() -> None:
     many = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
     assert many.flops_per_token == dense.flops_per_token
-    one, other = predict(many, H100), predict(dense, H100)
-    assert one.expert > 0 and other.expert == 0 and other.compute < one.compute < 1.5 * other.compute
+    one, other = predict(many, H100, others=talk), predict(dense, H100, others=talk)
+    assert one.others > 0 and other.others == 0 and other.compute < one.compute < 1.5 * other.compute
 
 
 def test_context_parallel_is_hidden_by_long_attention() -> None:
@@ -183,7 +184,7 @@ def test_context_parallel_is_hidden_by_long_attention() -> None:
     short, long = (
         replace(SMALL, context=8, sequence=length, micro_batch=1, global_batch=8) for length in (4096, 2**20)
     )
-    assert predict(short, slow).context > 0 and predict(long, slow).context == 0
+    assert predict(short, slow, others=talk).others > 0 and predict(long, slow, others=talk).others == 0
 
 
 @pytest.mark.parametrize("batches", [1, 4])

@@ -16,10 +16,11 @@ Found = dict[str, Any]
 
 
 def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
-    """`parallel` may name a precision, too."""
+    """`parallel` may name a precision, and frozen parameters, too."""
     train = {key: value for key, value in parallel.items() if key == "precision"}
-    parallel = {key: value for key, value in parallel.items() if key != "precision"}
-    return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64})
+    own = {"freeze": parallel.get("freeze", []), "lr": 2e-3, "clip_norm": 0.1}
+    parallel = {key: value for key, value in parallel.items() if key not in ("precision", "freeze")}
+    return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=own)
 
 
 def told(account: Any) -> Found:
@@ -78,12 +79,17 @@ def fake_rank(place: Place, ranks: list[int], configs: list[Config]) -> list[lis
     return [[told(rehearsed(config, rank, VOCAB)) for config in configs] for rank in ranks]
 
 
+FROZEN = ["model.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(3))]
 CASES: dict[int, list[dict[str, Any]]] = {
-    2: [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}],
+    2: [
+        {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2},
+        {"pipeline": 2, "freeze": FROZEN},  # the whole first stage
+    ],
     4: [
         {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
         {"tensor": 2, "zero": 2, "precision": "bf16", "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, {"pipeline": 2, "tensor": 2},
+        {"pipeline": 4, "freeze": FROZEN}, {"pipeline": 2, "tensor": 2, "freeze": FROZEN},
     ],
     8: [
         {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3, "data": {"replicate": 2, "shard": 2}},

@@ -49,8 +49,11 @@ def train(
 
 def train_rank(place: Place, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of each config in turn."""
+    import warnings
+
     from pipeline.comm import groups
 
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13's, of outputs that are views
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
     return [train(place, config, world, vocab=vocab)[1] for config in configs]
