@@ -107,7 +107,8 @@ class Tasks:
 
 def done_units(data: DataConfig, folder: Path) -> dict[str, tuple[int, int]]:
     """Inode and time of each file of the units that are whole by their hashes: who writes one anew changes them."""
-    whole, found = TextFolder(data, folder), {}
+    whole = TextFolder(data, folder)
+    found: dict[str, tuple[int, int]] = {}
     for unit in range(whole.count):
         if (made := whole.unit(unit, hashes=True)) is not None:
             files = [whole.unit_path(unit), *(folder / entry.file for entry in (*made.train, *made.held_out))]
@@ -138,7 +139,7 @@ def test_random_kills_lose_and_repeat_nothing(
     before: dict[str, tuple[int, int]] = {}
     half: set[str] = set()
     with Tasks(data, killed) as tasks:
-        for number in range(15):
+        for number in range(12):
             fates: list[tuple[str, float]] = (
                 [] if number else [("name", chance.randint(1, 6))]
             )  # so a half file is left
@@ -160,4 +161,4 @@ def test_random_kills_lose_and_repeat_nothing(
     unnamed = (".manifest.json.", ".rejected.jsonl.")  # of a killed finalizer: another one might be at work on it
     assert {name: text for name, text in all_bytes(killed).items() if not name.startswith(unnamed)} == right
     print(f"killed: {dict(seen)}, {len(half)} half files, {len(before)} files done before the last round")
-    assert sum(seen.values()) >= 8 and half, (seen, half)
+    assert sum(seen.values()) >= 6 and half, (seen, half)
