@@ -1,8 +1,8 @@
 """What a training waits for data that lies on a slow file system, without and with copies on the node's own disk.
 
-    python -m benchmarks.throttled [--steps 200] [--rate 16]     # root, and cgroup v1: tests/support/slow_mount.py
+    python -m benchmarks.throttled [--steps 200] [--rate 8]     # root, and cgroup v1: tests/support/slow_mount.py
 
-A file of 160 million uint16 tokens, used where it lies (`data.records: tokens`), on a file system of which the training
+A file of 96 million uint16 tokens, used where it lies (`data.records: tokens`), on a file system of which the training
 may read so many MB a second, with nothing of it in the page cache. One process, 64 samples of 129 tokens a step, drawn
 from all over the file. With `site.local_disk` the training begins on the slow file system and moves to the copy when
 that is whole; then the page cache forgets the slow file system again, so that whoever went on reading there would wait.
@@ -104,11 +104,11 @@ def waited(mount: SlowMount, run: Run, rate: int, log: Path) -> tuple[list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=16, help="MB/s")
+    parser.add_argument("--rate", type=float, default=8, help="MB/s")
     arguments = parser.parse_args()
     if reason := cannot():
         raise SystemExit(reason)
-    tokens, rate = 160_000_000, int(arguments.rate * 1e6)
+    tokens, rate = 96_000_000, int(arguments.rate * 1e6)
     sizes = ["data.sequence_length=128", "train.global_batch=64", "train.micro_batch=64", "train.threads=1"]
     sizes += [f"train.steps={arguments.steps}", "model.dim=32"]
     rows = []

@@ -60,7 +60,7 @@ def slow_mount(size: int) -> Iterator[SlowMount]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         image, folder, group = Path(name) / "image", Path(name) / "mount", GROUPS / Path(name).name
         with open(image, "wb") as file:
-            file.truncate(size + (32 << 20))
+            file.truncate(size * 5 // 4 + (32 << 20))  # the journal, what is kept for root
         subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, timeout=60)
         command = ["losetup", "--find", "--show", str(image)]
         device = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
