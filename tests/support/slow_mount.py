@@ -7,6 +7,7 @@ Others read it at full speed, and what the page cache holds costs nobody anythin
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ def cannot() -> str | None:
         return "a slow mount needs root (for a loop device and a control group)"
     if not (GROUPS / "blkio.throttle.read_bps_device").exists():
         return f"a slow mount needs the blkio controller of cgroup v1 at {GROUPS}"
+    if absent := [name for name in ("losetup", "mkfs.ext4", "mount") if not shutil.which(name)]:
+        return f"a slow mount lacks {', '.join(absent)} (util-linux and e2fsprogs)"
     found = subprocess.run(["losetup", "--find"], capture_output=True, text=True, timeout=60)
     return f"no loop device: {found.stderr.strip()}" if found.returncode else None
 
