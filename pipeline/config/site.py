@@ -143,7 +143,8 @@ class Container(Section):
     image: ImageName
     """As the runtime takes it: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`, `/shared/torch.sif`."""
     mounts: list[Mount] = Field(default_factory=list)
-    """What ranks see of the nodes besides the run, its data and `site.scratch`: the files of data.source, for one."""
+    """What ranks see of the nodes besides the run, its data, `site.scratch` and `site.local_disk`: the files of
+    data.source, for one."""
     python: ImageName = "python3"
     """The interpreter inside, with all that Sluice imports."""
 

@@ -1,8 +1,10 @@
 """What the ranks of a job run in: this Python, the site's, or a container; and what srun is told for that.
 
 The supervisor stays outside, and with it srun, the logs and Slurm's commands, which an image need not have. The run's
-folders are mounted at their own paths, so nothing that a rank reads or writes has another name inside. The image
-brings Python and what Sluice imports; Sluice itself is the run's copy, as ever.
+folders are mounted at their own paths, so nothing that a rank reads or writes has another name inside; so are
+`site.scratch` and, where the supervisor's node has it, `site.local_disk`: a mount that is not there would end the
+stage, ranks without the folder go on. The image brings Python and what Sluice imports; Sluice itself is the run's copy,
+as ever.
 
 pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), apptainer a program that each rank is started through.
 Variables of the job are set inside unless the image sets them: those that must not be its own are named to both.
@@ -10,9 +12,11 @@ Variables of the job are set inside unless the image sets them: those that must 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
@@ -39,12 +43,15 @@ def inside(run: Run, stage: str) -> Inside:
     box, code = site.container, str(run.code)
     if box is None:
         return Inside((interpreter(site),), tuple(options))
-    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch))
+    disk = Path(os.path.expandvars(site.local_disk or ""))
+    local = disk if disk.is_absolute() and disk.is_dir() else None
+    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch, local))
     own = [str(folder) for folder in folders if folder is not None]
     if awkward := [path for path in own if re.search(r"[,:\s]", path)]:
         raise UserError(f"site.container: {awkward[0]} cannot be mounted: choose a path without ',', ':' and blanks")
     mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in (*own, *box.mounts))
-    variables = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1"}
+    named = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")  # which ranks expand themselves
+    variables = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1"} | {name: os.environ[name] for name in sorted(named)}
     if box.runtime == "pyxis":
         options += [f"--container-image={box.image}", f"--container-mounts={mounts}", f"--container-workdir={code}"]
         return Inside((box.python,), (*options, f"--container-env={','.join(variables)}"), variables)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
-from pipeline.run.code import CODE_ROOT as ROOT
 from tests.data_prep.test_shards import (
-    KILLED,
     all_bytes,
     check_content,
     config,
@@ -88,17 +83,6 @@ def test_duplicates_against_a_set(
         for unit in draw.draw(st.permutations(range(len(units)))):
             found = Duplicates(folder, keys, units.__getitem__, unit % 2, 2).kept(unit)
             np.testing.assert_array_equal(found, wanted[unit])
-
-
-@pytest.mark.parametrize("fatal", [1, 3, 8, 13])
-def test_a_killed_task_that_deduplicates_leaves_no_trace(tmp_path: Path, fatal: int, small_units: None) -> None:
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", [*texts(80), *texts(40)]))], deduplicate=True)
-    run_tasks(data, tmp_path / "undisturbed")
-    prepare(data, tmp_path / "killed", quiet)
-    command = [sys.executable, "-c", KILLED, data.model_dump_json(), str(tmp_path / "killed"), str(fatal)]
-    assert subprocess.run(command, cwd=ROOT, timeout=240).returncode == -signal.SIGKILL
-    run_tasks(data, tmp_path / "killed", 2)
-    assert all_bytes(tmp_path / "killed") == all_bytes(tmp_path / "undisturbed")
 
 
 FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"

@@ -1,4 +1,4 @@
-"""Documents to shards, whole: the same bytes whatever the tasks, formats, cuts and kills; and what goes wrong."""
+"""Documents to shards, whole: the same bytes whatever the tasks, formats and cuts; and what goes wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -227,44 +226,6 @@ def test_shard_that_ends_with_a_document_is_followed_by_no_empty_file(tmp_path: 
     assert [entry.tokens for entry in manifest.train] == [1024, 1024]
     assert manifest.held_out == ()
     check_content(data, tmp_path / "data", manifest, expected)
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from pipeline.config.datasets import DataConfig
-from data_prep.text.text_folder import TextFolder
-replace, calls, fatal = os.replace, 0, int(sys.argv[3])
-def replace_or_die(source, target):
-    global calls
-    calls += 1
-    if calls == fatal:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-os.replace = replace_or_die
-TextFolder(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).shard(0, 1, print)
-"""
-
-
-@pytest.mark.parametrize("fatal", [1, 2, 3, 5, 9])
-def test_killed_task_leaves_no_trace_and_only_missing_units_are_redone(tmp_path: Path, fatal: int) -> None:
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(150)))])
-    run_tasks(data, tmp_path / "undisturbed")
-    killed = tmp_path / "killed"
-    prepare(data, killed, quiet)
-    child = subprocess.run(
-        [sys.executable, "-c", KILLED, data.model_dump_json(), str(killed), str(fatal)], cwd=ROOT, timeout=240
-    )
-    assert child.returncode == -signal.SIGKILL
-    assert [path for path in (killed / "shards").iterdir() if path.suffix == ".tmp"]
-    done, total = progress(data, killed)
-    assert done < total
-    assert TextFolder(data, killed).finalize(quiet) is False and not (killed / "manifest.json").exists()
-    lines: list[str] = []
-    shard(data, killed, 0, 1, lines.append)
-    assert sum("was there already" in line for line in lines) == done
-    finalize(data, killed, quiet)
-    assert all_bytes(killed) == all_bytes(tmp_path / "undisturbed")
 
 
 def test_second_run_writes_nothing_and_a_damaged_shard_is_written_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ import pytest
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.saved import newest_step
+from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.cluster.machines import Machine
+from tests.data_prep.test_shards import all_bytes
 from tests.slurm.track.test_followers import curve, in_float32
 from tests.stories.test_doors import broken_code
 from tests.support.needs import lacking
@@ -143,6 +147,54 @@ def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
     after = written()
     assert before.items() <= after.items(), "the others were not touched"
     assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
+
+
+def test_a_node_that_crashes_under_an_array_of_shard_leaves_no_trace(tmp_path: Path, cluster: Cluster) -> None:
+    """Eight tasks, two a node; each has made a unit, and has the shards of its second one written but no manifest, when
+    a node loses power. Its tasks begin again elsewhere, and the folder is that of a run on this machine, byte by byte.
+    """
+    config = write_config(tmp_path, steps=1)
+    more = ("stages.shard.tasks=8", "data.shard_tokens=1500", "optimizer.warmup_steps=1")
+    spread = (*more, "site.data_jobs={cpus_per_task: 2}")
+    run, gate = prepared(tmp_path, config, spread), tmp_path / "gate"
+    code, line = run / "code/pipeline/data/manifest.py", "    write_json(path, seal(manifest.model_dump()))"
+    assert code.read_text().count(line) == 1, "the manifest has changed"
+    later = "path.parent.name == 'shards' and int(path.stem[5:]) >= 8"
+    wait = f"    while {later} and not Path({str(gate)!r}).exists():\n        __import__('time').sleep(0.1)\n"
+    code.write_text(code.read_text().replace(line, wait + line))
+
+    def found(pattern: str) -> dict[int, tuple[int, int]]:
+        """Inode and time of the files of units, by unit."""
+        paths = [(path, path.stat()) for path in (run / "data/shards").glob(pattern)]
+        return {int(path.name[5:10]): (stat.st_ino, stat.st_mtime_ns) for path, stat in paths}
+
+    done = submit(cluster, tmp_path, str(config), *spread)
+    array = re.search(r"job (\d+): array of 8", done.stdout)
+    assert array is not None, done.stdout + done.stderr
+    wait_for("second units", lambda: found("unit-?????-train-00.h5").keys() >= set(range(16)), 60)
+    rows = cluster.output(["squeue", "-h", "-r", f"--jobs={array[1]}", "--states=R", "--format=%K %N"]).splitlines()
+    nodes = {int(task): node for task, node in map(str.split, rows)}
+    assert sorted(nodes) == list(range(8)) and set(Counter(nodes.values()).values()) == {2}, nodes
+    lost, before = {task for task, node in nodes.items() if node == "n3"}, found("unit-?????.json")
+    died = Machine("n3", cluster.directory).processes()
+    try:
+        cluster.crash("n3")
+        assert died and not any(process.alive() for process in died)
+        assert found("unit-?????.json") == before and set(before) == set(range(8)), "every second unit is undone"
+        gate.touch()
+        wait_for("the next stage", lambda: "started" in events(run, "train"), 200)
+    finally:
+        cluster.boot("n3")
+        submit(cluster, tmp_path, "cancel", "runs/tiny")
+    started = Counter(e.get("task") for e in Run.open(run).read_events("shard", "started"))
+    assert {task for task, times in started.items() if times > 1} == lost, started
+    assert before.items() <= found("unit-?????.json").items(), "those of the dead node, too, are not made again"
+    for stage in ("prepare", "shard"):
+        command = [sys.executable, "-m", "pipeline", stage, str(config), *more, "run.name=here"]
+        subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, timeout=120)
+    assert len(load_manifest(run / "data").train) > 16
+    assert all_bytes(run / "data") == all_bytes(tmp_path / "runs/here/data")
+    cluster.wait_idle()
 
 
 def at_once(cluster: Cluster, folder: Path, *arguments: str) -> list[tuple[int, str]]:

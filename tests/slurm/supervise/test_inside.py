@@ -119,6 +119,37 @@ def test_apptainer_starts_ranks_in_an_image(tmp_path: Path, called: Path, gpus: 
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code)
 
 
+@pytest.mark.parametrize(("box", "option"), [(PYXIS, "--container-mounts="), (APPTAINER, "--bind=")])
+def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
+    tmp_path: Path, called: Path, monkeypatch: pytest.MonkeyPatch, box: str, option: str
+) -> None:
+    """Ranks expand the variable inside: there it must be the job's, whatever the image sets."""
+    disk = tmp_path / "local/7"
+    disk.mkdir(parents=True)
+    monkeypatch.setenv("TEST_JOB", "7")
+    run = make(tmp_path, box, f"site.local_disk={tmp_path}/local/${{TEST_JOB}}")
+    [(words, _)] = started(srun_ranks(run), called)
+    [mounts] = [word.removeprefix(option) for word in words if word.startswith(option)]
+    assert mounts.split(",")[:3] == [f"{path}:{path}" for path in (run.path, run.data, disk)]
+    told = inside(run, "train").variables
+    if box == PYXIS:
+        assert told["TEST_JOB"] == "7" and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in words
+    else:
+        assert told["TEST_JOB"] == told["APPTAINERENV_TEST_JOB"] == "7"
+    disk.rmdir()  # a mount of what is not there ends a stage; ranks that miss the folder say so and go on
+    gone = inside(run, "train")
+    assert not any("/local/" in word for word in (*gone.srun, *gone.program))
+    monkeypatch.delenv("TEST_JOB")
+    assert not any("TEST_JOB" in word for word in inside(run, "train").srun)
+
+
+def test_a_scratch_that_is_the_nodes_disk_is_mounted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # as site.scratch has it in jobs
+    run = make(tmp_path, APPTAINER, f"site.scratch={tmp_path}", "site.local_disk=$TMPDIR")
+    [bind] = [word for word in inside(run, "train").program if word.startswith("--bind=")]
+    assert bind == f"--bind={run.path}:{run.path},{run.data}:{run.data},{tmp_path}:{tmp_path}"
+
+
 def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MPI_TYPE", "none")
     monkeypatch.setattr(mpi_launch, "mpirun_command", lambda *_: (["mpirun", "-n", "2"], {}))

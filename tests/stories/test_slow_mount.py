@@ -1,0 +1,61 @@
+"""Copies on the node's own disk against shared storage that is slow, and then gives nothing at all: what the training
+waits for is in benchmarks/throttled.py, here is what cannot depend on the clock."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.throttled import copied, run_on, start, steps_of
+from pipeline.base.errors import Exit
+from pipeline.data.loader import Batches
+from tests.support.needs import lacking
+from tests.support.slow_mount import SlowMount, cannot, slow_mount
+from tests.support.tiny import slowed
+
+pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
+
+TOKENS, STEPS, STEP_S = 4_000_000, 160, 0.15  # a reader is ten seconds ahead: 67 of the steps
+
+
+@pytest.fixture
+def mount() -> Iterator[SlowMount]:
+    if reason := cannot():
+        lacking(reason)
+    with slow_mount(2 * TOKENS) as made:
+        yield made
+
+
+def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mount: SlowMount) -> None:
+    """Once the copies are there, the mount gives a byte a second: who asked it for one would wait for minutes."""
+    (tmp_path / "disk").mkdir()
+    more = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
+    run = slowed(run_on(mount, tmp_path, "run", TOKENS, *more), STEP_S)
+    mount.forget()
+    mount.limit(4_000_000)
+    before, process = mount.bytes_read(), start(mount, run, tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 240
+        while not copied(run):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        mount.limit(1)
+        mount.forget()
+        done, read = len(steps_of(run)), mount.bytes_read()
+        assert read - before >= 2 * TOKENS * 0.95, "the copies were made from there, not from the page cache"
+        assert done < STEPS - Batches.AHEAD_S / STEP_S, "too late: what is left may have been read before"
+        reader = subprocess.Popen(mount.inside(["cat", str(mount.folder / "tokens.bin")]), stdout=subprocess.DEVNULL)
+        assert process.wait(120) == Exit.DONE, (tmp_path / "log").read_text()
+        assert reader.poll() is None and mount.bytes_read() == read, "who reads the mount still waits"
+        assert [line["step"] for line in steps_of(run)] == list(range(1, STEPS + 1))
+    finally:
+        mount.limit(0)
+        process.kill()
+        process.wait(60)
+    assert reader.wait(60) == 0
+    (told,) = run.read_events("train", "local_copy")
+    assert (told["files"], told["bytes"]) == (8, 2 * TOKENS) and not list((tmp_path / "disk").iterdir())
