@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from data_prep.mixture_folder import MixtureFolder
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder, train_bpe
+from data_prep.tokens import megatron as megatron_index
 from data_prep.tokens.formats import look
 from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_commands import main
@@ -350,13 +351,20 @@ def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
     assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
 
 
-def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
+def test_held_out_tokens_are_looked_for_once_when_parts_are_made_and_the_index_is_read_once(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = config(str(nano_gpt(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
+    data = config(str(megatron(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
     TokensFolder(data, tmp_path / "data").prepare(print)
     searched: list[int] = []
-    real = TokensFolder._border
+    opened: list[str] = []
+    real, looked = TokensFolder._border, megatron_index.look
+
+    def look(path: str) -> TokenFile:
+        opened.append(path)
+        return looked(path)
+
+    monkeypatch.setattr(megatron_index, "look", look)
 
     def border(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
         searched.append(1)
@@ -365,7 +373,7 @@ def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
     monkeypatch.setattr(TokensFolder, "_border", border)
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
-    assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
+    assert folder.finalize(print) and folder.count > 4 and len(searched) == len(opened) == 1
     assert len(load_manifest(tmp_path / "data").held_out) == 1
 
 
