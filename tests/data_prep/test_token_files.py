@@ -161,6 +161,10 @@ def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatc
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
     file = look(str(megatron(tmp_path, documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
+    assert file.ends is not None
+    for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
+        inside = [end - start for end in file.ends.tolist() if start < end <= stop]
+        assert np.asarray(file.part(start, stop).ends).tolist() == inside
     assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
     bare = look(str(nano_gpt(tmp_path, documents)))
     assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
@@ -300,7 +304,7 @@ def test_a_file_that_is_cut_short_is_refused(write: Writer, tmp_path: Path) -> N
     whole = path.read_bytes()
     for missing in (3000 if write is web_tar else 4, len(whole) // 3, len(whole) - 600):
         path.write_bytes(whole[:-missing])
-        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header"):
+        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header|truncated"):
             list(look(str(path)).documents(EOS))
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match="odd number"):

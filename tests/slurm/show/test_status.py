@@ -84,7 +84,12 @@ def test_whoever_only_looks_asks_no_input_whether_it_changed(tmp_path: Path, mon
     (run.data / "manifest.json").unlink()
     (tmp_path / "corpus.jsonl").unlink()
     asked: list[Input] = []
-    monkeypatch.setattr(Input, "problem", lambda self: asked.append(self) or "it is gone")
+
+    def problem(one: Input) -> str:
+        asked.append(one)
+        return "it is gone"
+
+    monkeypatch.setattr(Input, "problem", problem)
     assert [row.state for row in status.Lookout(run).look()][:2] == ["done", "waiting"] and not asked
     assert load("prepare").missing(run) == "it is gone" and len(asked) == 1
 
