@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from data_prep.inputs.folder import DataFolder, Log
 from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.row_files import MOST_PACKED
 from data_prep.inputs.sources import Input
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, replacing, sha256_file, sha256_json
@@ -36,8 +37,6 @@ MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
 _AT_ONCE = 1 << 26
 """Bytes of an array that are unpacked at once."""
-MOST_PACKED = 1 << 10
-"""Times as large as what is stored: compression does not come to that."""
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_prep.arrays import MOST_PACKED
+from data_prep.inputs.row_files import MOST_PACKED
 from data_prep.tokens.token_file import Ids, TokenFile, size_of
 from pipeline.base.errors import UserError
 from pipeline.base.files import reading
