@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from data_prep.inputs.folder import DataFolder, Log
 from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.row_files import MOST_PACKED
 from data_prep.inputs.sources import Input
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, replacing, sha256_file, sha256_json
@@ -100,6 +101,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         if self.unit(unit) is not None:
             return False
         seen = self.prepared.train[unit]
+        self.inputs[unit].check()
         if seen.packed:
             entry = _unpacked(seen, self.path, f"{SHARDS}/unit-{unit:05d}.h5")
         else:
@@ -144,7 +146,7 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
     import h5py
 
     path = source.path
-    with reading(path), h5py.File(path, "r") as file:
+    with reading(path, Exception), h5py.File(path, "r") as file:
         arrays: dict[str, Array] = {}
         for name in model.arrays:
             dataset: Any = file.get(name)
@@ -153,6 +155,8 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
                 raise UserError(f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {there}")
             if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
                 raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
+            if dataset.nbytes > MOST_PACKED * (stored := dataset.id.get_storage_size()):
+                raise UserError(f"{path}: {name} claims {dataset.nbytes:,} bytes, and {stored:,} are there: not whole")
             offset = dataset.id.get_offset()
             arrays[name] = Array(
                 offset=PACKED if offset is None else offset, dtype=dataset.dtype.name, shape=dataset.shape
@@ -201,12 +205,12 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
                 rows, row_bytes = (packed.chunks or (1,))[0], max(1, packed.nbytes // len(packed))
                 rows *= max(1, _AT_ONCE // (rows * row_bytes))
                 for start in range(0, len(packed), rows):
-                    with reading(entry.file):
+                    with reading(entry.file, Exception):
                         block = packed[start : start + rows]
                     made[start : start + rows] = block
                 arrays[key] = array.model_copy(update={"offset": made.id.get_offset()})
         if disk.error is not None:
             raise disk.error
         os.fsync(disk.fileno())
-    told = FileEntry.of(path).model_dump() | {"mtime_ns": path.stat().st_mtime_ns, "samples": entry.samples}
+    told = FileEntry.of(path).model_dump() | {"mtime_ns": entry.mtime_ns, "samples": entry.samples}
     return SampleFile(file=name, arrays=arrays, unpacked=_identity(entry), **told)

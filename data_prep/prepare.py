@@ -43,10 +43,14 @@ def missing(run: Run) -> str | None:
     return seen_from_outside(run).prepare_missing()
 
 
+def missing_at_a_glance(run: Run) -> str | None:
+    """The same of what it fixed alone: no input is asked whether it changed."""
+    return seen_from_outside(run).prepare_missing(ask_inputs=False)
+
+
 def progress(run: Run) -> Progress:
     """How far it is."""
-    folder = seen_from_outside(run)
-    return Progress(f"{folder.words} fixed" if folder.prepare_missing() is None else "-")
+    return Progress(f"{seen_from_outside(run).words} fixed" if missing_at_a_glance(run) is None else "-")
 
 
 def look(run: Run) -> None:

@@ -152,16 +152,16 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """Key of `manifest.json`. Raises InputError as `prepared` does."""
         return self.prepared.key
 
-    def prepare_missing(self) -> str | None:
+    def prepare_missing(self, *, ask_inputs: bool = True) -> str | None:
         """Why prepare is not done; None when all that it fixes is there, whole, and made for this config and code.
 
-        While there are units to make, the inputs must also be what `prepare` saw.
+        While there are units to make, the inputs must also be what `prepare` saw: with `ask_inputs` each is asked.
         """
         try:
             inputs = self.inputs
         except InputError as error:
             return str(error)
-        if self.shard_missing() is None:
+        if not ask_inputs or self.shard_missing() is None:
             return None
         return next(filter(None, (source.problem() for source in inputs)), None)
 

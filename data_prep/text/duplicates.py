@@ -7,8 +7,9 @@
 
 Tasks need not wait for one another: each hashes its own units, then what others have not yet, then finds the doubles of
 ranges that are missing. What two do at once comes out the same. So inputs are tokenised once, and read twice, or more
-often: who is done early also hashes what another has begun. A range holds some four million hashes (214 MB of memory),
-in 256 ranges at most: more memory beyond 10⁹ documents. Hashing takes 65 bytes a document of a unit.
+often: who is done early also hashes what another has begun. There are as many ranges as tasks, and so many that one
+holds some four million hashes (214 MB of memory), but 256 at most: more memory beyond 10⁹ documents. Hashing takes 65
+bytes a document of a unit.
 """
 
 from __future__ import annotations
@@ -39,10 +40,6 @@ class Duplicates:
         self._folder, self._texts, self._task, self._tasks = folder, texts, task, tasks
         self._hashes = [folder / f"unit-{unit:05d}-{key[:16]}.hashes" for unit, key in enumerate(keys)]
         self._key = sha256_json(list(keys))[:16]
-        self._order = [*range(task, len(keys), tasks)]
-        others = sorted({*range(len(keys))} - {*self._order})
-        random.Random(task).shuffle(others)  # so that few do the same
-        self._order += others
 
     def kept(self, unit: int) -> np.ndarray:
         """Of each document of a unit, whether it is the first of its text: bool, shape (documents,)."""
@@ -55,7 +52,7 @@ class Duplicates:
     @cached_property
     def _totals(self) -> list[int]:
         """Documents of each unit; all are hashed then."""
-        for unit in self._order:
+        for unit in self._order(range(self._task, len(self._hashes), self._tasks), len(self._hashes)):
             if not _is_whole(self._hashes[unit], 257, _ROW):
                 self._hash(unit)
         return [int(_offsets(path, 1, 256)[0]) for path in self._hashes]
@@ -63,13 +60,19 @@ class Duplicates:
     @cached_property
     def _ranges(self) -> list[Path]:
         """The doubles of each range; all are found then."""
-        count = min(256, max(1, -(-sum(self._totals) // _MOST)))
+        count = min(256, max(self._tasks, -(-sum(self._totals) // _MOST)))
         paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
-        first = count * self._task // self._tasks  # far from those of others
-        for number in sorted(range(count), key=lambda one: (one - first) % count):
+        own = range(count * self._task // self._tasks, count * (self._task + 1) // self._tasks)
+        for number in self._order(own, count):
             if not _is_whole(paths[number], len(self._hashes) + 1, _PLACE):
                 self._find(paths[number], 256 * number // count, 256 * (number + 1) // count)
         return paths
+
+    def _order(self, own: range, count: int) -> list[int]:
+        """A task's own, then those of others, each task in another order: so few do the same."""
+        others = sorted({*range(count)} - {*own})
+        random.Random(self._task).shuffle(others)
+        return [*own, *others]
 
     def _hash(self, unit: int) -> None:
         found = bytearray()

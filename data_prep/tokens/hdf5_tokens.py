@@ -14,12 +14,13 @@ from typing import Any
 import h5py
 import numpy as np
 
+from data_prep.inputs.row_files import MOST_PACKED
 from data_prep.tokens.token_file import Ids, TokenFile, size_of
 from pipeline.base.errors import UserError
+from pipeline.base.files import reading
 
 NAMES = ("tokens", "input_ids")
 _BLOCK = 1 << 22
-_MOST = 1 << 10  # times as large as what is stored: compression does not come to that
 
 
 def fits(path: str, head: bytes) -> bool:
@@ -29,17 +30,8 @@ def fits(path: str, head: bytes) -> bool:
 
 def look(path: str) -> TokenFile:
     """Find the dataset. Raises UserError where there is none that holds tokens."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            return _look(path, file)
-    except UserError:
-        raise
-    except Exception as error:  # h5py has all kinds for a file that is not whole
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: str, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged, or no HDF5 that can be read: {error}")
+    with reading(path, Exception), h5py.File(path, "r", locking=False) as file:
+        return _look(path, file)
 
 
 def _look(path: str, file: Any) -> TokenFile:
@@ -53,7 +45,7 @@ def _look(path: str, file: Any) -> TokenFile:
     tokens, offset, stored = int(dataset.size), dataset.id.get_offset(), dataset.id.get_storage_size()
     if offset is not None and offset + tokens * kind.itemsize > size_of(path):
         raise UserError(f"{path} is cut short: {name} should go to byte {offset + tokens * kind.itemsize:,}")
-    if tokens * kind.itemsize > _MOST * stored:
+    if tokens * kind.itemsize > MOST_PACKED * stored:
         raise UserError(f"{path}: {name} claims {tokens:,} tokens, and {stored:,} bytes are stored: it is not whole")
     mapped = offset if kind.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * _BLOCK:
@@ -64,11 +56,8 @@ def _look(path: str, file: Any) -> TokenFile:
 
 def _rows(path: str) -> Iterator[Ids]:
     """What is not mapped, block by block."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            dataset: Any = next(file[name] for name in NAMES if name in file)
-            step = max(1, _BLOCK // int(np.prod(dataset.shape[1:])))
-            for start in range(0, len(dataset), step):
-                yield dataset[start : start + step].ravel()
-    except Exception as error:
-        raise _damaged(path, error) from error
+    with reading(path, Exception), h5py.File(path, "r", locking=False) as file:
+        dataset: Any = next(file[name] for name in NAMES if name in file)
+        step = max(1, _BLOCK // int(np.prod(dataset.shape[1:])))
+        for start in range(0, len(dataset), step):
+            yield dataset[start : start + step].ravel()

@@ -43,13 +43,16 @@ def look(path: str) -> TokenFile:
     wanted = _HEADER.size + 12 * count + 8 * documents
     if size not in (wanted, wanted + count):
         raise UserError(f"{index} has {size} bytes, but {count} sequences and {documents} borders take {wanted}")
+    starts, width = np.zeros(count + 1, np.int64), np.dtype(_TYPES[code]).itemsize
     with open_regular(index) as file:
         file.seek(_HEADER.size)
-        lengths = np.fromfile(file, "<i4", count).astype(np.int64)
-        offsets, firsts = np.fromfile(file, "<i8", count), np.fromfile(file, "<i8", documents)
-    starts, width = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(_TYPES[code]).itemsize
-    if (lengths < 0).any() or not np.array_equal(offsets, starts[:-1] * width) or starts[-1] * width != whole:
-        raise UserError(f"{index} is damaged, or not that of {data}: its sequences are not what {whole} bytes hold")
-    if not documents or firsts[0] != 0 or firsts[-1] != count or (np.diff(firsts) < 0).any():
+        lengths, offsets = np.fromfile(file, "<i4", count), np.fromfile(file, "<i8", count)
+        np.cumsum(lengths, out=starts[1:])
+        if (lengths < 0).any() or not np.array_equal(offsets, starts[:-1] * width) or starts[-1] * width != whole:
+            raise UserError(f"{index} is damaged, or not that of {data}: its sequences are not what {whole} bytes hold")
+        del lengths, offsets  # an index may have 10**9 of them
+        firsts = np.fromfile(file, "<i8", documents)
+    if not documents or firsts[0] != 0 or firsts[-1] != count or (firsts[1:] < firsts[:-1]).any():
         raise UserError(f"{index} is damaged: its documents do not go from sequence 0 to {count}")
-    return TokenFile(data, "Megatron .bin", _TYPES[code], int(starts[-1]), 0, starts[firsts[1:]])
+    ends = starts.take(firsts, out=firsts, mode="clip")[1:]
+    return TokenFile(data, "Megatron .bin", _TYPES[code], int(starts[-1]), 0, ends)

@@ -56,7 +56,9 @@ class TokenFile(NamedTuple):
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of what lies in one piece, as if they were all; a document counts where it ends."""
         assert self.offset is not None
-        ends = None if self.ends is None else self.ends[(self.ends > start) & (self.ends <= stop)] - start
+        ends = self.ends
+        if ends is not None:
+            ends = ends[slice(*np.searchsorted(ends, (start, stop), side="right"))] - start
         offset = self.offset + start * np.dtype(self.dtype).itemsize
         return self._replace(offset=offset, tokens=stop - start, ends=ends)
 

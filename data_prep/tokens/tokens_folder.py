@@ -17,7 +17,8 @@ end with one is refused; a copy (`data import`) has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -85,11 +86,17 @@ class TokensFolder(TextFolder):
         self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
         log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
 
+    @cached_property
+    def _mapped(self) -> Callable[[str], TokenFile]:
+        """What a file is; the last one is kept: its index may be large, and one part follows another."""
+        from data_prep.tokens.formats import mappable
+
+        return lru_cache(maxsize=1)(mappable)
+
     def make(self, unit: int) -> bool:
         """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
         import numpy as np
 
-        from data_prep.tokens.formats import mappable
         from data_prep.tokens.token_file import MAPPED
 
         if self.unit(unit) is not None:
@@ -97,7 +104,7 @@ class TokensFolder(TextFolder):
         self._check_inputs(self.plan.units[unit])
         ((index, start, end),), fixed = self.plan.units[unit], self.prepared
         source = self.inputs[index]
-        file = mappable(source.path)
+        file = self._mapped(source.path)
         if file.tokens is None or end > file.tokens or file.offset is None:
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)

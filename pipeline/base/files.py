@@ -254,10 +254,13 @@ def file_system_type(path: Path) -> str:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Turn what reading an input may raise (no access, a broken archive) into a UserError naming the file."""
+def reading(path: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn what reading an input may raise (no access, a broken archive, and `more`: h5py has all kinds for a file that
+    is not whole) into a UserError naming the file."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except Exception as error:
+        if isinstance(error, UserError) or not isinstance(error, (OSError, EOFError, zlib.error, *more)):
+            raise
         refuse_no_more_files(error)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -8,9 +8,11 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import intact, read_json, sha256_json
+from pipeline.config.masking import masked
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.order import ORDER_VERSION
+from pipeline.run.changes import flatten
 from pipeline.run.directory import Run
 
 LOOKING = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
@@ -20,7 +22,7 @@ SOURCE = "source.json"
 
 
 def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
-    """Hashes of the config and the data, and the version of the order of samples."""
+    """Hashes of the config and the data, the values that the first is of, and the version of the order of samples."""
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
     unlike["model"] = ("init_from", "init_files")
@@ -31,8 +33,10 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     for section, keys in unlike.items():
         for key in keys:
             values.get(section, {}).pop(key, None)
+    values["seed"] = config.run.seed
     return {
-        "config_hash": sha256_json({**values, "seed": config.run.seed}),
+        "config_hash": sha256_json(values),
+        "config": masked(flatten(values)),
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
         "order_version": ORDER_VERSION,
         **weights,
@@ -64,11 +68,14 @@ def source_identity(run: Run) -> dict[str, Any]:
 
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the manifest of a checkpoint is not of the training with the identity `now`."""
+    was = saved.get("config") or now["config"]  # older ones have none
+    both = {key: (was.get(key, "unset"), now["config"].get(key, "unset")) for key in sorted({**was, **now["config"]})}
+    other = "".join(f", {key} {old} → {new}" for key, (old, new) in both.items() if old != new)
     for key in ("config_hash", "data_hash", "order_version", "source_hash"):
         if saved.get(key) != now.get(key):
             raise CheckpointError(
-                f"checkpoint {saved['step']} has another {key} than this run now: its config, shards or code were "
-                "changed by hand; going on would be another training. Undo that, or start a new run"
+                f"checkpoint {saved['step']} has another {key} than this run now{other}: its config, shards or code "
+                "were changed by hand; going on would be another training. Undo that, or start a new run"
             )
     before, after = ([one for one in each.get("weights", []) if one.get("from_step", 1) <= saved["step"]]
                      for each in (saved, now))  # fmt: skip

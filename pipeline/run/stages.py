@@ -6,6 +6,7 @@ imports stand inside `main`. It has:
     def missing(run) -> str | None                why the stage is not done; None when its outputs validate
     def progress(run) -> Progress                 how far it is
     def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
+    def missing_at_a_glance(run) -> str | None    optional: `missing` for whoever only shows it, and asks few files
     def look(run) -> None                         optional: raise UserError for inputs that `main` would refuse at
                                                   first sight, before the run is made
 

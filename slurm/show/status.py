@@ -172,7 +172,8 @@ class Lookout:
 
     def _row(self, run: Run, stage: str) -> Row:
         work, events = stages.load(stage), run.read_events(stage)
-        holder, missing, far = run.holder(stage), work.missing(run), work.progress(run)
+        missing = getattr(work, "missing_at_a_glance", work.missing)(run)
+        holder, far = run.holder(stage), work.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage)]
         shown = _shown(jobs)
         job = shown.state if shown else None

@@ -6,11 +6,14 @@ import gzip
 import io
 import json
 import os
-import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import h5py
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -18,13 +21,25 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.arrays import ArraysFolder
+from data_prep.inputs.folder import PACKAGE, DataFolder
 from data_prep.inputs.listing import find_inputs
 from data_prep.inputs.sources import parquet_groups, read_documents
+from data_prep.mixture_folder import MixtureFolder
 from data_prep.text.text_folder import TextFolder
-from pipeline.base.errors import UserError
+from data_prep.tokens.tokens_folder import TokensFolder
+from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
-from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, run_tasks, texts
-from tests.data_prep.test_token_files import mutated
+from pipeline.config.user_model import UserModel
+from pipeline.data.manifest import SampleManifest, load, load_manifest
+from pipeline.data.samples import SampleDataset
+from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
+from tests.data_prep.test_token_files import MAPPED, encoded, flat, mutated, tokens_of
+from tests.data_prep.test_token_files import config as tokens_config
+from tests.data_prep.test_unpacked_samples import WAYS
+from tests.data_prep.test_unpacked_samples import write as write_samples
+
+MODEL = UserModel("own", Path("own.py"), frozenset(), ("images", "labels"), ("images",), ())
 
 
 def lines_of(documents: list[str]) -> bytes:
@@ -73,27 +88,47 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data/tokenizer.json"
 
 
-@settings(deadline=None, max_examples=6)
+def same_in_any_split(make: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, draw: Random) -> None:
+    """Tasks in any order, some twice, one before another has begun, write what one task writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_prep.text.units.MIN_UNIT_BYTES", 256)
+        patch.setattr("data_prep.arrays._AT_ONCE", 3000)
+        patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
+        dealt = [*range(tasks), draw.randrange(tasks)]
+        draw.shuffle(dealt)
+        for name, order, count in (("one", [0], 1), ("many", dealt, tasks)):
+            make(folder / name).prepare(quiet)
+            for task in order:
+                make(folder / name).shard(task, count, quiet)
+            assert make(folder / name).finalize(quiet)
+    assert all_bytes(folder / "one") == all_bytes(folder / "many")
+
+
+SPLIT = {"tasks": st.integers(2, 7), "draw": st.randoms(use_true_random=False)}
+few = settings(deadline=None, max_examples=6)
+
+
+@few
 @given(
-    files=st.lists(st.tuples(st.sampled_from([*FORMATS]), st.integers(0, 25)), min_size=1, max_size=4),
-    tasks=st.integers(2, 7),
+    counts=st.tuples(*(st.integers(0, 12) for _ in FORMATS)),
     lines=st.booleans(),
     once=st.booleans(),
-    draw=st.randoms(use_true_random=False),
+    **SPLIT,
 )
 def test_any_split_of_any_inputs_gives_the_same_bytes(
-    files: list[tuple[str, int]],
+    counts: tuple[int, ...],
     tasks: int,
     lines: bool,
     once: bool,
-    draw: random.Random,
+    draw: Random,
     tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Tasks in any order, some twice, one before another has begun."""
     folder = tmp_path_factory.mktemp("inputs")
-    for number, (ending, count) in enumerate([(".jsonl", 9), *files]):
-        (folder / "in").mkdir(exist_ok=True)
+    (folder / "in").mkdir()
+    files = [(".jsonl", 25), *zip(FORMATS, counts, strict=True)]
+    draw.shuffle(files)
+    for number, (ending, count) in enumerate(files):
         (folder / f"in/{number}{ending}").write_bytes(FORMATS[ending](texts(count)))
     data = DataConfig(
         source=str(folder / "in"),
@@ -103,23 +138,78 @@ def test_any_split_of_any_inputs_gives_the_same_bytes(
         text_documents="line" if lines else "file",
         deduplicate=once,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.text.units.MIN_UNIT_BYTES", 256)
-        patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
-        run_tasks(data, folder / "one")
-        prepare(data, folder / "many", quiet)
-        dealt = [*range(tasks), draw.randrange(tasks)]
-        draw.shuffle(dealt)
-        for task in dealt:
-            TextFolder(data, folder / "many").shard(task, tasks, quiet)
-        assert TextFolder(data, folder / "many").finalize(quiet)
-    assert all_bytes(folder / "one") == all_bytes(folder / "many")
+    same_in_any_split(lambda path: TextFolder(data, path), folder, tasks, draw)
+    assert load_manifest(folder / "many").documents >= 25
+
+
+def tokens_in(folder: Path, tokenizer: Path, count: int) -> list[int]:
+    """Files of each format that is used where it lies; all their tokens, by the files' names."""
+    documents = encoded(tokenizer, count)
+    found = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPED)}
+    return [token for path in sorted(found) for token in flat(found[path])]
+
+
+@few
+@given(count=st.integers(120, 300), limit=st.integers(1024, 3000), **SPLIT)
+def test_any_split_of_files_of_tokens(
+    count: int, limit: int, tasks: int, draw: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The manifest is the same, and names each token of the files once, in order."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "in").mkdir()
+    everything = tokens_in(folder / "in", tokenizer, count)
+    data = tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
+    same_in_any_split(lambda path: TokensFolder(data, path), folder, tasks, draw)
+    manifest = load_manifest(folder / "many")
+    assert len(manifest.train) >= 2 * len(MAPPED)
+    entries = sorted((*manifest.train, *manifest.held_out), key=lambda entry: (entry.file, entry.offset))
+    assert tokens_of(folder / "many", (*entries,)) == everything
+
+
+@few
+@given(ways=st.lists(st.sampled_from([{}, *WAYS.values()]), min_size=1, max_size=5), **SPLIT)
+def test_any_split_of_files_of_samples(
+    ways: list[dict[str, Any]], tasks: int, draw: Random, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In one piece, in chunks, compressed: the rows that were written."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for number, options in enumerate(ways):
+        write_samples(folder / f"{number}.h5", **options)
+    data = DataConfig(source=f"{folder}/*.h5", held_out=0)
+    same_in_any_split(lambda path: ArraysFolder(data, path, PACKAGE, MODEL), folder, tasks, draw)
+    read = SampleDataset(load(folder / "many/manifest.json", SampleManifest), folder / "many").read(
+        np.arange(50 * len(ways))
+    )
+    for name, found in read.items():
+        rows = [h5py.File(folder / f"{number}.h5")[name][...] for number in range(len(ways))]
+        assert sorted(map(bytes, found)) == sorted(map(bytes, np.concatenate(rows)))
+
+
+@few
+@given(count=st.integers(60, 150), **SPLIT)
+def test_any_split_of_a_mixture(
+    count: int, tasks: int, draw: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "in").mkdir()
+    tokens_in(folder / "in", tokenizer, count)
+    (folder / "a.jsonl").write_bytes(lines_of(texts(count)))
+    sources = {
+        "web": {"source": str(folder / "a.jsonl"), "held_out": 0.2},
+        "code": {"source": str(folder / "in"), "records": "tokens", "held_out": 0.2},
+    }
+    mixture = {"sources": sources, "weights": [{"weights": {"web": 1, "code": 1}}]}
+    data = DataConfig.model_validate(
+        {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "shard_tokens": 2048}
+    )
+    same_in_any_split(lambda path: MixtureFolder(data, path), folder, tasks, draw)
+    assert [part.name for part in load_manifest(folder / "many").parts] == ["web", "code"]
 
 
 @pytest.mark.parametrize("ending", FORMATS)
 def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
     """A thousand in all. What has a checksum is read right, or refused; the rest never crashes, or reads far more."""
-    source, documents = random.Random(ending), texts(30)
+    source, documents = Random(ending), texts(30)
     whole, refused, checked = FORMATS[ending](documents), 0, ending in (".jsonl.gz", ".jsonl.zst")
     path = tmp_path / f"a{ending}"
     for _ in range(150):
@@ -138,3 +228,25 @@ def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
         if checked and content:
             assert good == documents
     assert refused > 30 or ending in (".jsonl", ".txt")
+
+
+@pytest.mark.parametrize("way", ["plain", *WAYS])
+def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
+    """600 in all. What no checksum protects may read as other values, in the same shapes."""
+    write_samples(path := tmp_path / "a.h5", **WAYS.get(way, {}))
+    source, whole, refused = Random(way), path.read_bytes(), 0
+    data = DataConfig(source=str(path), held_out=0)
+    for number in range(150):
+        path.write_bytes(mutated(whole, source))
+        folder = ArraysFolder(data, tmp_path / str(number), PACKAGE, MODEL)
+        try:
+            folder.prepare(quiet)
+            folder.shard(0, 1, quiet)
+            assert folder.finalize(quiet)
+            samples = SampleDataset(load(folder.path / "manifest.json", SampleManifest), folder.path)
+            assert len(samples) <= 100
+            samples.read(np.arange(len(samples)))
+        except (UserError, InputError) as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 30

@@ -211,12 +211,15 @@ def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monk
 def test_tasks_begin_to_find_doubles_far_from_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = [[f"{unit} {number}".encode() for number in range(8)] for unit in range(4)]
     keys = [f"{number:064d}" for number in range(len(units))]
-    monkeypatch.setattr(duplicates, "_MOST", 2)
-    begun = []
-    for task in range(4):
-        found: list[str] = []
-        monkeypatch.setattr(Duplicates, "_find", lambda self, path, low, high, found=found: found.append(path.name))
-        _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._ranges
-        assert len(set(found)) == 16  # all of them in the end
-        begun.append(found[0].split("-")[2])
-    assert begun == ["000", "004", "008", "012"]
+    for most, ranges in ((2, 16), (100, 4)):  # of few documents there are as many ranges as tasks
+        monkeypatch.setattr(duplicates, "_MOST", most)
+        orders = []
+        for task in range(4):
+            found: list[str] = []
+            monkeypatch.setattr(Duplicates, "_find", lambda self, path, low, high, found=found: found.append(path.name))
+            _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._ranges
+            orders.append([int(name.split("-")[2]) for name in found])
+        assert all(sorted(order) == list(range(ranges)) for order in orders)  # all of them in the end
+        own = ranges // 4
+        assert [number for order in orders for number in order[:own]] == list(range(ranges))
+        assert len({tuple(order[own:]) for order in orders}) == 4, "who is done early should not do what others do"

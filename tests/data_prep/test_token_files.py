@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from data_prep.mixture_folder import MixtureFolder
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder, train_bpe
+from data_prep.tokens import megatron as megatron_index
 from data_prep.tokens.formats import look
 from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_commands import main
@@ -160,6 +161,10 @@ def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatc
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
     file = look(str(megatron(tmp_path, documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
+    assert file.ends is not None
+    for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
+        inside = [end - start for end in file.ends.tolist() if start < end <= stop]
+        assert np.asarray(file.part(start, stop).ends).tolist() == inside
     assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
     bare = look(str(nano_gpt(tmp_path, documents)))
     assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
@@ -299,7 +304,7 @@ def test_a_file_that_is_cut_short_is_refused(write: Writer, tmp_path: Path) -> N
     whole = path.read_bytes()
     for missing in (3000 if write is web_tar else 4, len(whole) // 3, len(whole) - 600):
         path.write_bytes(whole[:-missing])
-        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header"):
+        with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header|truncated"):
             list(look(str(path)).documents(EOS))
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match="odd number"):
@@ -350,13 +355,20 @@ def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
     assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
 
 
-def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
+def test_held_out_tokens_are_looked_for_once_when_parts_are_made_and_the_index_is_read_once(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = config(str(nano_gpt(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
+    data = config(str(megatron(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
     TokensFolder(data, tmp_path / "data").prepare(print)
     searched: list[int] = []
-    real = TokensFolder._border
+    opened: list[str] = []
+    real, looked = TokensFolder._border, megatron_index.look
+
+    def look(path: str) -> TokenFile:
+        opened.append(path)
+        return looked(path)
+
+    monkeypatch.setattr(megatron_index, "look", look)
 
     def border(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
         searched.append(1)
@@ -365,7 +377,7 @@ def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
     monkeypatch.setattr(TokensFolder, "_border", border)
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
-    assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
+    assert folder.finalize(print) and folder.count > 4 and len(searched) == len(opened) == 1
     assert len(load_manifest(tmp_path / "data").held_out) == 1
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from data_prep.inputs.sources import Input
 from pipeline.run.directory import Run
+from pipeline.run.stages import load
 from slurm.page.report import print_report
 from slurm.query import states
 from slurm.query.jobs import Submitted
@@ -74,6 +76,22 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
 def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
     found = status.judge("x", False, [], JobState("9", "PENDING", reason))
     assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
+
+
+def test_whoever_only_looks_asks_no_input_whether_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be 100,000 of them; who acts asks."""
+    run = make_run(tmp_path)
+    (run.data / "manifest.json").unlink()
+    (tmp_path / "corpus.jsonl").unlink()
+    asked: list[Input] = []
+
+    def problem(one: Input) -> str:
+        asked.append(one)
+        return "it is gone"
+
+    monkeypatch.setattr(Input, "problem", problem)
+    assert [row.state for row in status.Lookout(run).look()][:2] == ["done", "waiting"] and not asked
+    assert load("prepare").missing(run) == "it is gone" and len(asked) == 1
 
 
 def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""Another `data.sequence_length` for a run that has trained is refused in words; before that it takes effect."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.base.errors import CheckpointError, UserError
+from pipeline.checkpoint.identity import identity, refuse_other
+from pipeline.config.read import load_config
+from pipeline.data.manifest import load_manifest
+from pipeline.data.samples import TokenDataset
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.support.ranks import place
+from tests.support.tiny import HarmlessFlag, make_run, write_config
+
+
+def filled(run: Run) -> Run:
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    return run
+
+
+def prompts_run(folder: Path) -> Run:
+    """Its shards are laid into windows of that length."""
+    path = write_config(folder)
+    lines = ({"prompt": f"the model {number}", "response": "then saves each token " * 3} for number in range(300))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return filled(Run.create(load_config(path, ("data.records=prompts", "data.shard_tokens=4096"))))
+
+
+def mixture_run(folder: Path) -> Run:
+    """Not prepared."""
+    path = write_config(folder)
+    sources = {name: {"source": str(folder / "corpus.jsonl")} for name in "ab"}
+    mixture = json.dumps({"sources": sources, "weights": [{"from_step": 1, "weights": {"a": 1, "b": 2}}]})
+    text = re.sub("  source: .*", f"  mixture: {mixture}", path.read_text()).replace("  held_out: 0.1\n", "")
+    (folder / "tokenizer.json").touch()
+    path.write_text(re.sub("  tokenizer: .*", f"  tokenizer: {{kind: file, path: {folder}/tokenizer.json}}", text))
+    return Run.create(load_config(path))
+
+
+@pytest.mark.parametrize("make", [make_run, prompts_run, mixture_run])
+def test_a_run_that_has_trained_keeps_its_length(make: object, tmp_path: Path) -> None:
+    run: Run = make(tmp_path)  # type: ignore[operator]
+    run.change(["data.sequence_length=48"])
+    assert Run.open(run.path).config.data.sequence_length == 48  # nothing is there that it makes wrong
+    (run.checkpoints / "step-00000003").mkdir()
+    with pytest.raises(UserError) as caught:
+        run.change(["data.sequence_length=16"])
+    words = str(caught.value)
+    assert words.startswith("data.sequence_length: 48 → 16: resume cannot change it without changing the result")
+    assert "checkpoints/step-00000003" in words and "start a new run: its config under another run.name" in words
+    assert Run.open(run.path).config.data.sequence_length == 48
+
+
+def test_before_that_samples_are_cut_anew(tmp_path: Path) -> None:
+    """Of the same shards; of prompts, which lie in windows, they are written again."""
+    run = make_run(tmp_path)
+    before = load_manifest(run.data)
+    run.change(["data.sequence_length=48"])
+    assert load("shard").missing(run) is None and load_manifest(run.data) == before
+    assert TokenDataset(before.train, 48, run.data).read(np.array([0]))["tokens"].shape == (1, 49)
+    (tmp_path / "prompts").mkdir()
+    run = prompts_run(tmp_path / "prompts")
+    before = load_manifest(run.data)
+    run.change(["data.sequence_length=48"])
+    assert load("shard").missing(run) is not None
+    assert load_manifest(filled(run).data).train != before.train and load("shard").missing(run) is None
+
+
+def test_a_config_that_was_changed_by_hand_is_told_by_key_and_values(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    manifest = load_manifest(run.data)
+    saved = {"step": 3, **identity(run.config, manifest)}
+    refuse_other(json.loads(json.dumps(saved)), identity(run.config, manifest))
+    text = run.config_file.read_text()
+    run.config_file.write_text(text.replace("sequence_length: 32", "sequence_length: 48").replace("seed: 3", "seed: 4"))
+    now = identity(Run.open(run.path).config, manifest)
+    with pytest.raises(CheckpointError, match=r"this run now, data\.sequence_length 32 → 48, seed 3 → 4: its config"):
+        refuse_other(saved, now)
+    del saved["config"]  # one that older code saved
+    with pytest.raises(CheckpointError, match=r"this run now: its config"):
+        refuse_other(saved, now)
