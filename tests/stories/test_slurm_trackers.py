@@ -24,7 +24,7 @@ cluster = cluster_fixture(grace=5)
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS = 12
+STEPS = 20
 
 
 @pytest.fixture
