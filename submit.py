@@ -272,13 +272,16 @@ def track(
     to: Annotated[str | None, typer.Option(help="one sink, such as tensorboard; all of the config without it")] = None,
 ) -> None:
     """Tell trackers what a run's files say and they do not know yet: TensorBoard, W&B, MLflow, Prometheus …"""
+    from pipeline.run.points import points
     from slurm.page.report import print_report
     from slurm.track.beside import bring_up_to_date
 
-    opened = _open(run)
-    if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
-        print_report(opened, Plain(quiet=True))
-    raise typer.Exit(bring_up_to_date(opened, to, overrides or ()))
+    opened, codes = _open(run), []
+    for one in [point for point in points(opened) if point.config_file.exists()] or [opened]:  # a sweep is its points
+        if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
+            print_report(one, Plain(quiet=True))
+        codes.append(bring_up_to_date(one, to, overrides or ()))
+    raise typer.Exit(max(codes))
 
 
 @app.command()

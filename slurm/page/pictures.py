@@ -71,7 +71,8 @@ def curves(
     if max(map(len, named.values()), default=0) < 2:
         return ""
     across = Scale.over((p[0] for points in named.values() for p in points), x, log="x" in log, whole="x" not in log)
-    up = Scale.over((p[1] for points in named.values() for p in points), y, log="y" in log).rounded()
+    ends = [0.0, 100.0] if y == "%" else []
+    up = Scale.over([*ends, *(p[1] for points in named.values() for p in points)], y, log="y" in log).rounded()
     drawn: list[Curve] = []
     few = min(BUCKETS, max(8, 6000 // len(named)))
     for place, (name, points) in enumerate(named.items()):

@@ -147,7 +147,8 @@ def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
     if not results:
         return []
     keys = [key for key, value in results[0].items() if isinstance(value, float)]
-    return [["step", *keys], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
+    names = [key.replace("_", " ") for key in keys]
+    return [["step", *names], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
 
 
 def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[str]:

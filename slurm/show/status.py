@@ -48,9 +48,9 @@ GPU_LOOK_S, _MOST_GPUS = 120.0, 3
 """GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
 _LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
-IDLE_LOOKS = 2
+IDLE_LOOKS = 5
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
-and while a file system shows the outputs late, it may seem so for a moment."""
+which without Slurm takes seconds on a busy machine, and while a file system shows the outputs late, it may seem so."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import CODE_ROOT, with_code
 from pipeline.run.directory import Run
 from slurm.query.site_variables import interpreter
+from slurm.track.sink import names as called_names
 from slurm.track.sinks import SINKS, wanted
 
 DRAIN_S = 10.0
@@ -56,11 +57,11 @@ def bring_up_to_date(run: Run, sink: str | None, overrides: Sequence[str]) -> in
             f"track: {run.name} names no sink: say --to {'|'.join(SINKS)}, with its keys as track.KEY=VALUE"
         )
     told = [f"track.{sink}=true"] if sink == "tensorboard" else []
-    code = 0
+    code, (called, sweep) = 0, called_names(run)
     for name in names:
         words = [sys.executable, "-m", "slurm.track", name, str(run.path), "--once", *told, *overrides]
         left = subprocess.run(words, env=with_code(os.environ, CODE_ROOT)).returncode
-        print(f"{name}: {'up to date' if left == 0 else 'not up to date'}", flush=True)
+        print(f"{called + ' ' if sweep else ''}{name}: {'up to date' if left == 0 else 'not up to date'}", flush=True)
         code = max(code, left)
     return code
 

@@ -52,15 +52,18 @@ class Follower:
             self._sink = make(self.name, self.run, memory, record)
         sink = self._sink
         memory, record = sink.memory, sink.record
-        events = list(record.events(memory.events))
-        for event, _ in events:
-            record.note(event)
-            changed = event["steps"] if event["event"] == "lost_work" else [event["step"]] if late(event) else []
-            if changed and min(changed) <= memory.step:
-                sink.rewind(min(changed) - 1)
-            sink.event(event)
-        if events:
-            self._told(sink, events=events[-1][1])
+        told, events = memory.events, list(record.events(memory.events))
+        try:
+            for event, end in events:
+                record.note(event)
+                changed = event["steps"] if event["event"] == "lost_work" else [event["step"]] if late(event) else []
+                if changed and min(changed) <= memory.step:
+                    sink.rewind(min(changed) - 1)
+                sink.event(event)
+                told = end
+        finally:  # a receiver that takes only so many a minute gets on, and hears none of them again
+            if told > memory.events:
+                self._told(sink, events=told)
         while found := record.steps(memory.step):
             sink.steps(found)
             self._told(sink, step=found[-1]["step"])

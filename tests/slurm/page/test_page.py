@@ -126,6 +126,7 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
     for heading, words in units.items():
         ticks = re.findall(r'<text class="tick"[^>]*>([^<]+)', page.figures[heading])
         assert all(word in page.figures[heading] for word in words) and len(ticks) >= 3, heading
+    assert re.findall(r'"tick"[^>]*>(0|100)<', page.figures["CPU"]) == ["0", "100"], "of the whole, not of 20 %"
     assert "held out" in page.figures["Loss"] and page.figures["Loss"].count('stroke-dasharray="4"') == 2
     shown = page.figures["Where profiled steps went"]
     assert "communication, exposed" in shown and re.findall(r'text-anchor="end">(\d+)<', shown)[-1] == "100"

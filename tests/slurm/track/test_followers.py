@@ -121,13 +121,13 @@ def test_a_sink_that_fails_is_tried_again_and_no_other_waits(
 class Chat(BaseHTTPRequestHandler):
     """A chat that is out of order at first."""
 
-    failing = 0
+    failing, most = 0, 1000
     heard: ClassVar[list[tuple[str, str]]] = []
 
     def do_POST(self) -> None:
         """Take a message, or none."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if type(self).failing > 0:
+        if type(self).failing > 0 or len(self.heard) >= self.most:
             type(self).failing -= 1
             self.send_error(503)
             return
@@ -142,6 +142,7 @@ class Chat(BaseHTTPRequestHandler):
 @pytest.fixture
 def chat() -> Iterator[str]:
     Chat.heard.clear()
+    Chat.most = 1000
     server = HTTPServer(("127.0.0.1", 0), Chat)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -172,6 +173,16 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
         "tiny: train failed (crashed): oh", "tiny: train stalled: rank 3", "tiny: done"
     ]  # fmt: skip
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
+
+
+def test_a_chat_that_takes_few_at_a_time_hears_each_once(tmp_path: Path, chat: str) -> None:
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    for _ in range(3):
+        one.crash()
+    for Chat.most in (1, 2, 3):
+        with suppress(OSError):
+            Follower(one.run, "webhook").catch_up()
+    assert len(Chat.heard) == len(set(Chat.heard)) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
-from pipeline.run.points import points as points_of
 from slurm.track.follower import Follower
 from slurm.track.sink import identity
 from slurm.track.wandb import steps_in
@@ -64,17 +65,20 @@ def curve_of_mlflow(uri: str, run: Run, name: str = "loss") -> list[tuple[int, f
 
 
 class Process:
-    """A follower, in a process of its own, killed and stopped without a word."""
+    """A follower or a server, in a process of its own, killed and stopped without a word."""
 
-    def __init__(self, run: Run, name: str) -> None:
-        self._run, self._name = run, name
-        self._log = open(run.path / f"{name}.log", "ab")  # noqa: SIM115
+    def __init__(self, log: Path, *command: str) -> None:
+        self._command = [sys.executable, "-m", *command]
+        self._log = open(log, "ab")  # noqa: SIM115
         self.start()
+
+    @classmethod
+    def follower(cls, run: Run, name: str) -> Process:
+        return cls(run.path / f"{name}.log", "slurm.track", name, str(run.path))
 
     def start(self) -> None:
         """Start it, where none runs."""
-        command = [sys.executable, "-m", "slurm.track", self._name, str(self._run.path)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
 
     def hurt(self, way: str) -> None:
         """Kill it and start another one; stop it; let it go on."""
@@ -96,6 +100,31 @@ class Process:
         self._log.close()
 
 
+class Listener(Process):
+    """A receiver of webhooks that is killed, stopped and in bad moods (tests/support/receiver.py)."""
+
+    MOODS = ("well", "refuse", "hang", "lose")
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._mood, self._heard, port = folder / "mood", folder / "heard.jsonl", free_port()
+        self._mood.write_text("well")
+        self.url = f"http://127.0.0.1:{port}/secret"
+        super().__init__(folder / "log", "tests.support.receiver", str(port), str(folder))
+
+    def hurt(self, way: str) -> None:
+        """Also: change its mood."""
+        if way in self.MOODS:
+            write_atomic(self._mood, way)
+        super().hurt("go on" if way in self.MOODS else way)
+
+    def heard(self) -> list[tuple[str, str]]:
+        """Id and words of what it took, without how long and where."""
+        found = json_lines(self._heard) if self._heard.exists() else []
+        assert all(f"id {one['id']}]" in one["text"] for one in found), "the id stands in the text, too"
+        return [(one["id"], re.sub(r" for [\d:]+,| \[.*", "", one["text"])) for one in found]
+
+
 def note(one: Invented, values: dict[int, set[float]]) -> None:
     """Add what each step's loss is now to what it was before."""
     for step, loss in one.losses().items():
@@ -109,31 +138,42 @@ def make_up(one: Invented) -> None:
     one.late()
 
 
-def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
-    port = free_port()
-    track = f"{{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, prometheus: {{port: {port}}}}}"
-    one = Invented(tmp_path, f"track={track}", "train.steps=100000")
-    names, draw, values = (
-        ("tensorboard", "wandb", "mlflow", "prometheus"),
-        random.Random(1),
-        defaultdict[int, set[float]](set),
-    )
-    feeds = {name: Process(one.run, name) for name in names}
+def fail(one: Invented, draw: random.Random, blow: int) -> str:
+    """An attempt fails, and the next one begins; what a chat is to hear of it."""
+    cause = draw.choice(["crashed", "hang"])
+    one.run.event("failed", "train", job_id=str(one.attempt), cause=cause, exit_code=1, message=f"blow {blow}")
+    one.crash()
+    return f"tiny: train {'stalled' if cause == 'hang' else 'failed (crashed)'}: blow {blow}"
+
+
+def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
+    seed = int(os.environ.get("SLUICE_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"again with SLUICE_SEED={seed}")
+    draw, port, chat = random.Random(seed), free_port(), Listener(tmp_path / "chat")
+    track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}"
+    track += f", prometheus: {{port: {port}}}, webhook: {{url: '{chat.url}'}}}}"
+    one = Invented(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
+    names, values = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook"), defaultdict[int, set[float]](set)
+    feeds, to_hear = {name: Process.follower(one.run, name) for name in names}, []
     try:
         for blow in range(20):
             one.steps(draw.randint(5, 40))
             note(one, values)
             time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
-            feeds[names[blow % 4]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
-            if draw.random() < 0.4:
+            feeds[names[blow % 5]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
+            chat.hurt(draw.choice(["kill", "stop", "go on", *chat.MOODS]))
+            if blow == 10 or draw.random() < 0.4:
                 make_up(one)
+            elif draw.random() < 0.4:
+                one.save()
             else:
-                draw.choice([one.save, one.save, one.crash])()
-        one.steps(10)
+                to_hear.append(fail(one, draw, blow))
+        one.steps(10 if (one.step + 10) % one.run.config.checkpoint.every_steps else 11)  # a save would be no stall
         note(one, values)
         for feed in feeds.values():
             feed.hurt("go on")
-        deadline = time.monotonic() + 120
+        chat.hurt("well")
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with suppress(OSError):
                 if f'sluice_step{{run="tiny",sweep=""}} {one.step:.1f}\n' in scraped(port):
@@ -141,9 +181,21 @@ def test_each_step_stands_once_through_twenty_blows(tmp_path: Path, mlflow: str)
             time.sleep(0.5)
         else:
             pytest.fail("Prometheus does not come to the last step")
+        stall = f"tiny: train seems to stall: no step since step {one.step}"
+        while stall not in [words for _, words in chat.heard()]:
+            assert time.monotonic() < deadline, "the stall at the end is not told"
+            time.sleep(0.5)
+        one.run.event("done", "train", job_id=str(one.attempt))
+        one.run.event("done", "evaluate", job_id="0")
     finally:
         for feed in feeds.values():
             feed.end()
+        chat.end()
+    assert to_hear and {*to_hear, stall, "tiny: done"} <= {words for _, words in chat.heard()}
+    by_id = dict(chat.heard())
+    assert [by_id[name] for name, _ in chat.heard()] == [words for _, words in chat.heard()], "an id, a message"
+    failures = [words for words in by_id.values() if "seems" not in words]
+    assert len(failures) == 1 + sum(event["event"] == "failed" for event in one.run.read_events("train"))
     assert curve(one.run.path, "train/loss") == in_float32(one.losses().items())
     made_up = [*one.losses("held_out_loss").items()]
     assert made_up and curve(one.run.path, "train/held_out_loss") == made_up
@@ -254,33 +306,6 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
         assert found.data.params["run.seed"] == str(4 + number % 2)
 
 
-def test_four_points_stopped_and_resumed_at_another_layout(tmp_path: Path, mlflow: str) -> None:
-    """Each point of a real sweep is one curve everywhere; one was stopped midway, and all go on with one rank."""
-    config = write_config(tmp_path, steps=60)
-    track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}"
-    sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
-    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", track, sweep]
-    with open(tmp_path / "log", "wb") as log:
-        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    path = tmp_path / "runs/tiny"
-    second = path / "points/001/metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not second.exists() or len(second.read_bytes().splitlines()) < 10:
-        assert time.monotonic() < deadline and first.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(200) == 75, (tmp_path / "log").read_text()
-    done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    points = points_of(Run.open(path))
-    assert len(points) == 4 and len([e for e in points[1].read_events("train") if e["event"] == "started"]) == 2
-    for point in points:
-        losses = [(line["step"], line["loss"]) for line in json_lines(point.metrics)]
-        assert [step for step, _ in losses] == [*range(1, 61)]
-        assert curve(point.path, "train/loss") == in_float32(losses)
-        assert curve_of_wandb(point) == curve_of_mlflow(mlflow, point) == losses
-
-
 def queries(board: Any) -> Iterator[str]:
     """Every query of a dashboard."""
     for panel in board["panels"]:
@@ -301,7 +326,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     one.run.event("straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
     one.steps(3)
     one.evaluate()
-    feed = Process(one.run, "prometheus")
+    feed = Process.follower(one.run, "prometheus")
     asked = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in queries(board)]
     assert len(asked) >= 10
     try:

@@ -1,0 +1,74 @@
+"""A sweep on a real Slurm that is preempted and goes on at another layout, as TensorBoard, W&B and MLflow show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.points import points as points_of
+from tests.cluster import Cluster
+from tests.cluster.config import NODES
+from tests.cluster.fixture import cluster_fixture
+from tests.slurm.track.test_followers import curve, in_float32
+from tests.slurm.track.test_track_stories import curve_of_mlflow, curve_of_wandb, mlflow_run
+from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.servers import mlflow_server
+from tests.support.tiny import make_run, slowed, write_config
+
+cluster = cluster_fixture(grace=5)
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 20
+
+
+@pytest.fixture
+def mlflow(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "mlflow").mkdir()
+    with mlflow_server(tmp_path / "mlflow") as uri:
+        yield uri
+
+
+def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
+    tmp_path: Path, cluster: Cluster, mlflow: str
+) -> None:
+    more = [
+        f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}",
+        "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}, at_most: 1}",
+        "stages.train.nodes={min: 1, max: 2}",
+        "stages.train.tasks_per_node=1",
+    ]
+    (tmp_path / "data").mkdir()
+    data = make_run(tmp_path / "data").data
+    run = Run.create(load_config(write_config(tmp_path, steps=STEPS), more))
+    run.data.rmdir()
+    run.data.symlink_to(data)
+    slowed(run, 0.4)
+    done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    points = points_of(run)
+    first = points[0]
+    wait_for("some steps", lambda: len(list(read_jsonl(first.metrics))) >= 4)
+    host = first.read_events("train", "started")[0]["host"]
+    for node in {*NODES} - {host}:
+        cluster.drain(node)
+    cluster.output(["sbatch", "-phigh", f"-w{host}", "-n1", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
+    wait_for("the next start", lambda: events(first.path, "train").count("started") == 2)
+    for node in {*NODES} - {host}:
+        cluster.undrain(node)
+    wait_for("all evaluations", lambda: all("done" in events(one.path, "evaluate") for one in points))
+    assert "preempted" in events(first.path, "train")
+    assert [event["ranks"] for event in first.read_events("train", "started")] == [2, 1]
+    done = submit(cluster, tmp_path, "track", "runs/tiny")  # what the last ten seconds of a job were too short for
+    assert done.returncode == 0, done.stdout + done.stderr
+    for point in points:
+        losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics)]
+        assert [step for step, _ in losses] == [*range(1, STEPS + 1)]
+        assert curve(point.path, "train/loss") == in_float32(losses)
+        assert curve_of_wandb(point) == curve_of_mlflow(mlflow, point) == losses
+        assert mlflow_run(mlflow, point)[1].data.tags["sluice.sweep"] == "tiny"
