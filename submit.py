@@ -277,7 +277,7 @@ def track(
     from slurm.track.beside import bring_up_to_date
 
     opened, codes = _open(run), []
-    for one in [point for point in points(opened) if point.config_file.exists()] or [opened]:  # a sweep is its points
+    for one in [opened, *(point for point in points(opened) if point.config_file.exists())]:
         if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
             print_report(one, Plain(quiet=True))
         codes.append(bring_up_to_date(one, to, overrides or ()))

@@ -55,7 +55,16 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
             known = read_json(path)
             trace, error_ms = merge(path.parent, sorted(map(int, known)))
             said = f"{words(mean(list(known.values())))} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
-        except (gzip.BadGzipFile, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            gzip.BadGzipFile,
+            FileNotFoundError,
+            zlib.error,
+            EOFError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise UserError(f"{path.parent} is damaged ({error!r}): remove it, or the file that is") from None
         yield f"{path.parent.name}: {said}"
         yield f"  {trace} for https://ui.perfetto.dev, clocks within {error_ms:.2f} ms"

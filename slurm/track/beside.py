@@ -52,7 +52,9 @@ def bring_up_to_date(run: Run, sink: str | None, overrides: Sequence[str]) -> in
     Raises UserError where the config names none.
     """
     names = [sink] if sink else wanted(run.config)
-    if not names:
+    if names and run.config.sweep is not None:  # has no steps: its points do
+        names = [name for name in names if name not in SINKS or SINKS[name].imports is None]
+    elif not names:
         raise UserError(
             f"track: {run.name} names no sink: say --to {'|'.join(SINKS)}, with its keys as track.KEY=VALUE"
         )
@@ -62,7 +64,7 @@ def bring_up_to_date(run: Run, sink: str | None, overrides: Sequence[str]) -> in
         words = [sys.executable, "-m", "slurm.track", name, str(run.path), "--once", *told, *overrides]
         left = subprocess.run(words, env=with_code(os.environ, CODE_ROOT)).returncode
         print(f"{called + ' ' if sweep else ''}{name}: {'up to date' if left == 0 else 'not up to date'}", flush=True)
-        code = max(code, left)
+        code = max(code, abs(left))  # of a signal, too
     return code
 
 

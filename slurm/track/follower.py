@@ -24,6 +24,8 @@ from slurm.track.sinks import make
 
 LOOK_S = 2.0
 LONGEST_PAUSE_S = 120.0
+OTHERS_S = 20.0
+"""So long another process may go on feeding a sink that somebody wants up to date: more than it has after its job."""
 
 
 class Follower:
@@ -36,12 +38,17 @@ class Follower:
         self._file, self._lock = folder / f"{name}.json", folder / f"{name}.lock"
         self._sink: Sink | None = None
 
-    def alone(self, flag: StopFlag) -> bool:
-        """Wait until no other process feeds this sink of this run; False where a signal came first."""
-        lock = open_lock(self._lock)
+    def alone(self, flag: StopFlag, once: bool) -> bool:
+        """Wait until no other process feeds this sink of this run; False where a signal came first.
+
+        Raises UserError where somebody waits for the end (`once`) and another process goes on feeding it.
+        """
+        lock, until = open_lock(self._lock), time.monotonic() + OTHERS_S
         while not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if flag:
                 return False
+            if once and time.monotonic() > until:
+                raise UserError(f"{self.run.name}: another process feeds {self.name}, maybe in a job that runs")
             time.sleep(0.2)
         return True
 
@@ -117,5 +124,5 @@ def follow(run: Run, name: str, flag: StopFlag, once: bool) -> int:
     """Feed a sink until a signal comes, or `once`; the exit code."""
     os.nice(10)
     follower = Follower(run, name)
-    well = follower.alone(flag) and follower.follow((lambda: False) if once else (lambda: not flag))
+    well = follower.alone(flag, once) and follower.follow((lambda: False) if once else (lambda: not flag))
     return 0 if well else 1

@@ -119,7 +119,7 @@ class Webhook(Sink):
             return f"{stage} {told}: {first}"
         if event["event"] == "cancelled":
             return f"{stage} was cancelled"
-        if event["event"] == "done" and stage == last_stage(self.run):
+        if event["event"] == "done" and stage == last_stage(self.run) and self.run.config.sweep is None:
             result = newest_result(self.run)
             return f"done. {result_words(result)}" if result else "done"
         return None

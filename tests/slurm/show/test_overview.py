@@ -27,8 +27,9 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
     _, done, waits, also = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
     for run in (done, waits, also):
         run.event("submitted", "prepare", job_id=run.path.name, executor="slurm")
-    for stage in STAGES:
-        monkeypatch.setattr(load(stage), "missing", lambda run: None if run.path == done.path else "nothing there")
+    for work in map(load, STAGES):
+        for name in {"missing", "missing_at_a_glance"} & set(dir(work)):
+            monkeypatch.setattr(work, name, lambda run: None if run.path == done.path else "nothing there")
     (tmp_path / "runs/broken").mkdir()
     (tmp_path / "runs/broken/config.yaml").write_text("run: {nam: x}")
     asked: list[set[Path]] = []

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.base.errors import UserError
+from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from slurm.submit.rehearsal import rehearse
-from slurm.track import follower, sinks, webhook
+from slurm.track import beside, follower, sinks, webhook
 from slurm.track.follower import Follower
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port
@@ -369,3 +370,39 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
     with pytest.raises(UserError, match=r"track.wandb needs wandb, which is not installed: pip install 'sluice\[wandb"):
         rehearse(config, on_slurm=False)
     assert not config.run.root.exists()
+
+
+def test_a_sink_that_others_feed_is_told_to_who_waits_for_the_end(
+    invented: Invented, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, flag = invented.anew(), StopFlag()
+    assert Follower(one.run, "jsonl").alone(flag, True)
+    monkeypatch.setattr(follower, "OTHERS_S", 0.0)
+    with pytest.raises(UserError, match="another process feeds jsonl"):
+        Follower(one.run, "jsonl").alone(flag, True)
+
+
+def test_what_was_killed_is_not_up_to_date(invented: Invented, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9))
+    assert beside.bring_up_to_date(invented.anew().run, "jsonl", ()) == 9
+
+
+def test_a_sweep_tells_its_own_events_and_its_points_the_end(
+    tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = Invented(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat}'}}}}")
+    for stage in ("prepare", "shard"):
+        sweep.run.event("done", stage)
+    sweep.run.event("failed", "shard", cause="data", message="no room")
+    Follower(sweep.run, "webhook").catch_up()
+    assert len(Chat.heard) == 1 and "no room" in Chat.heard[0][1], Chat.heard
+    fed: list[str] = []
+
+    def once(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        fed.append(command[3])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(beside.subprocess, "run", once)
+    beside.bring_up_to_date(sweep.run, "tensorboard", ())
+    beside.bring_up_to_date(sweep.run, "jsonl", ())
+    assert fed == ["jsonl"], "a sweep has no steps"
