@@ -37,6 +37,8 @@ MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
 _AT_ONCE = 1 << 26
 """Bytes of an array that are unpacked at once."""
+_FEW = 1 << 28
+"""So many bytes an array may claim whatever is stored."""
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -155,8 +157,12 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
                 raise UserError(f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {there}")
             if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
                 raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
-            if dataset.nbytes > MOST_PACKED * (stored := dataset.id.get_storage_size()):
-                raise UserError(f"{path}: {name} claims {dataset.nbytes:,} bytes, and {stored:,} are there: not whole")
+            stored = dataset.id.get_storage_size()  # of a virtual dataset 0: it lies in other files
+            if not dataset.is_virtual and dataset.nbytes > max(_FEW, MOST_PACKED * stored):
+                raise UserError(
+                    f"{path}: {name} claims {dataset.nbytes:,} bytes, and {stored:,} are stored: it is damaged, or "
+                    "nearly empty: write it anew"
+                )
             offset = dataset.id.get_offset()
             arrays[name] = Array(
                 offset=PACKED if offset is None else offset, dtype=dataset.dtype.name, shape=dataset.shape

@@ -58,6 +58,11 @@ def map_file(entry: ShardEntry | SampleFile, path: Path) -> Arrays:
         raise InputError(f"cannot map {path}: {error}; {entry.way_out}") from error
 
 
+_LOCKED = 500
+"""Numbers that numpy copies without letting Python's other threads run, however long a page takes to come
+(NPY_BEGIN_THREADS_THRESHOLDED in numpy/core/include/numpy/ndarraytypes.h); `take` lets them."""
+
+
 class MappedDataset(Dataset[Arrays]):
     """Samples of several files of the same arrays; every file is opened once, here, and stays mapped.
 
@@ -112,8 +117,12 @@ class MappedDataset(Dataset[Arrays]):
         # plain copy per row costs half to a third of one index operation per file.
         for name, rows in out.items():
             arrays = self._arrays[name]
-            for i, (file, row) in enumerate(places):
-                rows[i] = arrays[file][row]
+            if rows[:1].size > _LOCKED:
+                for i, (file, row) in enumerate(places):
+                    rows[i] = arrays[file][row]
+            else:
+                for i, (file, row) in enumerate(places):
+                    rows[i] = np.take(arrays[file], row, axis=0)
         return out
 
     def _places(self, indices: Int64Array) -> list[tuple[int, int]]:

@@ -4,15 +4,18 @@ waits for is in benchmarks/throttled.py, here is what cannot depend on the clock
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.throttled import copied, run_on, start, steps_of
 from pipeline.base.errors import Exit
 from pipeline.data.loader import Batches
+from pipeline.run.code import CODE_ROOT
 from tests.support.needs import lacking
 from tests.support.slow_mount import SlowMount, cannot, slow_mount
 from tests.support.tiny import slowed
@@ -59,3 +62,37 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
     assert reader.wait(60) == 0
     (told,) = run.read_events("train", "local_copy")
     assert (told["files"], told["bytes"]) == (8, 2 * TOKENS) and not list((tmp_path / "disk").iterdir())
+
+
+READS = """
+import sys, threading, time, types
+import numpy as np
+from pipeline.data.samples import MappedDataset
+
+class Mapped(MappedDataset):
+    def _map(self, entry, path):
+        return {"rows": np.memmap(path, np.uint16, "r").reshape(-1, *map(int, sys.argv[2:]))}
+
+data = Mapped([types.SimpleNamespace(file=sys.argv[1])])
+wanted = np.random.default_rng(0).permutation(len(data))[:40]
+began = last = time.monotonic()
+longest, reader = 0.0, threading.Thread(target=data.read, args=(wanted,))
+reader.start()
+while reader.is_alive():
+    time.sleep(0.002)
+    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+print(longest, last - began)
+"""
+
+
+@pytest.mark.parametrize("row", [[], ["128"]])
+def test_a_slow_read_of_short_rows_lets_other_threads_run(mount: SlowMount, row: list[str]) -> None:
+    """numpy's plain copies of few numbers hold Python's lock while a page comes, and with it the step."""
+    file = mount.folder / "rows"
+    np.arange(1 << 20, dtype=np.uint16).tofile(file)
+    mount.forget()
+    mount.limit(200_000)
+    command = mount.inside([sys.executable, "-c", READS, str(file), *row])
+    done = subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, text=True, timeout=120)
+    longest, took = map(float, done.stdout.split())
+    assert took > 3 and longest < took / 4, "a read stops the other threads"

@@ -73,8 +73,9 @@ def slow_mount(size: int) -> Iterator[SlowMount]:
             group.mkdir()
             mount = SlowMount(folder, device, group)
             yield mount
-            mount.limit(0)
         finally:
+            with suppress(OSError, UnboundLocalError):
+                mount.limit(0)  # or unmounting would wait for what is left to write
             with suppress(OSError):
                 group.rmdir()
             subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)
