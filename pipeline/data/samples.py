@@ -122,7 +122,7 @@ class MappedDataset(Dataset[Arrays]):
                     rows[i] = arrays[file][row]
             else:
                 for i, (file, row) in enumerate(places):
-                    rows[i] = np.take(arrays[file], row, axis=0)
+                    rows[i] = arrays[file][row : row + 1].take(0, axis=0)  # of a cut array `take` copies all of it
         return out
 
     def _places(self, indices: Int64Array) -> list[tuple[int, int]]:
