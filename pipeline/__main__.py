@@ -16,6 +16,7 @@ import argparse
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -34,6 +35,8 @@ from pipeline.run.failure import explain, leave_peers, report_error
 
 LOOKS = ("verify", "export", "generate", "plan", "data")
 """What is no stage, and leaves the run as it is: the commands of pipeline/looks.py."""
+MOST_FILES = 1 << 16
+"""So many a rank may have open, if it may: Linux lets a process map no more (vm.max_map_count)."""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +44,8 @@ def main(arguments: list[str]) -> int:
     flag = StopFlag().install()
     gc.disable()  # the collector, walking a growing heap again and again, is a fifth of the time that imports take
     faulthandler.enable()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # login nodes' 1,024 come with the job: too few for shards
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
     place, run, noting, watched = None, None, False, "SLUICE_SUPERVISED" in os.environ
     began = time.monotonic()
     try:

@@ -16,13 +16,15 @@ row by row straight into its buffer.
 
 **What must hold:** a file must not be truncated while it is mapped (the operating system kills the reader with
 SIGBUS): shards are written under another name, renamed, and never changed afterwards. Python keeps one file descriptor
-open per mapped array, so `ulimit -n` must exceed the number of shards.
+open per mapped file, so `ulimit -n` must exceed their number (a rank raises its own as far as it may).
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,23 @@ Transform = Callable[[Arrays, Generator | None], Arrays]
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
-def map_file(entry: ShardEntry | SampleFile, path: Path) -> Arrays:
-    """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short."""
+def _whole(path: Path) -> mmap.mmap:
+    """All bytes of a file."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def map_file(
+    entry: ShardEntry | SampleFile, path: Path, whole: Callable[[Path], mmap.mmap] = _whole
+) -> dict[str, np.ndarray]:
+    """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short.
+
+    `whole` may know files that are mapped already: of a large one there are many entries.
+    """
     try:
+        file = whole(path)
         return {
-            # np.memmap's own indexing costs twice as much
-            name: np.memmap(path, array.dtype, "r", array.offset, array.shape).view(np.ndarray)
+            name: np.frombuffer(file, array.dtype, math.prod(array.shape), array.offset).reshape(array.shape)
             for name, array in entry.arrays.items()
         }
     except (OSError, ValueError) as error:
@@ -76,16 +89,17 @@ class MappedDataset(Dataset[Arrays]):
 
     def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
         self.entries = entries
-        files = [self._map(entry, data_dir / entry.file) for entry in entries]
+        whole = cache(_whole)
+        files = [self._map(entry, data_dir / entry.file, whole) for entry in entries]
         # files may differ in the width of their tokens: a batch has the widest
         self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
         self._first = files[0]
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._starts = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])  # first sample of each
 
-    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
-        """The file's arrays, samples along the first dimension."""
-        return map_file(entry, path)
+    def _map(self, entry: ShardEntry | SampleFile, *place: Any) -> Arrays:
+        """The file's arrays, samples along the first dimension; `place` as map_file has it."""
+        return map_file(entry, *place)
 
     def move(self, number: int, path: Path) -> None:
         """Read the file of entry `number` at `path` from now on; another thread may be reading."""
@@ -162,10 +176,10 @@ class TokenDataset(MappedDataset):
         self._length = sequence_length
         super().__init__(usable, data_dir)
 
-    def _map(self, entry: ShardEntry | SampleFile, path: Path) -> Arrays:
+    def _map(self, entry: ShardEntry | SampleFile, *place: Any) -> Arrays:
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
         cut = partial(np.lib.stride_tricks.sliding_window_view, window_shape=self._length + 1)
-        return {name: cut(array)[:: self._length] for name, array in map_file(entry, path).items()}
+        return {name: cut(array)[:: self._length] for name, array in map_file(entry, *place).items()}
 
 
 class SampleDataset(MappedDataset):

@@ -136,3 +136,11 @@ def test_a_mistake_at_the_ranks_door_is_told() -> None:
     ]
     assert [one.returncode for one in done] == [2, 2] and "Traceback" not in "".join(one.stderr for one in done)
     assert "Missing argument" in done[0].stderr and "No such option: --stp" in done[1].stderr
+
+
+def test_a_rank_may_open_as_many_files_as_it_is_let() -> None:
+    """A job takes over the soft limit of where it was submitted."""
+    asked = "from resource import *; from pipeline.__main__ import main; main(['train', 'nowhere.yaml']); "
+    words = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 2000 && exec "$@"', "sh", sys.executable, "-c"]
+    done = run([*words, f"{asked}print(getrlimit(RLIMIT_NOFILE))"], CODE_ROOT)
+    assert done.stdout.endswith("(2000, 2000)\n"), done.stderr

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -140,6 +141,31 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
     assert [held.count(one.file) for one in spans] == [1, 1, 1]
     samples = naive_samples(contents, 10)
     assert torch.cat(read).tolist() == [samples[i] for i in sample_indices(1, 0, 80, 30)]
+
+
+def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp_path: Path) -> None:
+    path, copy = tmp_path / "tokens.bin", tmp_path / "copy"
+    np.arange(3000, dtype=np.uint16).tofile(path)
+    copy.write_bytes(path.read_bytes())
+    parts = [span(path, 10, 20 * part, "uint16") for part in range(300)]
+    dataset = TokenDataset(parts, 9)
+    assert [os.readlink(one) for one in _descriptors()].count(str(path)) == 1
+    dataset.move(7, copy)
+    held = [os.readlink(one) for one in _descriptors()]
+    assert (held.count(str(path)), held.count(str(copy))) == (1, 1)
+    assert dataset.read(np.arange(300))["tokens"].ravel().tolist() == list(range(3000))
+
+
+def test_a_short_row_is_read_without_the_file_around_it(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "tokens.bin", 1 << 22
+    np.arange(tokens, dtype=np.uint32).tofile(path)
+    dataset = TokenDataset([span(path, tokens, 0, "uint32")], 100)
+    tracemalloc.start()
+    try:
+        assert dataset.read(np.array([9, 40_000]))["tokens"][:, 0].tolist() == [900, 4_000_000]
+        assert tracemalloc.get_traced_memory()[1] < tokens, "numpy copied what it was not asked for"
+    finally:
+        tracemalloc.stop()
 
 
 def _descriptors() -> list[str]:
