@@ -2,8 +2,9 @@
 
 The supervisor stays outside, and with it srun, the logs and Slurm's commands, which an image need not have. The run's
 folders are mounted at their own paths, so nothing that a rank reads or writes has another name inside; so are
-`site.scratch` and, where the supervisor's node has it, `site.local_disk`: a mount that is not there would end the
-stage, ranks without the folder go on. The image brings Python and what Sluice imports; Sluice itself is the run's copy,
+`site.scratch` and, on nodes that have it, `site.local_disk`: a mount of what is not there would end the stage, and
+ranks without the folder go on. So enroot is told `nofail` (bin/enroot-mount.c), and a shell asks for apptainer, which
+has no such word. The image brings Python and what Sluice imports; Sluice itself is the run's copy,
 as ever.
 
 pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), apptainer a program that each rank is started through.
@@ -21,6 +22,8 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from slurm.query.site_variables import interpreter
+
+_IF_THERE = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,19 @@ def inside(run: Run, stage: str) -> Inside:
     if box is None:
         return Inside((interpreter(site),), tuple(options))
     disk = Path(os.path.expandvars(site.local_disk or ""))
-    local = disk if disk.is_absolute() and disk.is_dir() else None
-    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch, local))
+    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch))
     own = [str(folder) for folder in folders if folder is not None]
-    if awkward := [path for path in own if re.search(r"[,:\s]", path)]:
+    local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in own else []
+    if awkward := [path for path in own + local if re.search(r"[,:\s]", path)]:
         raise UserError(f"site.container: {awkward[0]} cannot be mounted: choose a path without ',', ':' and blanks")
-    mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in (*own, *box.mounts))
+    mounts = [path if ":" in path else f"{path}:{path}" for path in (*own, *box.mounts)]
     named = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")  # which ranks expand themselves
     variables = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1"} | {name: os.environ[name] for name in sorted(named)}
     if box.runtime == "pyxis":
-        options += [f"--container-image={box.image}", f"--container-mounts={mounts}", f"--container-workdir={code}"]
+        mounted = ",".join(mounts + [f"{path}:{path}:nofail" for path in local])
+        options += [f"--container-image={box.image}", f"--container-mounts={mounted}", f"--container-workdir={code}"]
         return Inside((box.python,), (*options, f"--container-env={','.join(variables)}"), variables)
-    program = ["apptainer", "exec", *(["--nv"] if site.gpus_per_node else []), f"--bind={mounts}", f"--pwd={code}"]
+    program = ["sh", "-c", _IF_THERE, *local] if local else ["apptainer", "exec"]
+    program += [*(["--nv"] if site.gpus_per_node else []), f"--bind={','.join(mounts)}", f"--pwd={code}"]
     variables |= {f"APPTAINERENV_{name}": value for name, value in variables.items()}
     return Inside((*program, box.image, box.python), tuple(options), variables)

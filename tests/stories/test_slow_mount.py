@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.throttled import copied, run_on, start, steps_of
 from pipeline.base.errors import Exit
-from pipeline.data.loader import Batches
 from pipeline.run.code import CODE_ROOT
 from tests.support.needs import lacking
 from tests.support.slow_mount import SlowMount, cannot, slow_mount
@@ -22,7 +21,7 @@ from tests.support.tiny import slowed
 
 pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
 
-TOKENS, STEPS, STEP_S = 4_000_000, 160, 0.15  # a reader is ten seconds ahead: 67 of the steps
+TOKENS, STEPS, STEP_S = 16_000_000, 160, 0.15  # a reader is ten seconds ahead: 67 of the steps
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
     more = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
     run = slowed(run_on(mount, tmp_path, "run", TOKENS, *more), STEP_S)
     mount.forget()
-    mount.limit(4_000_000)
+    mount.limit(8_000_000)
     before, process = mount.bytes_read(), start(mount, run, tmp_path / "log")
     try:
         deadline = time.monotonic() + 240
@@ -50,7 +49,8 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
         mount.forget()
         done, read = len(steps_of(run)), mount.bytes_read()
         assert read - before >= 2 * TOKENS * 0.95, "the copies were made from there, not from the page cache"
-        assert done < STEPS - Batches.AHEAD_S / STEP_S, "too late: what is left may have been read before"
+        # each row brings 64 KiB of the file, which stay where they are mapped; of 32 MB most is left then
+        assert done < 60, "too late: what is left may have been read before"
         reader = subprocess.Popen(mount.inside(["cat", str(mount.folder / "tokens.bin")]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == Exit.DONE, (tmp_path / "log").read_text()
         assert reader.poll() is None and mount.bytes_read() == read, "who reads the mount still waits"
