@@ -186,8 +186,8 @@ def layouts() -> dict[str, Any]:
 def quickstart(folder: Path, name: str, *more: str) -> list[str]:
     """Overrides of a short training of the quickstart, on the checkout's own documents."""
     return [
-        *ALONE, *more, f"run.root={folder}", f"run.name={name}", "train.steps=60",
-        "checkpoint.every_steps=20", "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20",
+        *ALONE, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
+        "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *more,
     ]  # fmt: skip
 
 
@@ -206,10 +206,11 @@ def chain() -> dict[str, Any]:
 
 
 def stops() -> dict[str, Any]:
-    compiled = ("train.precision=bf16", "train.compile=true", FEWER_BITS["moments bf16"])
+    longer = ("train.steps=120",)  # a GPU may be through with 60 before anybody has asked it to stop
+    compiled = (*longer, "train.precision=bf16", "train.compile=true", FEWER_BITS["moments bf16"])
     found = {}
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
-        for kind, more in ("fp32", ()), ("compiled bf16", compiled):
+        for kind, more in ("fp32", longer), ("compiled bf16", compiled):
             digests = []
             for name in ("calm", "stopped"):
                 run = Path(made, f"{name} {kind}".replace(" ", "-"))

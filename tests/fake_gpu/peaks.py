@@ -15,6 +15,8 @@ PEAKS: list[tuple[float, str, tuple[str, ...]]] = [
     (119.82, "lm-8b-1gpu", ("parallel.zero=1", "train.micro_batch=1")),
     (65.52, "lm-8b-1gpu", (NO_MASTER, f"{RECOMPUTE}=full")),
     (86.55, "lm-8b-1gpu", (NO_MASTER,)),
+    (72.57, "lm-8b-1gpu", ("optimizer.state={master: none, moments: int8}",)),
+    (105.63, "lm-8b-1gpu", ("optimizer.state={moments: int8}",)),
     (109.28, "lm-8b-1gpu", ("train.loss_chunk=null", "train.micro_batch=1")),
     (98.60, "lm-8b-1gpu", (f"{RECOMPUTE}=full",)),
     (130.37, "lm-8b-1gpu", ("train.compile=false",)),
