@@ -76,6 +76,11 @@ _LOCKED = 500
 (NPY_BEGIN_THREADS_THRESHOLDED in numpy/core/include/numpy/ndarraytypes.h); `take` lets them."""
 
 
+def _row(array: np.ndarray, row: int) -> np.ndarray:
+    """A row; a short one is copied already, so that other threads run while its page comes."""
+    return array[row] if array[:1].size > _LOCKED else array[row : row + 1].take(0, axis=0)
+
+
 class MappedDataset(Dataset[Arrays]):
     """Samples of several files of the same arrays; every file is opened once, here, and stays mapped.
 
@@ -238,7 +243,7 @@ class SampleDataset(MappedDataset):
         if number is not None:
             # one key for each sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
             random = Generator(Philox(key=np.array([self._seed % 2**64, number], np.uint64)))
-        found = transform({name: arrays[file][row] for name, arrays in self._arrays.items()}, random)
+        found = transform({name: _row(arrays[file], row) for name, arrays in self._arrays.items()}, random)
         if not isinstance(found, dict):
             raise UserError(f"transform of sample {index} gives {type(found).__name__}, no dict of arrays")
         return found
@@ -254,7 +259,7 @@ class SampleDataset(MappedDataset):
 
     def _lengths(self, indices: Int64Array) -> Int64Array:
         lengths = self._arrays[LENGTHS]
-        return np.array([lengths[file][row] for file, row in self._places(indices)], dtype=np.int64)
+        return np.array([_row(lengths[file], row) for file, row in self._places(indices)], dtype=np.int64)
 
     def _numbers(self, indices: Int64Array) -> Int64Array:
         # a run's own orders are epochs from 0 on
