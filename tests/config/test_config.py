@@ -485,8 +485,8 @@ def test_a_typo_is_answered_with_the_right_key(
         "replace": key[:at] + letter + key[at + 1 :],
         "insert": key[:at] + letter + key[at:],
     }[how]
-    if (model, typo) in KEYS:
-        return
+    if any(typo == other for _, other in KEYS):
+        return  # the right key of another section, or of this one
     values: dict[str, Any] = {typo: 1}
     for part in reversed(PATHS[model]):
         values = {part: values} if isinstance(part, str) else [values]  # type: ignore[assignment]

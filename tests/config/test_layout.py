@@ -257,7 +257,7 @@ def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: in
     try:
         layout = layout_of(config, pipeline, pipeline)
     except LayoutError:
-        assume(False)
+        return
     orders = get_schedule_ops(NAMES[schedule], pipeline, batches, virtual)
     for rank, actions in enumerate(orders):
         found = {a.stage_index for action in actions if action for a in (action.sub_actions or [action])}
