@@ -8,7 +8,8 @@
 Each of the first three ends within 540 s by a clock of its own (`--limit`). Every row is a process of its own, so that
 one that runs out of memory takes nothing along, and is written to FOLDER/NAME.jsonl as soon as it is known; rows that
 the time did not suffice for say so, and what failed is told in FOLDER/ROW.log. The same call again measures what is
-missing. `key=value` behind it holds for all rows of `8b` and `1b` (`train.compile=false` where no C compiler is).
+missing, was wrong, or is of another kind of GPU; what was compiled lies in the folder for temporary files. `key=value`
+behind it holds for all rows (`train.compile=false` where no C compiler is).
 `python -m benchmarks.gpu.pack FOLDER` fetches wheels that such a machine lacks.
 Without a GPU everything runs on the CPU if `--model small` asks for a small model: a rehearsal, of no meaning.
 """

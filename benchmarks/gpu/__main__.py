@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
+from benchmarks.gpu import DEFINITION, FAKE, ROOT, SMALL, peak_of
 from benchmarks.table import write_table
 
 ONE_GPU, ONE_B = "configs/lm-8b-1gpu.yaml", "configs/lm-1b.yaml"
@@ -27,10 +27,15 @@ FP32 = "optimizer.state={master: fp32, moments: fp32}"
 RECOMPUTE = "parallel.activation_checkpointing"
 SHORTEST_S = 25.0
 """With less time left no row is begun."""
-
+KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
+"""The environment of each row, unless it is there already."""
+if not FAKE:
+    # what lies between 119 GiB of tensors may take the rest of the card; both sides have it
+    KEPT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 SAMPLED = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
 """What `nvidia-smi` is asked, and its name in a row."""
+NOT_WELL = {"failed", "wrong"}
 UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
 
 
@@ -64,6 +69,12 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
               "train.fp8_scales=tensorwise")  # fmt: skip
     yield row("weights fp32, moments bf16, selective, whole logits, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
+    # of the rows above two fit a card of 80 GB, which takes these
+    small = (BF16, f"{RECOMPUTE}=full")
+    yield Row("through the trainer: all bf16, full", "trained", (str(steps), ONE_GPU, *model, *small))
+    yield row("all bf16, full, again", *small)
+    yield row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
+    yield row("fp8 rowwise, all bf16, full", *small, "train.precision=fp8", "train.fp8_scales=rowwise")
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
@@ -83,24 +94,23 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
     yield Row("ours, micro-batch 4, fp8", "speed", (*ours, "train.precision=fp8"))
 
 
-def rows_correct(model: tuple[str, ...]) -> Iterator[Row]:
+def rows_correct(small: bool, overrides: tuple[str, ...]) -> Iterator[Row]:
     """What must hold before any speed counts."""
-    size = ("small",) if model else ()
-    for name in ("ceilings", "products", "layouts", "saves", "stops", "chain"):
-        yield Row(name, "correct", (name, *size))
+    for name in ("ceilings", "products", "layouts", "stops", "stops-compiled", "chain", "saves"):
+        yield Row(name, "correct", (name, *["small"] * small, *overrides))
 
 
 def measure(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
     """What a row's process says at its end; `failed`: a few words where it did not come to that (a wrong answer did).
 
-    All that a failed one said is left in `folder`, and what was compiled, for the rows to come.
+    All that a failed one said is left in `folder`; what was compiled in a folder of all rows, for those to come.
     """
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sluice-", ignore_cleanup_errors=True) as made:
         done = subprocess.Popen(
-            command, cwd=ROOT, env={"TORCHINDUCTOR_CACHE_DIR": str(folder / "graphs"), **os.environ, "TMPDIR": made},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            command, cwd=ROOT, env={**KEPT, **os.environ, "TMPDIR": made}, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         samples: list[tuple[float, list[str]]] = []
         late = False
@@ -117,7 +127,7 @@ def measure(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
             if isinstance(found := json.loads(line), dict):
                 between = found.pop("between", (0.0, 0.0))
                 return found | took | during(samples, *between)
-    said = folder / f"{row.name}.log".replace("/", "-")
+    said = folder / f"{re.sub(r'[^A-Za-z0-9._]+', '-', row.name)}.log"
     said.write_text(f"{stdout}\n{stderr}")
     return {"failed": f"not done in {limit_s:.0f} s" if late else reason(stderr) or f"exit {done.returncode}"} | took
 
@@ -139,7 +149,7 @@ def sampled(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
     over = threading.Event()
 
     def ask() -> None:
-        while not over.wait(0.25):
+        while not over.wait(0.5):
             try:
                 said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
             except (OSError, subprocess.TimeoutExpired):
@@ -166,13 +176,19 @@ def during(samples: Iterable[tuple[float, list[str]]], since: float, until: floa
     return told
 
 
-def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
-    """Measure the rows that `file` lacks until the time is over; whether none failed or was wrong.
+def device() -> str:
+    """The name of the GPU; asked elsewhere, as whoever asks takes half a gibibyte of it."""
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120).stdout.strip()
 
-    No row takes more than a third of the time, so that one that hangs leaves some to others.
+
+def run(rows: Iterable[Row], file: Path, limit_s: float, on: str) -> bool:
+    """Measure the rows that `file` lacks of the device `on` until the time is over; whether all of them are well.
+
+    No row but the last takes more than a third of the time, so that one that hangs leaves some to others.
     """
-    end = time.monotonic() + limit_s
-    known = {name: found for name, found in answers(file).items() if "failed" not in found}
+    end, rows = time.monotonic() + limit_s, list(rows)
+    known = {name for (name, where), found in answers(file).items() if where == on and not found.keys() & NOT_WELL}
     well = True
     with file.open("a") as lines:
         for row in rows:
@@ -182,19 +198,19 @@ def run(rows: Iterable[Row], file: Path, limit_s: float) -> bool:
             left, most = end - time.monotonic(), max(SHORTEST_S, limit_s / 3)
             found = {"failed": "no time was left"}
             if left > SHORTEST_S:
-                found = measure(row, min(left, most), file.parent)
-            well &= not found.keys() & {"failed", "wrong"}
-            lines.write(json.dumps({"row": row.name, **found}) + "\n")
+                found = measure(row, left if row == rows[-1] else min(left, most), file.parent)
+            well &= not found.keys() & NOT_WELL
+            lines.write(json.dumps({"row": row.name, "device": on, **found}) + "\n")
             lines.flush()
             os.fsync(lines.fileno())
             print(f"{row.name}: {_short(found)}", flush=True)
     return well
 
 
-def answers(file: Path) -> dict[str, dict[str, Any]]:
-    """The last that each row said, by its name."""
+def answers(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last that each row said on each device, by their names."""
     lines = file.read_text().splitlines() if file.exists() else []
-    return {found["row"]: found for found in map(json.loads, lines)}
+    return {(found["row"], found["device"]): found for found in map(json.loads, lines)}
 
 
 def _short(found: dict[str, Any]) -> str:
@@ -214,22 +230,21 @@ def write(folder: Path) -> None:
     for file in sorted(folder.glob("*.jsonl")):
         for found in answers(file).values():
             if "median_s" not in found:
-                words = found.get("failed") or json.dumps(
-                    {k: v for k, v in found.items() if k not in ("row", "seconds")}
-                )
-                rows.append([file.stem, found["row"], words, *[""] * 8])
+                more = {k: v for k, v in found.items() if k not in ("row", "device", "seconds")}
+                words = found.get("failed") or json.dumps(more)
+                rows.append([found["device"], file.stem, found["row"], words, *[""] * 9])
                 continue
             names.add(f"{found['device']}, torch {found['torch']}")
             peak = peak_of(found["device"]) or float("nan")
             rows.append([
-                file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
+                found["device"], file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
                 f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
                 f"{found['tflops_without_embedding'] / peak:.1%}",
-                f"{found['allocated_gib']:.1f}" if "allocated_gib" in found else "",
+                f"{found['allocated_gib']:.1f}" if "allocated_gib" in found else "", str(found.get("retries", "")),
                 *(f"{found[name]:.0f}" if name in found else "" for name in UNITS),
             ])  # fmt: skip
-    header = ["sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
-    header += UNITS.values()
+    header = ["device", "sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
+    header += ["retries", *UNITS.values()]
     write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
 
 
@@ -240,16 +255,18 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", choices=["whole", "small"], default="whole")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all rows of 8b and 1b: train.compile=…")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all rows: train.compile=…")
     asked = parser.parse_args()
     if asked.sequence == "table":
         write(asked.out)
         return
     asked.out.mkdir(parents=True, exist_ok=True)
-    small = (*(SMALL if asked.model == "small" else ()), *asked.overrides)
-    rows = {"8b": rows_8b(asked.steps, small), "1b": rows_1b(asked.steps, small), "correct": rows_correct(small)}
+    small, overrides = asked.model == "small", tuple(asked.overrides)
+    model = (*(SMALL if small else ()), *overrides)
+    rows = {"8b": rows_8b(asked.steps, model), "1b": rows_1b(asked.steps, model)}
+    rows["correct"] = rows_correct(small, overrides)
     print(DEFINITION, flush=True)
-    sys.exit(0 if run(rows[asked.sequence], asked.out / f"{asked.sequence}.jsonl", asked.limit) else 1)
+    sys.exit(0 if run(rows[asked.sequence], asked.out / f"{asked.sequence}.jsonl", asked.limit, device()) else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is it right on this GPU?
 
-    python -m benchmarks.gpu.correct ceilings|products|layouts|chain|stops|saves [small]     one answer, as JSON
+    python -m benchmarks.gpu.correct ROW [small] [key=value …]     one answer, as JSON; the rows:
 
 ceilings   what the device gives at most: bf16 products of 8192 × 8192 matrices, copies within its memory
 products   loss and gradients against fp64 on the CPU: of a small decoder in fp32 and bf16, and of one with the heads,
@@ -8,7 +8,8 @@ products   loss and gradients against fp64 on the CPU: of a small decoder in fp3
 layouts    five steps of one model by all that one GPU can: recomputation, compiling, chunks of the loss, offloading,
            state in fewer bits, fp8
 saves      an asynchronous save in the middle of steps holds the weights of its own step, to the bit
-stops      a training that is stopped and goes on has the digest of one that was left alone: fp32, and compiled bf16
+stops      a training that is stopped and goes on has the digest of one that was left alone; of fp32 weights, and as
+           `stops-compiled` of compiled bf16
 chain      prepare → shard → train → evaluate through `python -m pipeline`
 
 A wrong answer is told as `wrong`; the process fails only where it comes to none. `small`: a model for a rehearsal, not
@@ -46,6 +47,8 @@ WIDE = (
 )  # fmt: skip
 """Heads of 128 that share one key, compiled, not deterministic: with other kernels than the small decoder's."""
 ONE_B = "configs/lm-1b.yaml"
+MORE = [word for word in sys.argv[2:] if "=" in word]
+"""What was given behind the row's name, for all engines and runs."""
 FEWER_BITS = {
     "moments bf16": "optimizer.state={moments: bf16}",
     "moments int8": "optimizer.state={moments: int8}",
@@ -83,6 +86,8 @@ def ceilings() -> dict[str, Any]:
 
 def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     """An engine on this device, its config and its world."""
+    import torch
+
     from pipeline.base.place import identify
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
@@ -90,8 +95,10 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     from pipeline.model.task import Task
     from pipeline.train.engine import Engine
 
-    config = load_config(ROOT / config_file, [*ALONE, *overrides])
+    config = load_config(ROOT / config_file, [*ALONE, *overrides, *MORE])
     groups.make_deterministic(config)
+    # which is for a process's whole life: of several engines each is to have the kernels that it would have alone
+    torch.use_deterministic_algorithms(config.train.deterministic)
     world = _world.setdefault("one", None) or groups.join(identify(os.environ), config)
     _world["one"] = world
     task = Task(config, config.data.tokenizer.vocab_size)
@@ -187,7 +194,7 @@ def quickstart(folder: Path, name: str, *more: str) -> list[str]:
     """Overrides of a short training of the quickstart, on the checkout's own documents."""
     return [
         *ALONE, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
-        "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *more,
+        "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *more, *MORE,
     ]  # fmt: skip
 
 
@@ -205,30 +212,32 @@ def chain() -> dict[str, Any]:
     return {"losses": [lines[0]["loss"], lines[-1]["loss"]], "bits_per_byte": found["bits_per_byte"]}
 
 
-def stops() -> dict[str, Any]:
-    longer = ("train.steps=120",)  # a GPU may be through with 60 before anybody has asked it to stop
-    compiled = (*longer, "train.precision=bf16", "train.compile=true", FEWER_BITS["moments bf16"])
-    found = {}
+def stops(*more: str) -> dict[str, Any]:
+    digests = []
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
-        for kind, more in ("fp32", longer), ("compiled bf16", compiled):
-            digests = []
-            for name in ("calm", "stopped"):
-                run = Path(made, f"{name} {kind}".replace(" ", "-"))
-                for before in ("prepare", "shard"):
-                    stage(before, QUICKSTART, *quickstart(run.parent, run.name, *more))
-                if name == "stopped":
-                    _stop_at(run, 25)
-                stage("train", run)
-                digests.append(stage("verify", run).stdout.split("digest", 1)[1].split()[0])
-            expect(digests[0] == digests[1], f"{kind}: digests differ: {digests}")
-            found[kind] = digests[0]
-    return found
+        for name in ("calm", "stopped"):
+            run = Path(made, name)
+            for before in (
+                "prepare",
+                "shard",
+            ):  # a GPU may be through with 60 steps before anybody has asked it to stop
+                stage(before, QUICKSTART, *quickstart(run.parent, run.name, "train.steps=120", *more))
+            if name == "stopped":
+                _stop_at(run, 25)
+            stage("train", run)
+            digests.append(stage("verify", run).stdout.split("digest", 1)[1].split()[0])
+    expect(digests[0] == digests[1], f"digests differ: {digests}")
+    return {"digest": digests[0]}
+
+
+def stops_compiled() -> dict[str, Any]:
+    return stops("train.precision=bf16", "train.compile=true", FEWER_BITS["moments bf16"])
 
 
 def _stop_at(run: Path, step: int) -> None:
     """Train until this step, and ask it to stop."""
     training = subprocess.Popen([sys.executable, "-m", "pipeline", "train", str(run)], cwd=ROOT)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 150
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         if training.poll() is not None or time.monotonic() > deadline:
@@ -258,7 +267,7 @@ def saves(small: bool = False) -> dict[str, Any]:
     wanted: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         saver = Checkpointer(
-            Path(made), groups.side_group(), keep=2, background=True, describe={}, on_saved=lambda step, seconds: None
+            Path(made), groups.side_group(), keep=1, background=True, describe={}, on_saved=lambda step, seconds: None
         )
         for number in range(1, 7):
             ours.backward(batch, number)
@@ -306,9 +315,9 @@ def largest(values: Iterable[float]) -> float:
 
 
 if __name__ == "__main__":
-    more = {"small": True} if sys.argv[2:] == ["small"] and sys.argv[1] == "saves" else {}
+    more = {"small": True} if "small" in sys.argv[2:] and sys.argv[1] == "saves" else {}
     try:
-        answer = globals()[sys.argv[1]](**more)
+        answer = globals()[sys.argv[1].replace("-", "_")](**more)
     except Wrong as wrong:
         answer = {"wrong": str(wrong)}
     print(json.dumps(answer), flush=True)

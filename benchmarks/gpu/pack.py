@@ -19,7 +19,7 @@ PACKAGES = (
     "typer", "click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl", "pygments", "pyyaml",
     "tokenizers", "huggingface-hub", "safetensors", "jinja2", "markupsafe", "torchao", "tensorboard", "zstandard",
     "torchtitan==0.2.2", "tyro==1.0.17", "docstring-parser==0.18.0", "typeguard==4.6.0", "torchdata==0.11.0",
-    "datasets==5.2.0", "einops==0.8.2",
+    "einops==0.8.2",
 )  # fmt: skip
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))

@@ -18,18 +18,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ALONE
+from benchmarks.gpu import ALONE, FAKE
 
 TOKENS = 32_768
 """In a step."""
 WARM_UP = 3
 
 
+LEAST_S, MOST_STEPS = 15.0, 64
+"""On a GPU, which is cool after compiling: steps go on so long, or so many."""
+
+
 def timed(step: Any, steps: int) -> dict[str, Any]:
     """Times of `step(number)`, numbered from 1, each of which returns the loss; the first ones are not counted."""
+    import torch
+
     losses, seconds, since = [], [], 0.0
-    for number in range(1, WARM_UP + steps + 1):
+    least = LEAST_S if torch.cuda.is_available() and not FAKE else 0.0
+    for number in range(1, WARM_UP + max(steps, MOST_STEPS) + 1):
         since = time.time() if number == WARM_UP + 1 else since
+        if number > WARM_UP + steps and time.time() - since > least:
+            break
         began = time.perf_counter()
         losses.append(step(number))
         seconds.append(time.perf_counter() - began)
@@ -49,7 +58,8 @@ def device() -> dict[str, Any]:
         return {"device": "cpu", "torch": torch.__version__}
     held = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
     named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    return {**named, **{name: size / 2**30 for name, size in held.items()}}
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # each frees all that is held, and waits for it
+    return {**named, **{name: size / 2**30 for name, size in held.items()}, "retries": retries}
 
 
 def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
@@ -65,17 +75,15 @@ def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: in
     }  # fmt: skip
 
 
-def refuse_too_large(config: Any, layout: Any, vocab: int) -> None:
-    """Raise MemoryError where `plan` counts more than this GPU has: the allocator would say it after compiling."""
-    import torch
-
+def refuse_too_large(config: Any, layout: Any, vocab: int, has: float) -> None:
+    """Raise MemoryError where `plan` counts more than the bytes of this GPU: the allocator would say it after
+    compiling."""
     from pipeline.planning.memory import memory, reserve
     from pipeline.planning.timeline import actions
 
-    if torch.cuda.is_available():
-        takes = memory(config, layout, 0, vocab, actions(layout)[0]).on_gpu(config) + reserve(layout)
-        if takes > (has := torch.cuda.mem_get_info()[1]):
-            raise MemoryError(f"it takes {takes / 2**30:.0f} GiB, and the GPU has {has / 2**30:.0f}")
+    takes = memory(config, layout, 0, vocab, actions(layout)[0]).on_gpu(config) + reserve(layout)
+    if takes > has:
+        raise MemoryError(f"it takes {takes / 2**30:.0f} GiB, and the GPU has {has / 2**30:.0f}")
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
@@ -96,7 +104,8 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     vocab = config.data.tokenizer.vocab_size
     groups.make_deterministic(config)
     world, layout = groups.join(identify(os.environ), config), layout_of(config, 1)
-    refuse_too_large(config, layout, vocab)
+    if torch.cuda.is_available():
+        refuse_too_large(config, layout, vocab, torch.cuda.mem_get_info()[1])
     engine = Engine(config, layout, world, Task(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
@@ -121,4 +130,4 @@ if __name__ == "__main__":
 
         overrides.remove("--flash")
         enable_cudnn_sdp(False)
-    print(json.dumps(measure(sys.argv[2], overrides, int(sys.argv[1]))))
+    print(json.dumps(measure(sys.argv[2], overrides, int(sys.argv[1]))), flush=True)

@@ -55,6 +55,7 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
     job = part("config").JobConfig()
     job.compile.enable = config.train.compile
     job.activation_checkpoint.mode = recompute
+    job.activation_checkpoint.selective_ac_option = "op"  # as ours; "2" would do every second block again, whole
     job.training.seq_len = length
     dims = part("distributed").ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
     llama3 = part("models.llama3")
@@ -96,5 +97,4 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[2]), sys.argv[3], sys.argv[4:], int(sys.argv[1]))))
-    sys.stdout.flush()
+    print(json.dumps(measure(int(sys.argv[2]), sys.argv[3], sys.argv[4:], int(sys.argv[1]))), flush=True)

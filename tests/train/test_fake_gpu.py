@@ -35,7 +35,7 @@ def test_weights_are_copied_after_they_are_made_and_before_they_change(start: St
             assert Call(during[copy].thread, 1, "sync-stream", (stream,)) in during[copy:], "nobody waits for the copy"
 
 
-def test_mpi_never_waits_for_what_training_has_queued(start: Start) -> None:
+def test_no_thread_of_mpi_waits_for_what_training_has_queued(start: Start) -> None:
     (calls,) = start(("mpi",))
     assert not place_of(calls, "sync-device")
     ours = [call for call in calls if call.thread != calls[0].thread]

@@ -49,7 +49,7 @@ def test_a_rehearsal_of_a_sequence(tmp_path: Path, sequence: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / f"{sequence}.jsonl").read_text().splitlines()]
-    wanted = rows_correct(SMALL) if sequence == "correct" else rows_8b(2, SMALL)
+    wanted = rows_correct(True, ()) if sequence == "correct" else rows_8b(2, SMALL)
     assert [row["row"] for row in rows] == [row.name for row in wanted]
 
 
@@ -59,30 +59,34 @@ def test_rows_are_written_as_they_are_known_and_the_time_is_kept(
     rows = [Row("there is none", "no_such_module", ()), Row("never begun", "speed", ())]
     file = tmp_path / "8b.jsonl"
     monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 0.0)
-    assert not run(rows[:1], file, 60.0)
+    assert not run(rows[:1], file, 60.0, "H200")
     monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 100.0)
-    assert not run(rows[1:], file, 60.0)
+    assert not run(rows[1:], file, 60.0, "H200")
     first, second = map(json.loads, file.read_text().splitlines())
     assert "no_such_module" in first["failed"] and second["failed"] == "no time was left"
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
     write(tmp_path)
     assert "never begun | no time was left" in (tmp_path / "gpu.md").read_text()
-    assert "no_such_module" in (tmp_path / "there is none.log").read_text(), "all that it said"
+    assert "no_such_module" in (tmp_path / "there-is-none.log").read_text(), "all that it said"
 
 
 def test_what_is_known_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    first_time: dict[str, dict[str, object]] = {"second": {"failed": "not done"}, "third": {"wrong": "2, not 4"}}
 
     def answer(row: Row, limit_s: float, folder: Path) -> dict[str, object]:
+        assert (limit_s > 30.0) == (row.name == "third"), "time is left to the others"
         asked.append(row.name)
-        assert limit_s <= 90.0 / 3, "time is left to the others"
-        return {"failed": "not done"} if row.name == "second" and len(asked) < 3 else {"answer": 1}
+        return first_time.pop(row.name, {"answer": 1})
 
     monkeypatch.setattr("benchmarks.gpu.__main__.measure", answer)
-    rows, file = [Row("first", "", ()), Row("second", "", ())], tmp_path / "8b.jsonl"
-    assert not run(rows, file, 90.0) and run(rows, file, 90.0)
-    assert asked == ["first", "second", "second"]
-    assert answers(file) == {"first": {"row": "first", "answer": 1}, "second": {"row": "second", "answer": 1}}
+    rows, file = [Row(name, "", ()) for name in ("first", "second", "third")], tmp_path / "8b.jsonl"
+    assert not run(rows, file, 90.0, "H200") and run(rows, file, 90.0, "H200")
+    assert asked == ["first", "second", "third", "second", "third"]
+    assert run(rows[2:], file, 90.0, "H100") and asked[5:] == ["third"], "another GPU is another answer"
+    assert {(name, on): found["answer"] for (name, on), found in answers(file).items() if "answer" in found} == {
+        ("first", "H200"): 1, ("second", "H200"): 1, ("third", "H200"): 1, ("third", "H100"): 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ["", "; os._exit(1)"])
@@ -166,9 +170,9 @@ def test_all_that_a_bare_machine_lacks_is_packed() -> None:
 
 def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.__main__.measure", lambda row, limit_s, folder: {"wrong": "2, not 4"})
-    assert not run(rows_correct(SMALL), tmp_path / "correct.jsonl", 60.0)
+    assert not run(rows_correct(True, ()), tmp_path / "correct.jsonl", 60.0, "H200")
     rows = [json.loads(line) for line in (tmp_path / "correct.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 and rows[-1] == {"row": "chain", "wrong": "2, not 4"}
+    assert len(rows) == 7 and rows[-1] == {"row": "saves", "device": "H200", "wrong": "2, not 4"}
     assert largest([1.0, math.nan, 2.0]) == math.inf
 
 
