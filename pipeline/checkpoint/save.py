@@ -14,7 +14,8 @@ save (a full disk) raises at the next `save` or `finish`, and the checkpoints be
 
 A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
 over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
-Where there are checkpoints but none is intact, that is an error: never a silent start from zero.
+Where there are checkpoints but none is intact, that is an error: never a silent start from zero; nor where they are
+gone (`saved.gone`).
 
 The state is a flat dict of tensors with layout-independent names: `model.<parameter>` and
 `optimizer.<parameter>.<state>`; what replicas have of their own has other names, outside the digest. DCP hashes nothing

@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import intact, read_json, sha256_file
 from pipeline.run import lines
+from pipeline.run.directory import Run
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -50,6 +51,24 @@ def newest_step(folder: Path) -> int:
             continue
         return step
     return 0
+
+
+def gone(run: Run) -> str | None:
+    """Which checkpoint was saved where none is left, and the ways out; None where one is, or somebody meant it.
+
+    A training begins anew without a word only where its config was corrected since, or its metrics are removed, too.
+    """
+    if saved_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
+        return None
+    meant = [line["time"] for line in lines.read_all(run.changes, lines.change) if line.get("submitted")]
+    meant += [event["time"] for event in run.read_events("train", "began_anew")]
+    saves = [event for event in run.read_events("train", "saved") if event["time"] > max(meant, default="")]
+    if not saves:
+        return None
+    return (
+        f"step {saves[-1]['step']} was saved, and {run.checkpoints} has no checkpoint: purged, moved, or not "
+        f"mounted? Bring one back; or, to train from zero all the same, remove {run.metrics}"
+    )
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import last_object
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.saved import gone, newest_step
 from pipeline.data.manifest import steps_of, steps_words
 from pipeline.run.code import ask_child
 from pipeline.run.directory import Run
@@ -22,9 +22,10 @@ from pipeline.run.stages import Progress
 def missing(run: Run) -> str | None:
     """Why training is not done; None when the checkpoint of the last step is there."""
     step, steps = newest_step(run.checkpoints), steps_of(run.config, run.data)
-    return (
-        None if steps and step >= steps else f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
-    )
+    if steps and step >= steps:
+        return None
+    words = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
+    return words if step else gone(run) or words
 
 
 def progress(run: Run) -> Progress:

@@ -25,6 +25,7 @@ from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.identity import identity, other_versions, refuse_other, source_identity
 from pipeline.checkpoint.save import Checkpointer, versions
+from pipeline.checkpoint.saved import gone
 from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.check import verify_shards
@@ -102,6 +103,8 @@ class Trainer:
         self.steps = steps_of(config, run.data) or 0
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
+        if fresh:
+            groups.agree(self.checkpointer.group, self._refuse_gone)
         source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
         self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
         if source is not None:
@@ -312,6 +315,15 @@ class Trainer:
         extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self._checkpoint_s += time.perf_counter() - started
+
+    def _refuse_gone(self) -> None:
+        """Raise CheckpointError, on rank 0, where a training would begin anew because its checkpoints went away."""
+        if not self.world.first:
+            return
+        if words := gone(self.run):
+            raise CheckpointError(words)
+        if self.run.read_events("train", "saved"):
+            self.run.event("began_anew", "train")
 
     def _restore(self, fresh: bool) -> int:
         """Take up the newest intact checkpoint; the step it holds, 0 for a `fresh` start."""
