@@ -165,12 +165,16 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return None
         return next(filter(None, (source.problem() for source in inputs)), None)
 
-    def shard_missing(self) -> str | None:
-        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
+    def shard_missing(self, *, ask_users: bool = True) -> str | None:
+        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code.
+
+        A file of many parts is asked once, one of the user's own with `ask_users` only.
+        """
         try:
             manifest = self.fitting(self.path / "manifest.json", self.manifest_kind, self.whole_key)
-            for entry in (*manifest.train, *manifest.held_out):
-                entry.check(self.path, hashes=False)
+            for entry in {entry.file: entry for entry in (*manifest.train, *manifest.held_out)}.values():
+                if ask_users or not entry.own:
+                    entry.check(self.path, hashes=False)
         except InputError as error:
             return str(error)
         return None
@@ -182,7 +186,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             told, total = self._told(), self.total
         except InputError:
             return 0, 0, None
-        if (self.path / "manifest.json").exists() and self.shard_missing() is None:
+        if (self.path / "manifest.json").exists() and self.shard_missing(ask_users=False) is None:
             return total, total, None
         if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
             return sum(self.unit(number) is not None for number in range(total)), total, None

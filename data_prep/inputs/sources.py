@@ -65,21 +65,21 @@ class Input(NamedTuple):
         return self.size * FORMATS[self.format].expansion
 
     def problem(self) -> str | None:
-        """How the file differs from what was seen, None when it does not."""
+        """How the file, or what is beside it, differs from what was seen, and the way out; None when it does not."""
+        out = f"put it back, or go on with what there is now: `{command('resume', 'RUN')}`"
         for path, *was in ((self.path, self.size, self.mtime_ns), *self.beside):
             try:
                 found = os.stat(path)
             except FileNotFoundError:
-                return f"input {path} is gone since it was prepared"
+                return f"input {path} is gone since it was prepared: {out}"
             if [found.st_size, found.st_mtime_ns] != was:
-                return f"input {path} has changed since it was prepared"
+                return f"input {path} has changed since it was prepared: {out}"
         return None
 
     def check(self) -> None:
         """Raise InputError, naming the file, when it is not what was seen."""
         if problem := self.problem():
-            again = command("resume", "RUN")
-            raise InputError(f"{problem}: put it back, or go on with what there is now: `{again}`")
+            raise InputError(problem)
 
 
 Spans = tuple[tuple[int, int], ...]
