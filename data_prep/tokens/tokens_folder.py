@@ -94,6 +94,7 @@ class TokensFolder(TextFolder):
 
         if self.unit(unit) is not None:
             return False
+        self.sweep(unit)
         self._check_inputs(self.plan.units[unit])
         ((index, start, end),), fixed = self.plan.units[unit], self.prepared
         source = self.inputs[index]
