@@ -37,14 +37,19 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, _beside(path)))
+        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
 
 
-def _beside(path: str) -> list[list[str | int]]:
+def stamp(path: str) -> list[str | int]:
+    """Path, size and time of a file."""
+    return [path, (seen := os.stat(path)).st_size, seen.st_mtime_ns]
+
+
+def beside(path: str) -> list[list[str | int]]:
+    """Those of what is read with a file of tokens."""
     root, ending = os.path.splitext(path)
-    there = filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ())))
-    return [[other, (seen := os.stat(other)).st_size, seen.st_mtime_ns] for other in there]
+    return [*map(stamp, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
 
 
 def endings_of(data: DataConfig) -> Mapping[str, str]:
