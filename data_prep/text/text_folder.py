@@ -111,12 +111,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def plan(self) -> Plan:
         """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
         fixed = self.prepared
-        for name, entry in (
-            ("tokenizer.json", fixed.tokenizer),
-            ("units.json", fixed.units),
-            (CHAT, fixed.chat),
-            (FILTER, fixed.filter),
-        ):
+        named = {"tokenizer.json": fixed.tokenizer, "units.json": fixed.units, CHAT: fixed.chat, FILTER: fixed.filter}
+        for name, entry in named.items():
             if entry is not None and (problem := entry.problem(self.path / name)):
                 raise InputError(f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
@@ -354,7 +350,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             held_out=held_out,
             stripe=self.striped,
         )
-        list_rejected(self.path / "rejected.jsonl", self.plan, units, manifest.documents, self.data.max_rejected)
+        told = [(unit.lines, unit.rejected) for unit in units]
+        list_rejected(self.path / "rejected.jsonl", self.plan, told, manifest.documents, self.data.max_rejected)
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "

@@ -86,18 +86,16 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
     if to.exists():
         raise UserError(f"--to {to}: it exists already: name a new folder")
     kind, eos_id = np.dtype(encoder.dtype), np.array([encoder.eos_id], encoder.dtype)
+    origin: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
     folder, made = to.with_name(f".{to.name}.part"), list[ShardEntry]()
     (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-    if not flock(open_lock(folder / _LOCK), fcntl.LOCK_EX | fcntl.LOCK_NB):
+    lock = os.fdopen(open_lock(folder / _LOCK))
+    if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
         raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
     print(f"{folder} will be {to} once it is whole; should this end before, the same command goes on", flush=True)
     told = {line["key"]: [ShardEntry(**one) for one in line["shards"]] for line in read_jsonl(folder / _NOTES)}
     for number, path in enumerate(files):
-        source: dict[str, str | int] = {
-            "format_version": FORMAT_VERSION,
-            "tokenizer_sha256": tokenizer_sha256,
-            "source": path[-1000:],
-        }
+        source = origin | {"source": path[-1000:]}
         key = sha256_json([number, source, encoder.eos_id, packed, stamp(path), beside(path)])
         entries, how = told.get(key, []), "copied before"
         if not entries or any(one.problem(folder / one.file, hashes=False) for one in entries):

@@ -87,8 +87,6 @@ class TokensFolder(TextFolder):
 
     def make(self, unit: int) -> bool:
         """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
-        import numpy as np
-
         from data_prep.tokens.formats import mappable
         from data_prep.tokens.token_file import MAPPED
 
@@ -104,14 +102,13 @@ class TokensFolder(TextFolder):
         part = file.part(start, end)
         seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
         held_out = end == file.tokens and start == self._border(file, fixed.eos_id)
-        width, whole = np.dtype(file.dtype).itemsize, (0, source.size)
-        bounds = file.offset + start * width if start else 0, file.offset + end * width
-        bounds = bounds[0], source.size if end == file.tokens else bounds[1]  # what stands before and behind, too
+        behind = file.part(end, end).offset if end < file.tokens else source.size
+        bounds = part.offset or 0 if start else 0, behind or 0  # what stands before and behind all tokens, too
         entry = ShardEntry(
             file=source.path,
             size=source.size,
             sha256=sha256_file(source.path, bounds),
-            part=None if bounds == whole else bounds,
+            part=None if bounds == (0, source.size) else bounds,
             tokens=end - start,
             documents=seen.ended,
             bytes=self._text_bytes(part) if held_out else 0,
