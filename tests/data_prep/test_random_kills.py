@@ -50,7 +50,7 @@ for name in ("shard_file", "tokenizer", "duplicates", "rejected"):
 from tests.data_prep.test_random_kills import KINDS
 
 os.fsync = lambda fd: None  # slow, and of no matter here
-kind, path = KINDS[sys.argv[1]](sys.argv[2]), Path(sys.argv[3])
+kind = KINDS[sys.argv[1]](sys.argv[2])
 count = {"name": 0, "file": 0, "call": 0}
 
 def die():
@@ -61,7 +61,7 @@ def step(way, fatal):
     if count[way] == fatal:
         die()
 
-def task(number, tasks, way, fatal):
+def task(path, number, tasks, way, fatal):
     sys.stdout = open(os.devnull, "w")
     if way == "file":
         asked = ("open", "os.", "tempfile.", "fcntl.", "glob.")
@@ -78,12 +78,12 @@ def task(number, tasks, way, fatal):
     sys.setprofile(None)
 
 for line in sys.stdin:
-    fates, pids = json.loads(line), []
+    (path, fates), pids = json.loads(line), []
     for number, (way, fatal) in enumerate(fates):
         if (pid := os.fork()) == 0:
             end = 1
             try:
-                task(number, len(fates), way, fatal)
+                task(Path(path), number, len(fates), way, fatal)
                 end = 0
             finally:
                 if way in count and fatal == 0:
@@ -222,10 +222,10 @@ KINDS: dict[str, type[Shard]] = {one.__name__: one for one in (Shard, Deduplicat
 
 
 class Tasks:
-    """Starts the tasks of the stage on a data folder, each with its fate, and waits for all of them."""
+    """Starts the tasks of a kind on a folder, each with its fate, and waits for all of them."""
 
-    def __init__(self, kind: Shard, folder: Path) -> None:
-        command = [sys.executable, "-c", TASKS, type(kind).__name__, kind.told, str(folder)]
+    def __init__(self, kind: Shard) -> None:
+        command = [sys.executable, "-c", TASKS, type(kind).__name__, kind.told]
         self.process = subprocess.Popen(command, cwd=CODE_ROOT, stdin=-1, stdout=-1, text=True)
 
     def __enter__(self) -> Tasks:
@@ -235,10 +235,10 @@ class Tasks:
         self.process.kill()
         self.process.communicate(timeout=60)
 
-    def run(self, fates: list[tuple[str, float]]) -> tuple[list[int], int]:
+    def run(self, folder: Path, fates: list[tuple[str, float]]) -> tuple[list[int], int]:
         """Exit codes, and what was counted of a single task whose count to die at is 0."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(fates) + "\n")
+        self.process.stdin.write(json.dumps([str(folder), fates]) + "\n")
         self.process.stdin.flush()
         counted, codes = ("0 " + self.process.stdout.readline()).split("[")
         return json.loads(f"[{codes}"), sum(map(int, counted.split()))
@@ -253,17 +253,16 @@ def test_random_kills_lose_and_repeat_nothing(
     print(f"SLUICE_TEST_SEED={seed}")
     (tmp_path / "in").mkdir()
     kind, killed, most = KINDS[name].new(tmp_path / "in"), tmp_path / "killed", {"clock": 0.3}
-    for way in ("name", "file", "call"):
-        kind.prepare(tmp_path / way)
-        with Tasks(kind, tmp_path / way) as tasks:
-            codes, most[way] = tasks.run([(way, 0)])
-            assert codes == [0] and most[way] > 40
-    right = kind.files(tmp_path / "name")
-    kind.prepare(killed)
     seen: Counter[str] = Counter()
     before: Done = {}
     half: set[str] = set()
-    with Tasks(kind, killed) as tasks:
+    with Tasks(kind) as tasks:
+        for way in ("name", "file", "call"):
+            kind.prepare(tmp_path / way)
+            codes, most[way] = tasks.run(tmp_path / way, [(way, 0)])
+            assert codes == [0] and most[way] > 40
+        right = kind.files(tmp_path / "name")
+        kind.prepare(killed)
         for number in range(12):
             fates: list[tuple[str, float]] = (
                 [] if number else [("name", chance.randint(1, 6))]
@@ -272,7 +271,7 @@ def test_random_kills_lose_and_repeat_nothing(
                 way = chance.choice(WAYS)
                 upto = chance.choice((0.03, 0.3, 1.1)) * most[way]  # soon, so that it takes many, and at the end
                 fates.append((way, chance.uniform(0, upto) if way == "clock" else chance.randint(1, int(upto))))
-            codes, _ = tasks.run(fates)
+            codes, _ = tasks.run(killed, fates)
             assert set(codes) <= {0, -signal.SIGKILL}, (fates, codes)
             seen += Counter(way for (way, _), code in zip(fates, codes, strict=True) if code)
             now = kind.done(killed)
@@ -281,8 +280,43 @@ def test_random_kills_lose_and_repeat_nothing(
             half |= {path.name for path in killed.rglob("shards/.*.tmp")}
             named = {name: text for name, text in kind.files(killed).items() if name.endswith((".h5", ".json"))}
             assert named.items() <= right.items(), "a file has its name, and is not whole"
-        codes, _ = tasks.run([("none", 0)])
+        codes, _ = tasks.run(killed, [("none", 0)])
     assert codes == [0] and before.items() <= kind.done(killed).items()
     assert kind.files(killed) == right
     print(f"killed: {dict(seen)}, {len(half)} half files, {len(before)} files done before the last round")
     assert sum(seen.values()) >= 6 and half, (seen, half)
+
+
+def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_is_done(
+    tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks find all units made at once; the one that is first takes the other's file for a killed one's."""
+    (tmp_path / "in").mkdir()
+    kind, path = Shard.new(tmp_path / "in"), tmp_path / "data"
+    kind.prepare(path)
+    first, second = kind.folder(path), kind.folder(path)
+    first.shard(0, 1, quiet)
+    left = [path / f".{name}.77.0a1b2c3d.tmp" for name in ("manifest.json", "rejected.jsonl")]
+    (path / "web").mkdir()  # of a mixture
+    left.append(path / "web/.manifest.json.77.0a1b2c3d.tmp")
+    for one in left:
+        one.write_text("half")
+    replace, asked = os.replace, list[str]()
+
+    def replaced(old: Any, new: Any) -> None:
+        asked.append(str(new))
+        if len(asked) == 1:
+            assert second.finalize(quiet)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    assert first.finalize(quiet) and len(asked) == 3
+    assert not [*path.rglob("*.tmp")] and first.shard_missing() is None
+
+    def gone(old: Any, new: Any) -> None:
+        raise FileNotFoundError(old)
+
+    (path / "manifest.json").unlink()
+    monkeypatch.setattr(os, "replace", gone)
+    with pytest.raises(FileNotFoundError):
+        first.finalize(quiet)
