@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import random
+import re
 import struct
 import tarfile
 from collections.abc import Callable
@@ -207,6 +210,50 @@ def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, token
     assert tokens_of(folder, manifest.train) + tokens_of(folder, manifest.held_out) == flat(documents)
     with pytest.raises(UserError, match="exists already"):
         main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+
+
+def test_an_import_that_ended_early_goes_on_and_says_so(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.tokens.tokens_commands._SHARD", 100)
+    (tmp_path / "in").mkdir()
+    documents = encoded(tokenizer)
+    paths = [tmp_path / "in" / name for name in ("a.bin", "b.bin", "c.bin")]
+    for number, path in enumerate(paths):
+        nano_gpt(tmp_path, documents[20 * number : 20 * (number + 1)]).rename(path)
+
+    def said() -> list[Any]:
+        return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
+
+    def copied(to: str) -> list[Any]:
+        main("import", [*map(str, paths)], str(tmp_path / to), str(tokenizer), "<|endoftext|>", False)
+        return said()
+
+    def files(to: str) -> dict[str, bytes]:
+        return {str(one.relative_to(tmp_path / to)): one.read_bytes() for one in (tmp_path / to).rglob("*.h5")}
+
+    assert copied("whole") == [("a", "copied"), ("b", "copied"), ("c", "copied")] and len(files("whole")) > 6
+    whole = paths[2].read_bytes()
+    paths[2].write_bytes(struct.pack("<2H", VOCAB, EOS))
+    part = tmp_path / ".to.part"
+    with pytest.raises(UserError, match=f"token 0 is {VOCAB}"):
+        copied("to")
+    assert f"{part} will be {tmp_path}/to once it is whole; should this end before, the same" in capsys.readouterr().out
+    assert part.is_dir() and not (tmp_path / "to").exists()
+    with open(part / ".lock", "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another import fills .*\.to\.part: wait for its end, or name another"):
+            copied("to")
+    with pytest.raises(UserError):  # files that changed, or are at another place, are copied again
+        os.utime(paths[0], (0, 0))
+        copied("to")
+    assert said() == [("a", "copied"), ("b", "copied before")]
+    (part / "shards/tokens-00001-00.h5").write_bytes(b"")
+    (part / "shards/tokens-00009-00.h5").write_bytes(b"of a file that was left out")
+    paths[2].write_bytes(whole)
+    assert copied("to") == [("a", "copied before"), ("b", "copied"), ("c", "copied")]
+    assert files("to") == files("whole") and not part.exists()
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["shards"]
 
 
 def refused(path: Path, tokenizer: Path, words: str) -> None:
