@@ -110,11 +110,12 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
             append_line(folder / _NOTES, json.dumps({"key": key, "shards": [one.model_dump() for one in entries]}))
         made += entries
         print(f"{path}: {how} ({number + 1} of {len(files)})", flush=True)
-    for left_over in {*(folder / SHARDS).iterdir(), folder / _NOTES} - {folder / one.file for one in made}:
+    for left_over in {*(folder / SHARDS).iterdir()} - {folder / one.file for one in made}:
         left_over.unlink()
     os.rename(folder, to)
     fsync(to.parent)
-    (to / _LOCK).unlink()
+    for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
+        (to / name).unlink()
     tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
     print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
     print(f"what they are: {command('data', 'inspect', str(to))}")

@@ -215,7 +215,7 @@ class Import(Shard):
         return stamps([path / ".to.part" / one.file for one in entries])
 
     def files(self, path: Path) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        return {file.name: file.read_bytes() for file in path.rglob("shards/*") if file.is_file()}
 
 
 KINDS: dict[str, type[Shard]] = {one.__name__: one for one in (Shard, Deduplicated, Tokens, Arrays, Import)}
