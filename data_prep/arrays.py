@@ -102,6 +102,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         """Hash one file, or unpack it."""
         if self.unit(unit) is not None:
             return False
+        self.sweep(unit)
         seen = self.prepared.train[unit]
         self.inputs[unit].check()
         if seen.packed:

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import suppress
 
 from data_prep.prepare import folder_of, log, seen_from_outside
-from pipeline.base.errors import Exit
+from pipeline.base.errors import Exit, InputError
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
+MOST_ASKED = 100
+
 
 def missing(run: Run) -> str | None:
     """Why shard is not done; None when the manifest and every shard validate (by size)."""
     return seen_from_outside(run).shard_missing()
+
+
+def lacks(run: Run) -> str | None:
+    """Which file it would not find as it was, where it has not begun: of its inputs some are asked, spread over all."""
+    folder = seen_from_outside(run)
+    with suppress(InputError, OSError):  # the stage before says why; or it is another one's, who looks here
+        if (folder.path / "manifest.json").exists():
+            return folder.shard_missing()
+        some = folder.inputs[:: len(folder.inputs) // MOST_ASKED + 1]
+        return next(filter(None, (one.problem() for one in some)), None)
+    return None
 
 
 def progress(run: Run) -> Progress:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +135,20 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """The manifest of a work unit."""
         return self.path / SHARDS / f"unit-{unit:05d}.json"
 
+    @cached_property
+    def _left_over(self) -> dict[int, list[Path]]:
+        """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
+        found: dict[int, list[Path]] = {}
+        for path in (self.path / SHARDS).glob(".unit-*.tmp"):
+            if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
+                found.setdefault(int(known[1]), []).append(path)
+        return found
+
+    def sweep(self, unit: int) -> None:
+        """Remove what killed tasks left of a unit: it is this task's."""
+        for path in self._left_over.pop(unit, ()):
+            path.unlink(missing_ok=True)
+
     def fitting(self, path: Path, kind: type[Kind], key: str) -> Kind:
         """The manifest at `path`. Raises InputError where it is missing, damaged or was made from something else."""
         found = load(path, kind, AGAIN)
@@ -165,12 +180,16 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return None
         return next(filter(None, (source.problem() for source in inputs)), None)
 
-    def shard_missing(self) -> str | None:
-        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code."""
+    def shard_missing(self, *, ask_users: bool = True) -> str | None:
+        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code.
+
+        A file of many parts is asked once, one of the user's own with `ask_users` only.
+        """
         try:
             manifest = self.fitting(self.path / "manifest.json", self.manifest_kind, self.whole_key)
-            for entry in (*manifest.train, *manifest.held_out):
-                entry.check(self.path, hashes=False)
+            for entry in {entry.file: entry for entry in (*manifest.train, *manifest.held_out)}.values():
+                if ask_users or not entry.own:
+                    entry.check(self.path, hashes=False)
         except InputError as error:
             return str(error)
         return None
@@ -182,7 +201,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             told, total = self._told(), self.total
         except InputError:
             return 0, 0, None
-        if (self.path / "manifest.json").exists() and self.shard_missing() is None:
+        if (self.path / "manifest.json").exists() and self.shard_missing(ask_users=False) is None:
             return total, total, None
         if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
             return sum(self.unit(number) is not None for number in range(total)), total, None
@@ -252,6 +271,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
                 return False
             made[number] = unit
         self.striped = next(filter(None, (line.get("stripe") for line in told.values())), self.striped)
-        self.whole([made[number] for number in range(self.count)], log)
-        (self.path / PROGRESS).unlink(missing_ok=True)
+        try:
+            self.whole([made[number] for number in range(self.count)], log)
+        except FileNotFoundError:  # another task was first, and took this one's file for a killed one's
+            if self.shard_missing() is not None:
+                raise
+        killed = (path for names in (".*.tmp", "*/.[mr]*.tmp") for path in self.path.glob(names))  # a source's, too
+        for path in (*killed, self.path / PROGRESS):
+            path.unlink(missing_ok=True)
         return True

@@ -19,6 +19,8 @@ from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
+"""What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
 _DATASET_DICT = "dataset_dict.json"
 
 
@@ -35,8 +37,19 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format))
+        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
+
+
+def stamp(path: str) -> list[str | int]:
+    """Path, size and time of a file."""
+    return [path, (seen := os.stat(path)).st_size, seen.st_mtime_ns]
+
+
+def beside(path: str) -> list[list[str | int]]:
+    """Those of what is read with a file of tokens."""
+    root, ending = os.path.splitext(path)
+    return [*map(stamp, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
 
 
 def endings_of(data: DataConfig) -> Mapping[str, str]:

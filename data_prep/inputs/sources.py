@@ -25,7 +25,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from textwrap import shorten
@@ -45,12 +45,14 @@ _JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
 
 
 class Input(NamedTuple):
-    """One input file as it was when it was listed: absolute path, size in bytes, time in ns, format (see above)."""
+    """One input file as it was when it was listed: absolute path, size in bytes, time in ns, format (see above), and
+    path, size and time of what else is read with it: an index."""
 
     path: str
     size: int
     mtime_ns: int
     format: str
+    beside: Sequence[Sequence[Any]] = []
 
     @property
     def splits(self) -> bool:
@@ -63,20 +65,21 @@ class Input(NamedTuple):
         return self.size * FORMATS[self.format].expansion
 
     def problem(self) -> str | None:
-        """How the file differs from what was seen, None when it does not."""
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            return f"input {self.path} is gone since it was prepared"
-        if (found.st_size, found.st_mtime_ns) != (self.size, self.mtime_ns):
-            return f"input {self.path} has changed since it was prepared"
+        """How the file, or what is beside it, differs from what was seen, and the way out; None when it does not."""
+        out = f"put it back, or go on with what there is now: `{command('resume', 'RUN')}`"
+        for path, *was in ((self.path, self.size, self.mtime_ns), *self.beside):
+            try:
+                found = os.stat(path)
+            except FileNotFoundError:
+                return f"input {path} is gone since it was prepared: {out}"
+            if [found.st_size, found.st_mtime_ns] != was:
+                return f"input {path} has changed since it was prepared: {out}"
         return None
 
     def check(self) -> None:
         """Raise InputError, naming the file, when it is not what was seen."""
         if problem := self.problem():
-            again = command("resume", "RUN")
-            raise InputError(f"{problem}: put it back, or go on with what there is now: `{again}`")
+            raise InputError(problem)
 
 
 Spans = tuple[tuple[int, int], ...]

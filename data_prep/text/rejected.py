@@ -5,23 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from data_prep.text.units import Plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
 
-
-class Unit(Protocol):
-    """What a unit's manifest says of it."""
-
-    @property
-    def lines(self) -> tuple[int, ...]:
-        """Lines that start in each piece."""
-
-    @property
-    def rejected(self) -> tuple[tuple[int, int, str], ...]:
-        """Piece, line within it and reason."""
+Unit = tuple[Sequence[int], Sequence[tuple[int, int, str]]]
+"""Lines that start in each of its pieces; of each document that could not be read piece, line within it and reason."""
 
 
 def list_rejected(listing: Path, plan: Plan, units: Sequence[Unit], documents: int, limit: float) -> None:
@@ -31,12 +21,12 @@ def list_rejected(listing: Path, plan: Plan, units: Sequence[Unit], documents: i
     """
     before = [0] * len(plan.inputs)  # lines of each input in the pieces so far: units and pieces are in its order
     rows: list[dict[str, str | int]] = []
-    for unit, pieces in zip(units, plan.units, strict=True):
+    for (lines, rejected), pieces in zip(units, plan.units, strict=True):
         starts = []
-        for piece, count in zip(pieces, unit.lines, strict=True):
+        for piece, count in zip(pieces, lines, strict=True):
             starts.append(before[piece.input])
             before[piece.input] += count
-        for place, line, reason in unit.rejected:
+        for place, line, reason in rejected:
             path = plan.inputs[pieces[place].input].path
             rows.append({"file": path, "line": starts[place] + line, "reason": reason})
     write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

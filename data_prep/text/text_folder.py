@@ -24,10 +24,8 @@ pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.inputs.filters import FILTER, Keep, load_filter, source_of
@@ -113,12 +111,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def plan(self) -> Plan:
         """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
         fixed = self.prepared
-        for name, entry in (
-            ("tokenizer.json", fixed.tokenizer),
-            ("units.json", fixed.units),
-            (CHAT, fixed.chat),
-            (FILTER, fixed.filter),
-        ):
+        named = {"tokenizer.json": fixed.tokenizer, "units.json": fixed.units, CHAT: fixed.chat, FILTER: fixed.filter}
+        for name, entry in named.items():
             if entry is not None and (problem := entry.problem(self.path / name)):
                 raise InputError(f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
@@ -240,15 +234,6 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             return None
         return made
 
-    @cached_property
-    def _left_over(self) -> dict[int, list[Path]]:
-        """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
-        found: dict[int, list[Path]] = {}
-        for path in (self.path / SHARDS).glob(".unit-*.tmp"):
-            if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json)", path.name):
-                found.setdefault(int(known[1]), []).append(path)
-        return found
-
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
         from data_prep.text.shard_file import ShardWriter
@@ -256,8 +241,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.unit(unit, hashes=True) is not None:
             return False
         pieces = self.plan.units[unit]
-        for left_over in self._left_over.pop(unit, ()):
-            left_over.unlink(missing_ok=True)
+        self.sweep(unit)
         self._check_inputs(pieces)
         attributes: dict[str, str | int] = {
             "format_version": FORMAT_VERSION,
@@ -366,7 +350,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             held_out=held_out,
             stripe=self.striped,
         )
-        list_rejected(self.path / "rejected.jsonl", self.plan, units, manifest.documents, self.data.max_rejected)
+        told = [(unit.lines, unit.rejected) for unit in units]
+        list_rejected(self.path / "rejected.jsonl", self.plan, told, manifest.documents, self.data.max_rejected)
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "

@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-import numpy as np
-
-from data_prep.tokens.token_file import TokenFile, head_of, size_of
+from data_prep.tokens.token_file import DocumentEnds, TokenFile, head_of, size_of
 from pipeline.base.errors import UserError
 
 _METADATA = re.compile(rb"[^\n]*?(?:\|([24]))?\r?\n(\d{1,18})(?:\r?\n.*)?", re.DOTALL)
@@ -27,18 +25,16 @@ def look(path: str) -> TokenFile:
     """Read what stands beside it. Raises UserError where that does not fit the file."""
     size, ends = size_of(path), None
     if os.path.exists(f"{path}.index"):
-        if size_of(f"{path}.index") % 8:
+        if (held := size_of(f"{path}.index")) % 8:
             raise UserError(f"{path}.index is cut short: it is no row of 8-byte numbers")
-        found = np.fromfile(f"{path}.index", "<u8")
-        if len(found) and (found[-1] > size or (found[1:] < found[:-1]).any()):
-            raise UserError(f"{path}.index is damaged: documents end one after another, and not beyond the file")
-        ends = found.astype(np.int64)
+        ends = DocumentEnds(f"{path}.index", held // 8)
     told = _METADATA.fullmatch(head_of(f"{path}.metadata", 1 << 16))
     if told is None and os.path.exists(f"{path}.metadata"):
         raise UserError(f"{path}.metadata is damaged: its second line should be the number of tokens")
-    tokens = int(told[2]) if told else int(ends[-1]) if ends is not None and len(ends) else 0
+    last = ends[len(ends) - 1] if ends else 0
+    tokens = int(told[2]) if told else last
     width = int(told[1]) if told and told[1] else size // max(1, tokens)
-    if width not in (2, 4) or tokens * width != size or (ends is not None and [*ends[-1:]] != [tokens][: len(ends)]):
+    if width not in (2, 4) or tokens * width != size or (ends and last != tokens):
         raise UserError(f"{path} has {size} bytes, which its index and metadata do not fit: {tokens} tokens")
     note = f"; {path}.loss is not used: all tokens are learned" if os.path.exists(f"{path}.loss") else ""
     return TokenFile(path, "datatrove .ds", f"uint{8 * width}", tokens, 0, ends, note=note)

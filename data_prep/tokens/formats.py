@@ -18,24 +18,31 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading
 
 FORMATS = (megatron, llm_c, hdf5_tokens, datatrove, arrow, web_tar, raw_tokens)
-"""Each has `fits(path, head)`, whether a file with these first 512 bytes is of it, and `look(path)`, what is in it."""
+"""Each has `fits(path, head)`, whether a file with these first 512 bytes is of it, and `look(path)`, what is in it by
+its header."""
 
 
-def look(path: str) -> TokenFile:
-    """What a file holds. Raises UserError, naming it, where it is of no format, or damaged."""
+def look(path: str, check: bool = True) -> TokenFile:
+    """What a file holds. Raises UserError, naming it, where it is of no format, or damaged.
+
+    check: whether an index of its documents is read through for that.
+    """
     with reading(path):
         head = head_of(path, 512)
         if not head:
             raise UserError(f"{path} is missing or empty")
         for known in FORMATS:
             if known.fits(path, head):
-                return known.look(path)
+                found = known.look(path)
+                if check and found.ends is not None:
+                    found.ends.check()
+                return found
     raise UserError(f"{path} is no file of tokens that is known (docs/data.md has the formats)")
 
 
-def mappable(path: str) -> TokenFile:
+def mappable(path: str, check: bool = True) -> TokenFile:
     """The same of a file that a run takes where it lies. Raises UserError with the way out for another one."""
-    found = look(path)
+    found = look(path, check)
     if found.why_not:
         words = command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
         raise UserError(f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `{words}`")
@@ -43,6 +50,6 @@ def mappable(path: str) -> TokenFile:
 
 
 def look_at(*paths: str) -> None:
-    """Raise UserError where a run cannot take one of the files where it lies."""
+    """Raise UserError where a run cannot take one of the files where it lies, at first sight."""
     for path in paths:
-        mappable(path)
+        mappable(path, check=False)

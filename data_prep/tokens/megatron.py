@@ -11,9 +11,8 @@ import struct
 
 import numpy as np
 
-from data_prep.tokens.token_file import TokenFile, head_of, size_of
+from data_prep.tokens.token_file import BLOCK, DocumentEnds, Ids, TokenFile, head_of, size_of
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -30,7 +29,7 @@ def fits(path: str, head: bytes) -> bool:
 
 
 def look(path: str) -> TokenFile:
-    """Read the index. Raises UserError where it is not whole, or not of the file beside it."""
+    """Read the index's header. Raises UserError where the index is not as long as that says."""
     index = _index(path)
     data = f"{index.removesuffix('.idx')}.bin"
     size, whole = size_of(index), size_of(data)
@@ -41,18 +40,38 @@ def look(path: str) -> TokenFile:
     if version != 1 or code not in _TYPES:
         raise UserError(f"{index}: version {version} with tokens of type {code} is no index that is known")
     wanted = _HEADER.size + 12 * count + 8 * documents
-    if size not in (wanted, wanted + count):
+    if not documents or size not in (wanted, wanted + count):
         raise UserError(f"{index} has {size} bytes, but {count} sequences and {documents} borders take {wanted}")
-    starts, width = np.zeros(count + 1, np.int64), np.dtype(_TYPES[code]).itemsize
-    with open_regular(index) as file:
-        file.seek(_HEADER.size)
-        lengths, offsets = np.fromfile(file, "<i4", count), np.fromfile(file, "<i8", count)
-        np.cumsum(lengths, out=starts[1:])
-        if (lengths < 0).any() or not np.array_equal(offsets, starts[:-1] * width) or starts[-1] * width != whole:
-            raise UserError(f"{index} is damaged, or not that of {data}: its sequences are not what {whole} bytes hold")
-        del lengths, offsets  # an index may have 10**9 of them
-        firsts = np.fromfile(file, "<i8", documents)
-    if not documents or firsts[0] != 0 or firsts[-1] != count or (firsts[1:] < firsts[:-1]).any():
-        raise UserError(f"{index} is damaged: its documents do not go from sequence 0 to {count}")
-    ends = starts.take(firsts, out=firsts, mode="clip")[1:]
-    return TokenFile(data, "Megatron .bin", _TYPES[code], int(starts[-1]), 0, ends)
+    width = np.dtype(_TYPES[code]).itemsize
+    ends = _Ends(index, documents - 1, data, whole, count, width)
+    return TokenFile(data, "Megatron .bin", _TYPES[code], whole // width, 0, ends)
+
+
+class _Ends(DocumentEnds):
+    def __init__(self, index: str, documents: int, data: str, whole: int, count: int, width: int) -> None:
+        """`count` sequences of the `whole` bytes of `data`, `width` bytes a token."""
+        super().__init__(index, documents)
+        self._data, self._whole, self._count, self._width = data, whole, count, width
+        self._offsets, self._firsts = _HEADER.size + 4 * count, _HEADER.size + 12 * count
+
+    def ends(self, start: int, stop: int) -> Ids:
+        firsts = self.ordered(self.numbers(self._firsts, start + 1, stop + 1), 0, self._count)
+        low, high = firsts[[0, -1]].tolist() if len(firsts) else (0, 0)
+        offsets = np.append(self.numbers(self._offsets, low, min(high + 1, self._count)), self._whole)
+        return offsets[firsts - low] // self._width
+
+    def check(self) -> None:
+        what = f"its sequences are not what {self._whole} bytes hold"
+        damaged, end = UserError(f"{self.path} is damaged, or not that of {self._data}: {what}"), 0
+        for start in range(0, self._count, BLOCK):
+            stop = min(start + BLOCK, self._count)
+            lengths, starts = self.numbers(_HEADER.size, start, stop, "<i4"), self.numbers(self._offsets, start, stop)
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self._width
+            if (lengths < 0).any() or starts[0] != end or (starts[1:] != ends[:-1]).any():
+                raise damaged
+            end = int(ends[-1])
+        if end != self._whole:
+            raise damaged
+        if [self.numbers(self._firsts, place, place + 1)[0] for place in (0, len(self))] != [0, self._count]:
+            raise UserError(f"{self.path} is damaged: its documents do not go from sequence 0 to {self._count}")
+        super().check()

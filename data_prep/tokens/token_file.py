@@ -7,6 +7,8 @@ Where `offset` is known, tokens lie one after another from there on, little-endi
 from __future__ import annotations
 
 import os
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,12 +19,60 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 
 Ids = npt.NDArray[np.integer]
-_BLOCK = 1 << 22
+BLOCK = _BLOCK = 1 << 22
 BARE = "nanoGPT .bin"
 LONGEST = 1 << 28
 """Tokens of one document: beyond that its end was missed."""
 MAPPED = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
 """Types that a loader takes, and as what; ids are checked to be no negative ones."""
+
+
+class DocumentEnds:
+    """Where documents end, in tokens from the file's start, by an index beside it that may be larger than the memory.
+
+    It is read at the places that are asked for: what lies in a part is found by halving, some hundred small reads. It
+    is not mapped: a file that is cut off meanwhile would end the process.
+    """
+
+    def __init__(self, path: str, documents: int) -> None:
+        self.path, self._documents, self._file = path, documents, open_regular(path)
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return self._documents
+
+    def __getitem__(self, document: int) -> int:
+        """Where one ends."""
+        return int(self.ends(document, document + 1)[0])
+
+    def ends(self, start: int, stop: int) -> Ids:
+        """Where documents [start, stop) end: shape (stop - start,)."""
+        return self.numbers(0, start, stop)
+
+    def check(self) -> None:
+        """Read all. Raises UserError where the index is damaged, or not that of the file."""
+        last = 0
+        for start in range(0, len(self), BLOCK):
+            last = self.ordered(self.ends(start, min(start + BLOCK, len(self))), last, sys.maxsize)[-1]
+
+    def within(self, start: int, stop: int) -> Ids:
+        """The ends in (start, stop]: shape (documents,). Raises UserError as `ordered` does."""
+        first = bisect_right(self, start)
+        return self.ordered(self.ends(first, bisect_right(self, stop, first)), start + 1, stop)
+
+    def ordered(self, found: Ids, least: int, most: int) -> Ids:
+        """What was found. Raises UserError where one is less than the one before, or beyond the bounds."""
+        if len(found) and (found[0] < least or found[-1] > most or (found[1:] < found[:-1]).any()):
+            raise UserError(f"{self.path} is damaged: documents end one after another, and not beyond the file")
+        return found
+
+    def numbers(self, at: int, start: int, stop: int, kind: str = "<i8") -> Ids:
+        """Those at the places [start, stop), counted from byte `at`. Raises UserError where the index ends before."""
+        size = np.dtype(kind).itemsize
+        found = os.pread(self._file.fileno(), (stop - start) * size, at + start * size)
+        if len(found) < (stop - start) * size:
+            raise UserError(f"{self.path} is cut short: it ends before byte {at + stop * size:,}")
+        return np.frombuffer(found, kind)
 
 
 class TokenFile(NamedTuple):
@@ -37,12 +87,14 @@ class TokenFile(NamedTuple):
     """How many; None where only reading tells."""
     offset: int | None = None
     """Where they start, in bytes; None where they do not lie in one piece."""
-    ends: npt.NDArray[np.int64] | None = None
-    """Where each document ends, by the index: shape (documents,)."""
+    ends: DocumentEnds | None = None
+    """Where each document of the file ends, by its index."""
     rows: Callable[[], Iterator[Ids]] | None = None
     """The tokens of a file without an `offset`, in parts."""
     row_is_document: bool = True
     """Whether each of these parts is a document."""
+    before: int = 0
+    """Tokens of the file in front of these."""
     note: str = ""
     """What a person should know besides, behind a semicolon."""
 
@@ -56,11 +108,14 @@ class TokenFile(NamedTuple):
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of what lies in one piece, as if they were all; a document counts where it ends."""
         assert self.offset is not None
-        ends = self.ends
-        if ends is not None:
-            ends = ends[slice(*np.searchsorted(ends, (start, stop), side="right"))] - start
         offset = self.offset + start * np.dtype(self.dtype).itemsize
-        return self._replace(offset=offset, tokens=stop - start, ends=ends)
+        return self._replace(offset=offset, tokens=stop - start, before=self.before + start)
+
+    def ends_in(self, start: int, stop: int) -> Ids | None:
+        """How many tokens behind `start` the documents end that end in (start, stop], by the index, shape (documents,);
+        None without one."""
+        start, stop = self.before + start, self.before + stop
+        return None if self.ends is None else self.ends.within(start, stop) - start
 
     def read(self, start: int, stop: int) -> Ids:
         """Tokens [start, stop) of what lies in one piece. Raises UserError where the file is too short for that."""
@@ -92,11 +147,9 @@ class TokenFile(NamedTuple):
         parts: list[Ids] = []
         before = waiting = 0
         for block in self.blocks():
-            if self.ends is None:
+            borders = self.ends_in(before, before + len(block))
+            if borders is None:
                 borders = np.flatnonzero(block == eos_id) + 1
-            else:
-                first, last = np.searchsorted(self.ends, (before, before + len(block)), side="right")
-                borders = self.ends[first:last] - before
             start = 0
             for end in borders.tolist():
                 yield np.concatenate([*parts, block[start:end]])
@@ -121,34 +174,30 @@ class Seen(NamedTuple):
     """Documents of the index that do not end with one."""
 
 
-def scan(file: TokenFile, eos_id: int, vocab_size: int, before: int = 0) -> Seen:
+def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
     """Read all tokens. Raises UserError naming the place of the first id outside
     [0, vocab_size), for no token, and for bare uint16 where the tokenizer (below 2**32 ids) has more.
-
-    before: tokens of the file in front of these.
     """
     if file.format == BARE and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
             f"{file.path}: a bare .bin is read as uint16, and the tokenizer has {vocab_size:,} ids: put Megatron's "
             ".idx beside it, or write the tokens to HDF5, as a dataset `tokens` of uint32"
         )
-    tokens = largest = ended = unended = seen = 0
+    tokens = largest = ended = unended = 0
     for block in file.blocks():
         if len(block) and (int(block.min()) < 0 or int(block.max()) >= vocab_size):
             bad = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+            place = file.before + tokens + bad
             raise UserError(
-                f"{file.path}: token {before + tokens + bad:,} is {block[bad]}, and the tokenizer has the ids 0 to "
+                f"{file.path}: token {place:,} is {block[bad]}, and the tokenizer has the ids 0 to "
                 f"{vocab_size - 1}: the file is damaged, no {file.format}, or of another tokenizer"
             )
         largest = max(largest, int(block.max())) if len(block) else largest
         ended += int(np.count_nonzero(block == eos_id))
         if file.rows is not None and file.row_is_document:
             unended += int(len(block) > 0 and block[-1] != eos_id)
-        elif file.ends is not None:
-            after = int(np.searchsorted(file.ends, tokens + len(block), side="right"))
-            ends = file.ends[seen:after]
-            lasts = ends[np.diff(ends, prepend=file.ends[seen - 1] if seen else 0) > 0] - 1 - tokens  # no empty ones
-            unended, seen = unended + int(np.count_nonzero(block[lasts] != eos_id)), after
+        elif (ends := file.ends_in(tokens, tokens + len(block))) is not None:
+            unended += int(np.count_nonzero(block[np.unique(ends) - 1] != eos_id))  # no empty ones
         tokens += len(block)
     if not tokens:
         raise UserError(f"{file.path} holds no tokens: leave it out")

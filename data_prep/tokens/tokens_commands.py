@@ -1,18 +1,21 @@
 """`data inspect|verify|import PATH…`: what token files are, whether they are whole, and a copy of them as shards.
 
 A copy is a folder of HDF5 shards (data_prep/text/shard_file.py) with an end-of-text token behind each document and its
-`documents` index: `data.source: DIR` with `data.records: tokens` takes it. It is whole, or not there.
+`documents` index: `data.source: DIR` with `data.records: tokens` takes it. It is whole, or not there: until then it is
+`.DIR.part`, with a line of notes for each file that is copied, so that the next call goes on behind these.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.inputs.listing import files_in
+from data_prep.inputs.listing import beside, files_in, stamp
 from data_prep.text.shard_file import ShardWriter
 from data_prep.text.tokenizer import Encoder, load_encoder
 from data_prep.tokens.formats import look
@@ -20,9 +23,10 @@ from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_folder import ENDINGS
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
-from pipeline.base.files import new_folder, sha256_file
-from pipeline.data.manifest import FORMAT_VERSION, SHARDS
+from pipeline.base.files import append_line, flock, fsync, open_lock, read_jsonl, sha256_file, sha256_json
+from pipeline.data.manifest import FORMAT_VERSION, SHARDS, ShardEntry
 
+_LOCK, _NOTES = ".lock", "copied.jsonl"
 _NO_TOKENIZER = 1 << 32
 _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
@@ -75,22 +79,26 @@ def _read_words(file: TokenFile, encoder: Encoder | None) -> str:
 
 def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
     """Write the tokens of `files` as shards in a new folder `to`; documents get their end-of-text token, where they
-    have none and are not `packed`: rows that go on in the next.
+    have none and are not `packed`: rows that go on in the next. Files that were copied before an early end are kept.
 
-    Raises UserError for a folder that exists, and as `look` and `scan` do.
+    Raises UserError for a folder that exists, or is being made, and as `look` and `scan` do.
     """
     if to.exists():
         raise UserError(f"--to {to}: it exists already: name a new folder")
     kind, eos_id = np.dtype(encoder.dtype), np.array([encoder.eos_id], encoder.dtype)
-    tokens = documents = 0
-    with new_folder(to) as folder:
-        (folder / SHARDS).mkdir()
-        for number, path in enumerate(files):
-            source: dict[str, str | int] = {
-                "format_version": FORMAT_VERSION,
-                "tokenizer_sha256": tokenizer_sha256,
-                "source": path[-1000:],
-            }
+    origin: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
+    folder, made = to.with_name(f".{to.name}.part"), list[ShardEntry]()
+    (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+    lock = os.fdopen(open_lock(folder / _LOCK))
+    if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
+    print(f"{folder} will be {to} once it is whole; should this end before, the same command goes on", flush=True)
+    told = {line["key"]: [ShardEntry(**one) for one in line["shards"]] for line in read_jsonl(folder / _NOTES)}
+    for number, path in enumerate(files):
+        source = origin | {"source": path[-1000:]}
+        key = sha256_json([number, source, encoder.eos_id, packed, stamp(path), beside(path)])
+        entries, how = told.get(key, []), "copied before"
+        if not entries or any(one.problem(folder / one.file, hashes=False) for one in entries):
             writer, file = ShardWriter(folder, f"tokens-{number:05d}", _SHARD, encoder.dtype, source), look(path)
             scan(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
             for document in file.documents(encoder.eos_id):
@@ -98,8 +106,16 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
                     ended = packed or document[-1] == encoder.eos_id
                     whole = document.astype(kind) if ended else np.concatenate([document.astype(kind), eos_id])
                     writer.add(whole, 0)
-                    tokens, documents = tokens + len(whole), documents + 1
-            writer.close()
-            print(f"{path}: copied ({number + 1} of {len(files)})", flush=True)
+            entries, how = [*writer.close()], "copied"
+            append_line(folder / _NOTES, json.dumps({"key": key, "shards": [one.model_dump() for one in entries]}))
+        made += entries
+        print(f"{path}: {how} ({number + 1} of {len(files)})", flush=True)
+    for left_over in {*(folder / SHARDS).iterdir()} - {folder / one.file for one in made}:
+        left_over.unlink()
+    os.rename(folder, to)
+    fsync(to.parent)
+    for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
+        (to / name).unlink()
+    tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
     print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
     print(f"what they are: {command('data', 'inspect', str(to))}")

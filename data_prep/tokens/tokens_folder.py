@@ -17,8 +17,7 @@ end with one is refused; a copy (`data import`) has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -86,38 +85,30 @@ class TokensFolder(TextFolder):
         self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
         log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
 
-    @cached_property
-    def _mapped(self) -> Callable[[str], TokenFile]:
-        """What a file is; the last one is kept: its index may be large, and one part follows another."""
-        from data_prep.tokens.formats import mappable
-
-        return lru_cache(maxsize=1)(mappable)
-
     def make(self, unit: int) -> bool:
         """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
-        import numpy as np
-
+        from data_prep.tokens.formats import mappable
         from data_prep.tokens.token_file import MAPPED
 
         if self.unit(unit) is not None:
             return False
+        self.sweep(unit)
         self._check_inputs(self.plan.units[unit])
         ((index, start, end),), fixed = self.plan.units[unit], self.prepared
         source = self.inputs[index]
-        file = self._mapped(source.path)
+        file = mappable(source.path, check=False)  # `fix` found its index right
         if file.tokens is None or end > file.tokens or file.offset is None:
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)
-        seen = self._scan(part, fixed.eos_id, fixed.vocab_size, start)
+        seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
         held_out = end == file.tokens and start == self._border(file, fixed.eos_id)
-        width, whole = np.dtype(file.dtype).itemsize, (0, source.size)
-        bounds = file.offset + start * width if start else 0, file.offset + end * width
-        bounds = bounds[0], source.size if end == file.tokens else bounds[1]  # what stands before and behind, too
+        behind = file.part(end, end).offset if end < file.tokens else source.size
+        bounds = part.offset or 0 if start else 0, behind or 0  # what stands before and behind all tokens, too
         entry = ShardEntry(
             file=source.path,
             size=source.size,
             sha256=sha256_file(source.path, bounds),
-            part=None if bounds == whole else bounds,
+            part=None if bounds == (0, source.size) else bounds,
             tokens=end - start,
             documents=seen.ended,
             bytes=self._text_bytes(part) if held_out else 0,
@@ -138,11 +129,11 @@ class TokensFolder(TextFolder):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int, before: int = 0) -> Seen:
+    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
         """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
         from data_prep.tokens.token_file import scan
 
-        seen = scan(file, eos_id, vocab_size, before)
+        seen = scan(file, eos_id, vocab_size)
         if seen.unended:
             raise UserError(
                 f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "

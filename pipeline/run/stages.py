@@ -7,6 +7,8 @@ imports stand inside `main`. It has:
     def progress(run) -> Progress                 how far it is
     def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
     def missing_at_a_glance(run) -> str | None    optional: `missing` for whoever only shows it, and asks few files
+    def lacks(run) -> str | None                  optional: which file is gone that it would read, in words, the way
+                                                  out with them, where it has not begun
     def look(run) -> None                         optional: raise UserError for inputs that `main` would refuse at
                                                   first sight, before the run is made
 

@@ -182,6 +182,8 @@ class Lookout:
         if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
             nodes = command("doctor", str(run.path.parent), "--check-nodes")
             why += f" and left no log: do nodes see the run? {nodes}"
+        if state == "waiting" and (lacks := getattr(work, "lacks", None)):
+            why = lacks(run) or ""
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it began
         active, running = job if going else None, state == "running"

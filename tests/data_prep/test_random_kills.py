@@ -1,4 +1,5 @@
-"""Tasks of the stage shard that die of SIGKILL at random moments, again and again: nothing is lost, nothing done twice.
+"""Tasks that die of SIGKILL at random moments, again and again: nothing is lost, nothing done twice, nothing half-made
+stays. Of the stage shard, for each kind of data folder, and of `data import`.
 
 A task is killed just before a file gets its name, at a random one of all things that it asks of the file system (an
 audit event of Python's: open, listdir …), at a random call of any function, or by the clock, in the middle of whatever
@@ -18,12 +19,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
+from data_prep.arrays import ArraysFolder
+from data_prep.inputs.folder import PACKAGE, DataFolder
 from data_prep.text.text_folder import TextFolder
+from data_prep.text.tokenizer import train_bpe
+from data_prep.tokens import tokens_commands
+from data_prep.tokens.tokens_folder import TokensFolder
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_jsonl
 from pipeline.config.datasets import DataConfig
+from pipeline.config.user_model import UserModel
+from pipeline.data.manifest import ShardEntry
 from pipeline.run.code import CODE_ROOT
-from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, run_tasks, small_units, texts, write_jsonl
+from tests.data_prep.test_shards import config, quiet, small_units, texts, write_jsonl
+from tests.data_prep.test_token_files import TEXTS, VOCAB, encoded, megatron
+from tests.data_prep.test_token_files import config as tokens_config
 
 __all__ = ["small_units"]
 
@@ -31,13 +45,12 @@ WAYS = ("name", "file", "call", "clock")
 TASKS = """
 import importlib, json, os, signal, sys, threading
 from pathlib import Path
-from data_prep.text.text_folder import TextFolder
-from pipeline.config.datasets import DataConfig
 for name in ("shard_file", "tokenizer", "duplicates", "rejected"):
     importlib.import_module(f"data_prep.text.{name}")
+from tests.data_prep.test_random_kills import KINDS
 
 os.fsync = lambda fd: None  # slow, and of no matter here
-data, path = DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+kind = KINDS[sys.argv[1]](sys.argv[2])
 count = {"name": 0, "file": 0, "call": 0}
 
 def die():
@@ -48,7 +61,8 @@ def step(way, fatal):
     if count[way] == fatal:
         die()
 
-def task(number, tasks, way, fatal):
+def task(path, number, tasks, way, fatal):
+    sys.stdout = open(os.devnull, "w")
     if way == "file":
         asked = ("open", "os.", "tempfile.", "fcntl.", "glob.")
         sys.addaudithook(lambda event, _: event.startswith(asked) and step("file", fatal))
@@ -60,18 +74,16 @@ def task(number, tasks, way, fatal):
         sys.setprofile(hook)
     elif way == "clock":
         threading.Timer(fatal, die).start()
-    folder = TextFolder(data, path)
-    folder.shard(number, tasks, lambda _: None)
-    folder.finalize(lambda _: None)
+    kind.work(path, number, tasks)
     sys.setprofile(None)
 
 for line in sys.stdin:
-    fates, pids = json.loads(line), []
+    (path, fates), pids = json.loads(line), []
     for number, (way, fatal) in enumerate(fates):
         if (pid := os.fork()) == 0:
             end = 1
             try:
-                task(number, len(fates), way, fatal)
+                task(Path(path), number, len(fates), way, fatal)
                 end = 0
             finally:
                 if way in count and fatal == 0:
@@ -81,12 +93,146 @@ for line in sys.stdin:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 """
 
+Done = dict[str, tuple[int, int]]
+"""Inode and time of each file that was done: who writes one anew changes them."""
+
+
+def stamps(files: list[Path]) -> Done:
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
+
+
+class Shard:
+    """The stage shard, on documents."""
+
+    reach = (0.03, 0.3, 1.1)
+    """Up to which parts of a task's work it is killed: soon, so that it takes many, and at the end."""
+    least = 6
+    """So many are killed."""
+
+    def __init__(self, told: str) -> None:
+        """told: the data's config."""
+        self.told, self.data = told, DataConfig.model_validate_json(told)
+
+    @classmethod
+    def new(cls, folder: Path) -> Shard:
+        source = str(write_jsonl(folder / "a.jsonl", [*texts(120), *texts(60)]))
+        return cls(config([source]).model_dump_json())
+
+    def folder(self, path: Path) -> DataFolder[Any, Any]:
+        return TextFolder(self.data, path)
+
+    def prepare(self, path: Path) -> None:
+        self.folder(path).prepare(quiet)
+
+    def work(self, path: Path, number: int, tasks: int) -> None:
+        folder = self.folder(path)
+        folder.shard(number, tasks, quiet)
+        folder.finalize(quiet)
+
+    def done(self, path: Path) -> Done:
+        """Those of the units that are whole by their hashes."""
+        whole, found = self.folder(path), Done()
+        for unit in range(whole.count):
+            made = whole.unit(unit)
+            entries = [*made.train, *made.held_out] if made else []
+            if made and not any(entry.problem(path / entry.file) for entry in entries):
+                own = [path / entry.file for entry in entries if not entry.own]
+                found |= stamps([whole.unit_path(unit), *own])
+        return found
+
+    def files(self, path: Path) -> dict[str, bytes]:
+        """All that it wrote."""
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+class Deduplicated(Shard):
+    @classmethod
+    def new(cls, folder: Path) -> Shard:
+        source = str(write_jsonl(folder / "a.jsonl", [*texts(120), *texts(60)]))
+        return cls(config([source], deduplicate=True).model_dump_json())
+
+
+class Tokens(Shard):
+    """On tokens that are used where they lie, in many parts."""
+
+    @classmethod
+    def new(cls, folder: Path) -> Shard:
+        (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
+        source = str(megatron(folder, encoded(tokenizer, 4500)))
+        return cls(tokens_config(source, tokenizer, shard_tokens=1024).model_dump_json())
+
+    def folder(self, path: Path) -> DataFolder[Any, Any]:
+        return TokensFolder(self.data, path)
+
+
+class Arrays(Shard):
+    """On samples in chunks, which are unpacked, some in one piece among them."""
+
+    @classmethod
+    def new(cls, folder: Path) -> Shard:
+        draw = np.random.default_rng(0)
+        for number in range(24):
+            how: dict[str, Any] = {"chunks": (7, 30), "compression": "gzip"} if number % 6 else {}
+            with h5py.File(folder / f"{number:02}.h5", "w") as file:
+                file.create_dataset("x", data=draw.integers(0, 9, (40, 30), np.uint8), **how)
+                file["y"] = draw.integers(0, 9, 40, np.int32)
+        return cls(DataConfig(source=f"{folder}/*.h5", held_out=0.1).model_dump_json())
+
+    def folder(self, path: Path) -> DataFolder[Any, Any]:
+        model = UserModel("own", Path("own.py"), frozenset(), ("x", "y"), ("x",), ())
+        return ArraysFolder(self.data, path, PACKAGE, model)
+
+
+class Import(Shard):
+    """`data import`; of several at once one works, and the others say so; once it is done none works any more."""
+
+    reach, least = (0.03, 0.1, 0.3), 4
+
+    def __init__(self, told: str) -> None:
+        self.told, self.source = told, told
+
+    @classmethod
+    def new(cls, folder: Path) -> Shard:
+        (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
+        documents = encoded(tokenizer, 600)
+        for number in range(20):
+            (inside := folder / "in" / f"{number:02}").mkdir(parents=True)
+            megatron(inside, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
+        return cls(str(folder))
+
+    def prepare(self, path: Path) -> None:
+        path.mkdir()
+
+    def work(self, path: Path, number: int, tasks: int) -> None:
+        tokens_commands._SHARD = 300  # some of each file
+        tokenizer = f"{self.source}/tokenizer.json"
+        try:
+            tokens_commands.main("import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False)
+        except UserError as error:
+            assert "exists already" in str(error) or "another import fills" in str(error), error
+        except FileNotFoundError:  # it began between the other's last look and its end
+            assert tasks > 1 and (path / "to").exists()
+
+    def done(self, path: Path) -> Done:
+        if (path / "to").exists():
+            return stamps([*(path / "to/shards").iterdir()])
+        lines = read_jsonl(path / ".to.part/copied.jsonl")
+        entries = [ShardEntry(**one) for line in lines for one in line["shards"]]
+        assert not [words for one in entries if (words := one.problem(path / ".to.part" / one.file))]
+        return stamps([path / ".to.part" / one.file for one in entries])
+
+    def files(self, path: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in path.rglob("shards/*") if file.is_file()}
+
+
+KINDS: dict[str, type[Shard]] = {one.__name__: one for one in (Shard, Deduplicated, Tokens, Arrays, Import)}
+
 
 class Tasks:
-    """Starts the tasks of the stage on a data folder, each with its fate, and waits for all of them."""
+    """Starts the tasks of a kind on a folder, each with its fate, and waits for all of them."""
 
-    def __init__(self, data: DataConfig, folder: Path) -> None:
-        command = [sys.executable, "-c", TASKS, data.model_dump_json(), str(folder)]
+    def __init__(self, kind: Shard) -> None:
+        command = [sys.executable, "-c", TASKS, type(kind).__name__, kind.told]
         self.process = subprocess.Popen(command, cwd=CODE_ROOT, stdin=-1, stdout=-1, text=True)
 
     def __enter__(self) -> Tasks:
@@ -96,69 +242,86 @@ class Tasks:
         self.process.kill()
         self.process.communicate(timeout=60)
 
-    def run(self, fates: list[tuple[str, float]]) -> tuple[list[int], int]:
+    def run(self, folder: Path, fates: list[tuple[str, float]]) -> tuple[list[int], int]:
         """Exit codes, and what was counted of a single task whose count to die at is 0."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(fates) + "\n")
+        self.process.stdin.write(json.dumps([str(folder), fates]) + "\n")
         self.process.stdin.flush()
         counted, codes = ("0 " + self.process.stdout.readline()).split("[")
         return json.loads(f"[{codes}"), sum(map(int, counted.split()))
 
 
-def done_units(data: DataConfig, folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of each file of the units that are whole by their hashes: who writes one anew changes them."""
-    whole = TextFolder(data, folder)
-    found: dict[str, tuple[int, int]] = {}
-    for unit in range(whole.count):
-        if (made := whole.unit(unit, hashes=True)) is not None:
-            files = [whole.unit_path(unit), *(folder / entry.file for entry in (*made.train, *made.held_out))]
-            found |= {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
-    return found
-
-
-@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("name", KINDS)
 def test_random_kills_lose_and_repeat_nothing(
-    tmp_path: Path, deduplicate: bool, small_units: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     chance = random.Random(seed := int(os.environ.get("SLUICE_TEST_SEED", random.SystemRandom().randrange(2**32))))
     print(f"SLUICE_TEST_SEED={seed}")
-    documents = [*texts(120), *texts(60)]
-    more: dict[str, Any] = {"deduplicate": True} if deduplicate else {}
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", documents))], **more)
-    run_tasks(data, tmp_path / "undisturbed")
-    right, killed = all_bytes(tmp_path / "undisturbed"), tmp_path / "killed"
-    most = {"clock": 0.3}
-    for way in ("name", "file", "call"):
-        prepare(data, tmp_path / way, quiet)
-        with Tasks(data, tmp_path / way) as tasks:
-            codes, most[way] = tasks.run([(way, 0)])
-            assert codes == [0] and most[way] > 50
-    prepare(data, killed, quiet)
+    (tmp_path / "in").mkdir()
+    kind, killed, most = KINDS[name].new(tmp_path / "in"), tmp_path / "killed", {"clock": 0.3}
     seen: Counter[str] = Counter()
-    before: dict[str, tuple[int, int]] = {}
+    before: Done = {}
     half: set[str] = set()
-    with Tasks(data, killed) as tasks:
+    with Tasks(kind) as tasks:
+        for way in ("name", "file", "call"):
+            kind.prepare(tmp_path / way)
+            codes, most[way] = tasks.run(tmp_path / way, [(way, 0)])
+            assert codes == [0] and most[way] > 40
+        right = kind.files(tmp_path / "name")
+        kind.prepare(killed)
         for number in range(12):
-            fates: list[tuple[str, float]] = (
-                [] if number else [("name", chance.randint(1, 6))]
-            )  # so a half file is left
-            for _ in range(chance.randint(1, 3)):
+            fates: list[tuple[str, float]] = [] if number else [("name", chance.randint(1, 6))]  # leaves a half file
+            for _ in range(chance.randint(1, 3) if number else 0):
                 way = chance.choice(WAYS)
-                upto = chance.choice((0.03, 0.3, 1.1)) * most[way]  # soon, so that it takes many, and at the end
+                upto = chance.choice(kind.reach) * most[way]
                 fates.append((way, chance.uniform(0, upto) if way == "clock" else chance.randint(1, int(upto))))
-            codes, _ = tasks.run(fates)
+            codes, _ = tasks.run(killed, fates)
             assert set(codes) <= {0, -signal.SIGKILL}, (fates, codes)
             seen += Counter(way for (way, _), code in zip(fates, codes, strict=True) if code)
-            now = done_units(data, killed)
-            assert before.items() <= now.items(), "a unit that was done is lost, or was done again"
+            now = kind.done(killed)
+            assert before.items() <= now.items(), "what was done is lost, or was done again"
             before = now
-            half |= {path.name for path in (killed / "shards").glob(".unit-*.tmp")}
-            named = {name: text for name, text in all_bytes(killed).items() if name.endswith((".h5", ".json"))}
+            half |= {path.name for path in killed.rglob("shards/.*.tmp")}
+            named = {name: text for name, text in kind.files(killed).items() if name.endswith((".h5", ".json"))}
             assert named.items() <= right.items(), "a file has its name, and is not whole"
-        codes, _ = tasks.run([("none", 0)])
-    assert codes == [0] and before.items() <= done_units(data, killed).items()
-    unnamed = (".manifest.json.", ".rejected.jsonl.")  # of a killed finalizer: another one might be at work on it
-    assert {name: text for name, text in all_bytes(killed).items() if not name.startswith(unnamed)} == right
+        codes, _ = tasks.run(killed, [("none", 0)])
+    assert codes == [0] and before.items() <= kind.done(killed).items()
+    assert kind.files(killed) == right
     print(f"killed: {dict(seen)}, {len(half)} half files, {len(before)} files done before the last round")
-    assert sum(seen.values()) >= 6 and half, (seen, half)
+    assert sum(seen.values()) >= kind.least and half, (seen, half)
+
+
+def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_is_done(
+    tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks find all units made at once; the one that is first takes the other's file for a killed one's."""
+    (tmp_path / "in").mkdir()
+    kind, path = Shard.new(tmp_path / "in"), tmp_path / "data"
+    kind.prepare(path)
+    first, second = kind.folder(path), kind.folder(path)
+    first.shard(0, 1, quiet)
+    left = [path / f".{name}.77.0a1b2c3d.tmp" for name in ("manifest.json", "rejected.jsonl")]
+    (path / "web").mkdir()  # of a mixture
+    left.append(path / "web/.manifest.json.77.0a1b2c3d.tmp")
+    for one in left:
+        one.write_text("half")
+    replace, asked = os.replace, list[str]()
+
+    def replaced(old: Any, new: Any) -> None:
+        asked.append(str(new))
+        if len(asked) == 1:
+            assert second.finalize(quiet)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    assert first.finalize(quiet) and len(asked) == 3
+    assert not [*path.rglob("*.tmp")] and first.shard_missing() is None
+
+    def gone(old: Any, new: Any) -> None:
+        raise FileNotFoundError(old)
+
+    (path / "manifest.json").unlink()
+    monkeypatch.setattr(os, "replace", gone)
+    with pytest.raises(FileNotFoundError):
+        first.finalize(quiet)

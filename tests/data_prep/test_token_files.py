@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import random
+import re
 import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -22,7 +26,7 @@ from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder, train_bpe
 from data_prep.tokens import megatron as megatron_index
 from data_prep.tokens.formats import look
-from data_prep.tokens.token_file import TokenFile, scan
+from data_prep.tokens.token_file import DocumentEnds, TokenFile, scan
 from data_prep.tokens.tokens_commands import main
 from data_prep.tokens.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
@@ -161,10 +165,11 @@ def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatc
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
     file = look(str(megatron(tmp_path, documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
-    assert file.ends is not None
+    ends = np.cumsum([len(one) for one in documents]).tolist()
+    assert file.ends is not None and list(file.ends.ends(0, len(documents))) == ends
     for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
-        inside = [end - start for end in file.ends.tolist() if start < end <= stop]
-        assert np.asarray(file.part(start, stop).ends).tolist() == inside
+        inside = file.part(start, stop).ends_in(0, stop - start)
+        assert inside is not None and inside.tolist() == [end - start for end in ends if start < end <= stop]
     assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
     bare = look(str(nano_gpt(tmp_path, documents)))
     assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
@@ -205,6 +210,50 @@ def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, token
     assert tokens_of(folder, manifest.train) + tokens_of(folder, manifest.held_out) == flat(documents)
     with pytest.raises(UserError, match="exists already"):
         main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+
+
+def test_an_import_that_ended_early_goes_on_and_says_so(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.tokens.tokens_commands._SHARD", 100)
+    (tmp_path / "in").mkdir()
+    documents = encoded(tokenizer)
+    paths = [tmp_path / "in" / name for name in ("a.bin", "b.bin", "c.bin")]
+    for number, path in enumerate(paths):
+        nano_gpt(tmp_path, documents[20 * number : 20 * (number + 1)]).rename(path)
+
+    def said() -> list[Any]:
+        return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
+
+    def copied(to: str) -> list[Any]:
+        main("import", [*map(str, paths)], str(tmp_path / to), str(tokenizer), "<|endoftext|>", False)
+        return said()
+
+    def files(to: str) -> dict[str, bytes]:
+        return {str(one.relative_to(tmp_path / to)): one.read_bytes() for one in (tmp_path / to).rglob("*.h5")}
+
+    assert copied("whole") == [("a", "copied"), ("b", "copied"), ("c", "copied")] and len(files("whole")) > 6
+    whole = paths[2].read_bytes()
+    paths[2].write_bytes(struct.pack("<2H", VOCAB, EOS))
+    part = tmp_path / ".to.part"
+    with pytest.raises(UserError, match=f"token 0 is {VOCAB}"):
+        copied("to")
+    assert f"{part} will be {tmp_path}/to once it is whole; should this end before, the same" in capsys.readouterr().out
+    assert part.is_dir() and not (tmp_path / "to").exists()
+    with open(part / ".lock", "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another import fills .*\.to\.part: wait for its end, or name another"):
+            copied("to")
+    with pytest.raises(UserError):  # files that changed, or are at another place, are copied again
+        os.utime(paths[0], (0, 0))
+        copied("to")
+    assert said() == [("a", "copied"), ("b", "copied before")]
+    (part / "shards/tokens-00001-00.h5").write_bytes(b"")
+    (part / "shards/tokens-00009-00.h5").write_bytes(b"of a file that was left out")
+    paths[2].write_bytes(whole)
+    assert copied("to") == [("a", "copied before"), ("b", "copied"), ("c", "copied")]
+    assert files("to") == files("whole") and not part.exists()
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["shards"]
 
 
 def refused(path: Path, tokenizer: Path, words: str) -> None:
@@ -355,20 +404,13 @@ def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
     assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
 
 
-def test_held_out_tokens_are_looked_for_once_when_parts_are_made_and_the_index_is_read_once(
+def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = config(str(megatron(tmp_path, encoded(tokenizer, 400))), tokenizer, shard_tokens=1024)
     TokensFolder(data, tmp_path / "data").prepare(print)
     searched: list[int] = []
-    opened: list[str] = []
-    real, looked = TokensFolder._border, megatron_index.look
-
-    def look(path: str) -> TokenFile:
-        opened.append(path)
-        return looked(path)
-
-    monkeypatch.setattr(megatron_index, "look", look)
+    real = TokensFolder._border
 
     def border(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
         searched.append(1)
@@ -377,8 +419,85 @@ def test_held_out_tokens_are_looked_for_once_when_parts_are_made_and_the_index_i
     monkeypatch.setattr(TokensFolder, "_border", border)
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
-    assert folder.finalize(print) and folder.count > 4 and len(searched) == len(opened) == 1
+    assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
     assert len(load_manifest(tmp_path / "data").held_out) == 1
+
+
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_of_an_index_a_task_reads_what_its_units_cover_and_notices_a_change(
+    write: Writer, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = encoded(tokenizer, 4000)
+    data = config(str(write(tmp_path, documents)), tokenizer, shard_tokens=1024)
+    TokensFolder(data, tmp_path / "data").prepare(print)
+    read: list[int] = []
+    real = DocumentEnds.numbers
+
+    def numbers(*asked: Any) -> Any:
+        read.append((found := real(*asked)).nbytes)
+        return found
+
+    monkeypatch.setattr(DocumentEnds, "numbers", numbers)
+    monkeypatch.setattr("data_prep.tokens.token_file._BLOCK", 256)
+    folder = TokensFolder(data, tmp_path / "data")
+    (tmp_path / "data/shards").mkdir()
+    index = next(path for path in tmp_path.iterdir() if path.suffix in (".idx", ".index"))
+    units = folder.count
+    assert units > 40 and folder.make(units // 2)
+    assert sum(read) < index.stat().st_size / 8, "of the index little more than its part was read"
+    inside = json.loads(folder.unit_path(units // 2).read_bytes())["train"][0]
+    ends = np.cumsum([len(one) for one in documents])
+    start = inside["offset"] // (2 if write is megatron else 4)
+    assert inside["documents"] == np.count_nonzero((ends > start) & (ends <= start + inside["tokens"]))
+
+    index.write_bytes(index.read_bytes())
+    assert f"input {index} has changed since" in str(folder.prepare_missing())
+    with pytest.raises(InputError, match=rf"{index.name} has changed since .* put it back, or go on with"):
+        folder.make(0)
+    assert folder.unit(units // 2) is not None
+    TokensFolder(data, tmp_path / "data").prepare(print)
+    again = TokensFolder(data, tmp_path / "data")
+    assert again.unit(units // 2) is None, "it may have other documents now"
+    again.shard(0, 1, lambda _: None)
+    assert again.finalize(print) and load_manifest(tmp_path / "data").documents == len(documents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=9), st.data())
+def test_what_ends_in_a_part_is_what_counting_says(
+    tmp_path_factory: pytest.TempPathFactory, sequences: list[list[int]], data: st.DataObject
+) -> None:
+    """sequences: of each document the lengths of its sequences, none as well."""
+    folder = tmp_path_factory.mktemp("one")
+    path = megatron(folder, [[5] * length for one in sequences for length in one] + [[5]])
+    borders = np.cumsum([0, *map(len, [*sequences, [1]])])
+    count, whole = int(borders[-1]), path.with_suffix(".idx").read_bytes()
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, len(borders))
+    path.with_suffix(".idx").write_bytes(head + whole[34 : 34 + 12 * count] + borders.astype("<i8").tobytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_index, "BLOCK", 2)
+        patch.setattr("data_prep.tokens.token_file.BLOCK", 3)
+        file = look(str(path))
+    ends = np.cumsum([sum(one) for one in [*sequences, [1]]])
+    start = data.draw(st.integers(0, int(ends[-1])))
+    stop = data.draw(st.integers(start, int(ends[-1])))
+    found = file.part(start, stop).ends_in(0, stop - start)
+    assert found is not None and file.ends is not None and len(file.ends) == len(ends)
+    assert found.tolist() == (ends[(ends > start) & (ends <= stop)] - start).tolist()
+
+
+def test_an_index_that_is_cut_or_out_of_order_behind_its_check_is_refused(tmp_path: Path) -> None:
+    path = megatron(tmp_path, [[*range(1, 9), EOS]] * 50)
+    index = path.with_suffix(".idx")
+    file, whole = look(str(path)), index.read_bytes()
+    with open(index, "r+b") as disk:
+        disk.seek(-8 * 26, 2)
+        disk.write(struct.pack("<q", 49))
+    with pytest.raises(UserError, match=r"m\.idx is damaged: documents end one after another"):
+        scan(file, EOS, VOCAB)
+    index.write_bytes(whole[:600])
+    with pytest.raises(UserError, match=r"m\.idx is cut short"):
+        scan(file, EOS, VOCAB)
 
 
 def test_documents_of_a_mixture_are_filtered_beside_tokens(tokenizer: Path, tmp_path: Path) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from data_prep.inputs.sources import Input
+from data_prep.shard import lacks
+from data_prep.text.tokenizer import train_bpe
+from pipeline.config.read import load_config
+from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from slurm.page.report import print_report
@@ -23,7 +30,8 @@ from slurm.query.states import Claim, JobState
 from slurm.show import status
 from slurm.show import watch as watching
 from slurm.show.console import Plain
-from tests.support.tiny import make_run
+from tests.support.ranks import place
+from tests.support.tiny import CONFIG, HarmlessFlag, make_run
 
 STARTED = {"event": "started"}
 DONE = {"event": "done"}
@@ -78,20 +86,78 @@ def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
     assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
 
 
-def test_whoever_only_looks_asks_no_input_whether_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be 100,000 of them; who acts asks."""
+def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of others nobody asks who only looks: there may be 100,000 inputs."""
     run = make_run(tmp_path)
     (run.data / "manifest.json").unlink()
-    (tmp_path / "corpus.jsonl").unlink()
     asked: list[Input] = []
+    problem = Input.problem
 
-    def problem(one: Input) -> str:
+    def ask(one: Input) -> str | None:
         asked.append(one)
-        return "it is gone"
+        return problem(one)
 
-    monkeypatch.setattr(Input, "problem", problem)
-    assert [row.state for row in status.Lookout(run).look()][:2] == ["done", "waiting"] and not asked
-    assert load("prepare").missing(run) == "it is gone" and len(asked) == 1
+    monkeypatch.setattr(Input, "problem", ask)
+    found = status.Lookout(run).look()[:2]
+    assert [(row.state, row.why) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
+    (corpus := tmp_path / "corpus.jsonl").unlink()
+    found = status.Lookout(run).look()[:2]
+    gone = f"input {corpus} is gone since it was prepared: put it back, or go on with what there is now: `"
+    assert [row.state for row in found] == ["done", "waiting"] and found[1].why.startswith(gone)
+    assert str(load("prepare").missing(run)).startswith(gone)
+    asked.clear()
+    run.event("submitted", "shard", job_id="1", executor="local")
+    run.event("started", "shard", job_id="1")
+    assert status.Lookout(run).look()[1].state == "died" and not asked, "one that began says so itself"
+
+
+def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{number:03}.txt" for number in range(250)]
+    asked: list[Path] = []
+
+    def stat(path: Path) -> os.stat_result:
+        asked.append(path)
+        return os.stat(path)
+
+    inputs = [Input(str(tmp_path / name), 0, 0, "text") for name in names]
+    for source in inputs:
+        Path(source.path).touch()
+        os.utime(source.path, ns=(0, 0))
+    folder = SimpleNamespace(path=tmp_path, inputs=inputs)
+    monkeypatch.setattr("data_prep.shard.seen_from_outside", lambda run: folder)
+    monkeypatch.setattr("data_prep.inputs.sources.os", SimpleNamespace(stat=stat))
+    assert lacks(Run(tmp_path)) is None and 80 < len(asked) <= 100
+    for name in names[100:110]:
+        (tmp_path / name).unlink()
+    assert "is gone" in str(lacks(Run(tmp_path)))
+
+
+def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are used where they lie; nobody's supervisor ever said a word."""
+    text = "data: {{source: {0}/n.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
+    text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: one, root: {0}}}\n"
+    (tmp_path / "one.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["a step, then another"] * 9, 300, "<|endoftext|>"))
+    path = tmp_path / "n.bin"
+    np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
+    run = Run.create(load_config(tmp_path / "one.yaml"))
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    asked: list[Path] = []
+    real = FileEntry.problem
+
+    def problem(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
+        asked.append(path)
+        return real(entry, path, hashes)
+
+    monkeypatch.setattr(FileEntry, "problem", problem)
+    row = status.Lookout(run).look()[1]
+    assert (row.state, row.cells["step"]) == ("done", "21/21 units") and asked.count(path) == 1
+    path.unlink()
+    row = status.Lookout(run).look()[1]
+    assert row.state == "waiting" and row.why.startswith(f"{path} is missing: put the file back as it was, or start a")
 
 
 def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
