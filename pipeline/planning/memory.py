@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
-from pipeline.parallel.traffic import Weight, away_from, first_trained, frozen, kept_width, stream_width, weights_of
+from pipeline.parallel.traffic import Weight, away_from, kept_width, stream_width, trained_of, weights_of
 from pipeline.planning.timeline import Action
 
 CONTEXT = 400_000_000
@@ -115,8 +115,8 @@ def memory(
     table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(weights_of(config, layout, pipeline, vocab))
     parameters = sum(weight.values for weight in weights)
-    trained = [weight for weight in weights if not frozen(config, weight.name)]
-    first = first_trained(config, layout, vocab)
+    names, _, first = trained_of(config)
+    trained = [weight for weight in weights if weight.name in names]
     whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
     copy = 0  # of a block's weights, by autocast
