@@ -106,7 +106,7 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
                 train = config.train.model_copy(update={"micro_batch": micro})
                 other = config.model_copy(update={"parallel": parallel, "train": train})
                 with suppress(LayoutError):
-                    layout = layout_of(other, world, per_node, vocab)
+                    layout = layout_of(other, world, per_node, vocab, near=False)
                     work = workload_of(other, layout, vocab)
                     yield Choice(other, layout, work, predict(work, machine), nodes)
 
