@@ -117,12 +117,9 @@ class Layout:
 
 
 def layout_of(
-    config: Config,
-    world: int | None = None,
-    ranks_per_node: int | None = None,
-    vocab_size: int | None = None,
+    config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
     near: bool = True,
-) -> Layout:
+) -> Layout:  # fmt: skip
     """The layout of a training on `world` ranks; without it, on those that `stages.train` asks for.
 
     `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.

@@ -115,14 +115,7 @@ class Rank:
 
     def products(self) -> tuple[float, float, float, float]:
         """Of one block: forward, gradients of inputs, of weights, and forward's last, which no backward wants again."""
-        work, tokens, precision = self.work, self.tokens, self.work.precision
-        query, shared = work.heads * work.head // work.tensor, work.kv_heads * work.head // work.tensor
-        shapes: list[tuple[float, float, float, float]] = [(tokens, query + 2 * shared, work.hidden, 1)]
-        shapes += [(tokens, work.hidden, query, 1)]
-        here = max(1, work.experts // work.expert)  # experts on this rank, and rows for each
-        rows = tokens * work.active * work.expert / work.experts if work.experts else tokens
-        inner = work.ffn / work.tensor
-        shapes += [(rows, inner * (work.matrices - 1), work.hidden, here), (rows, work.hidden, inner, here)]
+        shapes, precision = self.work.products, self.work.precision
         forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
         inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
         weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
@@ -158,12 +151,8 @@ class Rank:
         """Computing of one block, of which so much is trained: forward, backward with what is made again."""
         forward, inputs, weights, last = self.products()
         attention, between = self.attention(), self.between()
-        again = {
-            "attention": attention,
-            "selective": between,
-            "half": between + forward / 2,
-            "full": between + forward - last + attention,
-        }
+        again = {"attention": attention, "selective": between, "half": between + forward / 2}
+        again["full"] = between + forward - last + attention
         first = self.with_host(forward + attention + between, self.launches())
         second = inputs + weights * trained + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
         return first, self.with_host(second, 2 * self.launches())
@@ -218,16 +207,12 @@ class Rank:
         work = self.work
         return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
 
-    @property
-    def table(self) -> float:
-        """Weights of embedding or output layer, after tensor parallelism."""
-        return self.work.vocab * self.work.hidden / self.work.tensor
-
     @cached_property
     def trained_weights(self) -> float:
         """Of the pipeline rank that trains most, after tensor and expert parallelism."""
-        blocks = enumerate(self.by_rank(self.work.shares))
-        return max(self.block_weights() * share + self.table * sum(self.work.tables(rank)) for rank, share in blocks)
+        work, block, blocks = self.work, self.block_weights(), self.by_rank(self.work.shares)
+        table = work.vocab * work.hidden / work.tensor
+        return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(blocks))
 
     def talk(self, size: float, calls: float = 1.0) -> float:
         """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
@@ -322,20 +307,11 @@ def predict(
     tokens = work.global_batch * work.sequence / work.world / step
     through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
     times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited
+    mfu, compute = tokens * work.flops_per_token / machine.peak_bf16, busy - times * talk - exposed + data - messages
     return Prediction(
-        step=step,
-        tokens_per_gpu=tokens,
-        mfu=tokens * work.flops_per_token / machine.peak_bf16,
-        compute=busy - times * talk - exposed + data - messages,
-        tensor=times * tensor,
-        pipeline=messages,
-        data=exposed,
-        bubble=span - busy,
-        optimizer=optimizer,
-        others=times * more,
-        forward=ahead,
-        backward=back,
-    )
+        step=step, tokens_per_gpu=tokens, mfu=mfu, compute=compute, tensor=times * tensor, pipeline=messages,
+        data=exposed, bubble=span - busy, optimizer=optimizer, others=times * more, forward=ahead, backward=back,
+    )  # fmt: skip
 
 
 def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
@@ -359,19 +335,17 @@ def _data(rank: Rank) -> tuple[float, float]:
     reduced = rank.trained_weights * work.reduce_bytes
     if not work.zero:
         return all_reduce(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
-    shards, tables = work.shard * work.context, work.tables(0)
-    once = 0.0
-    if not work.gathers_blocks:
-        layers = work.layers / work.pipeline
-        weights = layers * rank.block_weights() + len(tables) * rank.table
-        once += rank.talk(weights * work.low_bytes, layers + len(tables))
-    if not work.reduces_blocks:
-        once += rank.talk(reduced, sum(map(bool, work.shares)) / work.pipeline + sum(tables))
+    shards, tables, layers = work.shard * work.context, work.tables(0), work.layers / work.pipeline
+    table = work.vocab * work.hidden / work.tensor
+    weights = layers * rank.block_weights() + len(tables) * table
+    once = rank.talk(weights * work.low_bytes, layers + len(tables)) * (not work.gathers_blocks)
+    calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
+    once += rank.talk(reduced, calls) * (not work.reduces_blocks)
     once += all_reduce(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
     # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
     gathers, reduces = work.micro_batches, int(tables[0])
     if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
-    alone = gathers * rank.talk(rank.table * work.low_bytes) * work.gathers_blocks
-    return once, alone + reduces * rank.talk(rank.table * work.reduce_bytes) * work.reduces_blocks
+    alone = gathers * rank.talk(table * work.low_bytes) * work.gathers_blocks
+    return once, alone + reduces * rank.talk(table * work.reduce_bytes) * work.reduces_blocks

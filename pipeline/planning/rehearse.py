@@ -248,11 +248,8 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     except ImportError as error:
         raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
-    shape = (
-        config.train.micro_batch,
-        config.data.sequence_length // (layout.tensor if layout.sequence else 1),
-        config.model.dim,
-    )
+    length = config.data.sequence_length // (layout.tensor if layout.sequence else 1)
+    shape = (config.train.micro_batch, length, config.model.dim)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
     trained_from = trained_of(config).first
@@ -271,8 +268,7 @@ def one_step(engine: Any, account: Account, step: int, batch: dict[str, Tensor])
     """Step number `step` of an engine, in an account that is entered; what its tensors are for is noted."""
     account.begin()
     engine.backward(batch, step)
-    parameters = [parameter for part in engine.parts for parameter in part.parameters()]
-    for parameter in parameters:
+    for parameter in (parameter for part in engine.parts for parameter in part.parameters()):
         account.is_for("weights", parameter.detach())
         account.is_for("gradients", parameter.grad)
     engine.clip(engine.config.optimizer.clip_norm)

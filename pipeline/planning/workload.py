@@ -121,6 +121,16 @@ class Workload:
         return self.matrices * self.hidden * self.ffn
 
     @property
+    def products(self) -> list[tuple[float, float, float, int]]:
+        """Rows, columns, inner size of a rank's matrix products in a block's forward, and how many are so."""
+        tokens, inner = self.micro_batch * self.sequence / self.context, self.ffn / self.tensor
+        query, shared = self.heads * self.head // self.tensor, self.kv_heads * self.head // self.tensor
+        here = max(1, self.experts // self.expert)  # experts on this rank, and rows for each
+        rows = tokens * self.active * self.expert / self.experts if self.experts else tokens
+        attention = [(tokens, query + 2 * shared, self.hidden, 1), (tokens, self.hidden, query, 1)]
+        return [*attention, (rows, inner * (self.matrices - 1), self.hidden, here), (rows, self.hidden, inner, here)]
+
+    @property
     def gathers_blocks(self) -> bool:
         """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
         return self.zero == 3 and self.pipeline == 1

@@ -132,15 +132,22 @@ def test_each_block_computes_what_torch_computes(
 @pytest.mark.parametrize(("freeze", "model"), BLOCKS)
 def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model: dict[str, Any]) -> None:
     """On a slow network a step is its traffic: DDP's of the stage with most, ZeRO 3's of each micro-batch."""
-    link = Link(bandwidth=1e8, latency=1e-30)
-    slow = IDEAL.model_copy(update={"inside": link, "between": link})
+    links = Link(bandwidth=1e8, latency=1e-30), Link(bandwidth=1e40, latency=1e-3)
+    slow, late = (IDEAL.model_copy(update={"inside": link, "between": link}) for link in links)
     wanted = counted(config_of(freeze, model))
+    passed = sum(one.attention_back > 0 for one in wanted)
     staged = work_of(config_of(freeze, model, 2 * LAYERS, pipeline=LAYERS))
     found = predict(replace(staged, hide_data=False), slow, PERFECT)
     assert found.data * 1e8 == pytest.approx(max(one.gradients + sum(one.tables.values()) for one in wanted), rel=1e-6)
+    message = BATCH * LENGTH * staged.hidden * 2
+    assert found.pipeline * 1e8 == pytest.approx(message * staged.micro_batches * (1 + (passed > 0)), rel=1e-6)
     work = work_of(config_of(freeze, model, 8, zero=3, reduce="micro_batch"))
     block, table = work.attention_weights + work.expert_weights, VOCAB * work.hidden
-    passed = sum(one.attention_back > 0 for one in wanted)
     sent = work.micro_batches * (2 * block * (LAYERS + passed) + 2 * table + sum(one.gradients for one in wanted))
     sent += wanted[0].tables.get(EMBEDDING, 0)
     assert work.micro_batches > 1 and predict(work, slow, PERFECT).data * 1e8 == pytest.approx(sent * 7 / 8, rel=1e-3)
+    calls = (
+        LAYERS + 1 + passed + sum(one.gradients > 0 for one in wanted)
+    )  # all gathered, the table, and again; reduced
+    calls = work.micro_batches * calls + (EMBEDDING in wanted[0].tables)
+    assert predict(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
