@@ -123,7 +123,7 @@ def layout_of(
     """The layout of a training on `world` ranks; without it, on those that `stages.train` asks for.
 
     `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.
-    Raises LayoutError, naming everything that does not fit, and (with `near`: it takes long) what of as many ranks does.
+    Raises LayoutError, naming everything that does not fit, and with `near`, which takes long, what of as many does.
     """
     train, wanted, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
     world, per_node = world or train.ranks, ranks_per_node or train.tasks_per_node
