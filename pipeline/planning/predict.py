@@ -113,15 +113,6 @@ class Rank:
         size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
         return max(2 * waves * inner / rate, self.moved(size))
 
-    def products(self) -> tuple[float, float, float, float]:
-        """Of one block: forward, gradients of inputs, of weights, and forward's last, which no backward wants again."""
-        shapes, precision = self.work.products, self.work.precision
-        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
-        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
-        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
-        m, n, k, times = shapes[-1]
-        return forward, inputs, weights, self.product(m, n, k, precision) * times
-
     def attention(self) -> float:
         """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
         work, figures = self.work, self.machine.attention
@@ -149,10 +140,14 @@ class Rank:
 
     def block(self, trained: float = 1.0) -> tuple[float, float]:
         """Computing of one block, of which so much is trained: forward, backward with what is made again."""
-        forward, inputs, weights, last = self.products()
+        shapes, precision = self.work.products, self.work.precision
+        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
+        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
+        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
+        m, n, k, times = shapes[-1]  # which no backward wants again
         attention, between = self.attention(), self.between()
         again = {"attention": attention, "selective": between, "half": between + forward / 2}
-        again["full"] = between + forward - last + attention
+        again["full"] = between + forward - self.product(m, n, k, precision) * times + attention
         first = self.with_host(forward + attention + between, self.launches())
         second = inputs + weights * trained + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
         return first, self.with_host(second, 2 * self.launches())

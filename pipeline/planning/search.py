@@ -57,11 +57,6 @@ class Choice:
         found = memories(self.config, self.layout, self.work.vocab)
         return FRAGMENTS * max(part.on_gpu(self.config) for part in found) + reserve(self.layout)
 
-    @property
-    def nodes(self) -> int:
-        """Of its ranks."""
-        return self.layout.world // self.layout.ranks_per_node
-
     def why(self) -> str:
         """What its step loses to other things than computing."""
         found = self.found
@@ -79,7 +74,7 @@ class Choice:
         return {
             "parallel": {"data": data, **{key: getattr(parallel, key) for key in keys}},
             "train": {"micro_batch": self.config.train.micro_batch},
-            "stages": {"train": {"nodes": self.nodes}},
+            "stages": {"train": {"nodes": layout.world // layout.ranks_per_node}},
         }
 
 
@@ -153,8 +148,9 @@ def search(config: Config, machine: Machine, vocab: int, nodes: Sequence[int]) -
 
 
 def _line(choice: Choice) -> str:
-    found, size = choice.found, f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
-    return f"{choice.nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
+    found, nodes = choice.found, choice.layout.world // choice.layout.ranks_per_node
+    size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
+    return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
 
 
 def node_counts(text: str) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, Decoder, loss_sum
 from pipeline.model.task import Task
 from pipeline.planning import predict as predicting
-from pipeline.planning.machine import Attention, Link
+from pipeline.planning.machine import Attention, Link, Step
 from pipeline.planning.predict import predict
 from pipeline.planning.workload import Workload, workload_of
 from pipeline.train.freeze import frozen_names
@@ -151,3 +152,11 @@ def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model
     )  # all gathered, the table, and again; reduced
     calls = work.micro_batches * calls + (EMBEDDING in wanted[0].tables)
     assert predict(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
+
+
+def test_a_share_of_all_blocks_is_that_of_each() -> None:
+    """As files say it that were measured before blocks were told apart."""
+    work = work_of(config_of([], {}))
+    said = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
+    step = Step.model_validate_json(json.dumps({"work": said, "ranks_per_node": 1, "seconds": 1.0}))
+    assert predict(step.work, IDEAL) == predict(work, IDEAL)
