@@ -155,10 +155,8 @@ class Workload:
         """Model FLOPs of a token, forward and backward: 2 per weight that multiplies, 2 more where its input's gradient
         is wanted and 2 where its own is; and attention with the causal half left in, as most print it (Chowdhery et
         al., arXiv 2204.02311, appendix B)."""
-        back, head = (
-            max(0, self.layers - self.trained_from),
-            (self.trained_from <= self.layers) + self.trained_tables[1],
-        )
+        back = max(0, self.layers - self.trained_from)
+        head = (self.trained_from <= self.layers) + self.trained_tables[1]
         blocks = self.attention_weights + self.expert_weights * self.active
         products = blocks * (self.layers + back + sum(self.shares)) + self.vocab * self.hidden * (1 + head)
         return 2 * products + 4 * (self.layers + 2 * back) * self.heads * self.head * self.sequence
