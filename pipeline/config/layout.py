@@ -117,12 +117,13 @@ class Layout:
 
 
 def layout_of(
-    config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None
-) -> Layout:
+    config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
+    near: bool = True,
+) -> Layout:  # fmt: skip
     """The layout of a training on `world` ranks; without it, on those that `stages.train` asks for.
 
     `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.
-    Raises LayoutError, naming everything that does not fit, and the nearest layouts of as many ranks that do.
+    Raises LayoutError, naming everything that does not fit, and with `near`, which takes long, what of as many does.
     """
     train, wanted, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
     world, per_node = world or train.ranks, ranks_per_node or train.tasks_per_node
@@ -134,9 +135,8 @@ def layout_of(
     rows = config.model.vocab_size or vocab_size
     if (vocab_size or 0) > (rows or 0):
         raise LayoutError(f"model.vocab_size ({rows}) is less than the {vocab_size} ids of the tokenizer: raise it")
-    misfits = list(_misfits(config, world, per_node, rows))
-    if misfits:
-        misfits.append(_nearest(config, world, per_node, rows))
+    if misfits := list(_misfits(config, world, per_node, rows)):
+        misfits += [_nearest(config, world, per_node, rows)] if near else []
         if world != train.ranks:
             asked = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
             misfits.append(f"stages.train asks for {train.ranks} ranks ({asked}), and these are {world}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 
 EMBEDDING = "model.embed_tokens.weight"
-ENDS = ("model.norm.weight", "lm_head.weight")
+ENDS = NORM, HEAD = "model.norm.weight", "lm_head.weight"
 ROWWISE = ("o_proj.weight", "down_proj.weight")
 """Matrices that tensor parallelism cuts along their columns; the others along their rows."""
 
@@ -45,40 +46,59 @@ class Weight(NamedTuple):
 def weights_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[Weight]:
     """What one tensor parallel rank of this pipeline position holds."""
     model, tensor = config.model, layout.tensor
+    for stage in layout.stages_of(pipeline):
+        first, last = stage == 0, stage == layout.stages - 1
+        if first:
+            yield Weight(EMBEDDING, vocab // tensor, model.dim)
+        for number in layout.stage_layers[stage]:
+            yield from _block(config, number, tensor)
+        if last:
+            yield Weight(NORM, model.dim, 0)
+        if last and not (model.tie_word_embeddings and first):
+            yield Weight(EMBEDDING if model.tie_word_embeddings else HEAD, vocab // tensor, model.dim)
+
+
+def _block(config: Config, number: int, tensor: int = 1) -> Iterator[Weight]:
+    model, block = config.model, f"model.layers.{number}"
     query, shared, ffn = model.heads * model.head_size, model.num_kv_heads * model.head_size, model.ffn_size
     widths = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
     widths |= {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared}
-    for stage in layout.stages_of(pipeline):
-        blocks, first, last = layout.stage_layers[stage], stage == 0, stage == layout.stages - 1
-        if first:
-            yield Weight(EMBEDDING, vocab // tensor, model.dim)
-        for number in blocks:
-            block = f"model.layers.{number}"
-            for name, width in widths.items():
-                yield Weight(f"{block}.{name}.weight", width // tensor, model.dim)
-            yield Weight(f"{block}.self_attn.o_proj.weight", model.dim, query // tensor)
-            yield Weight(f"{block}.mlp.down_proj.weight", model.dim, ffn // tensor)
-            for name in ("input", "post_attention"):  # with half of the block's other vectors
-                yield Weight(f"{block}.{name}_layernorm.weight", model.block_vectors // 2, 0)
-        if last:
-            yield Weight("model.norm.weight", model.dim, 0)
-        if last and not (model.tie_word_embeddings and first):
-            yield Weight(EMBEDDING if model.tie_word_embeddings else "lm_head.weight", vocab // tensor, model.dim)
+    for name, width in widths.items():
+        yield Weight(f"{block}.{name}.weight", width // tensor, model.dim)
+    yield Weight(f"{block}.self_attn.o_proj.weight", model.dim, query // tensor)
+    yield Weight(f"{block}.mlp.down_proj.weight", model.dim, ffn // tensor)
+    for name in ("input", "post_attention"):  # with half of the block's other vectors
+        yield Weight(f"{block}.{name}_layernorm.weight", model.block_vectors // 2, 0)
 
 
-def frozen(config: Config, name: str) -> bool:
-    """Whether the weight is not trained."""
-    return any(fnmatch(name, pattern) for pattern in config.optimizer.freeze)
+class Trained(NamedTuple):
+    """What `optimizer.freeze` leaves to be trained."""
+
+    names: frozenset[str]
+    """Of weights."""
+    blocks: tuple[float, ...]
+    """Share of each block's weights."""
+    first: int
+    """The first block that keeps something for the backward pass: it, or the embedding, is trained. The number of
+    blocks where only the last norm is, one more where not even that."""
 
 
-def first_trained(config: Config, layout: Layout, vocab: int) -> int:
-    """The first block that keeps something for the backward pass: it, or the embedding, is trained."""
-    if not config.optimizer.freeze:
-        return 0
-    every = (weight for rank in range(layout.pipeline) for weight in weights_of(config, layout, rank, vocab))
-    trained = [weight for weight in every if not frozen(config, weight.name)]
-    blocks = [weight.block for weight in trained if weight.block >= 0]
-    return 0 if any(weight.name == EMBEDDING for weight in trained) else min(blocks, default=config.model.layers)
+def trained_of(config: Config) -> Trained:
+    """What of the decoder is trained, whatever the layout."""
+    sizes = tuple((weight.name.removeprefix("model.layers.0"), weight.values) for weight in _block(config, 0))
+    return _trained(tuple(config.optimizer.freeze), config.model.layers, sizes)
+
+
+@lru_cache(maxsize=64)
+def _trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int], ...]) -> Trained:
+    blocks = [{f"model.layers.{number}{name}": size for name, size in sizes} for number in range(layers)]
+    every = {EMBEDDING, *ENDS, *(name for block in blocks for name in block)}
+    names = frozenset(name for name in every if not any(fnmatch(name, pattern) for pattern in freeze))
+    total = sum(size for _, size in sizes)
+    shares = tuple(sum(size for name, size in block.items() if name in names) / total for block in blocks)
+    ahead = (*shares, NORM in names)
+    first = 0 if EMBEDDING in names else next((at for at, share in enumerate(ahead) if share), layers + 1)
+    return Trained(names, shares, first)
 
 
 def kept_width(config: Config) -> int:
@@ -103,7 +123,8 @@ def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, i
 def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Iterator[tuple[str, int, str]]:
     """The same of a rank in this place of the pipeline."""
     weights, stages = list(weights_of(config, layout, pipeline, vocab)), layout.stages_of(pipeline)
-    trained = [weight for weight in weights if not frozen(config, weight.name)]
+    names, _, started = trained_of(config)
+    trained = [weight for weight in weights if weight.name in names]
     width, wide = 4 if config.train.precision == "fp32" else 2, stream_width(config, layout)
     micro, zero, shard = layout.micro_batches, layout.zero, layout.shard
     values = config.train.micro_batch * config.data.sequence_length * config.model.dim
@@ -124,7 +145,6 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
     orthogonal = [each for each in trained if config.optimizer.name == "muon" and each.columns and each.block >= 0]
     whole = 3 * 4 * layout.tensor  # bytes of such a weight, its gradient and momentum, gathered for the update
     rows = [each for each in orthogonal if each.name.endswith(ROWWISE)]  # over tensor first, the others at last
-    started = first_trained(config, layout, vocab)
     if layout.data > 1 and zero:
         times = micro if layout.reduce_each_micro_batch else 1
         gathers, gathered = micro if layout.gathers_blocks else 1, 0
@@ -159,7 +179,7 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
         away, back = away_from(layout, pipeline)
         times = len(away) + sum(layout.stage_layers[stage].start > started for stage in back)
         size = values * wide // (layout.tensor if layout.sequence else 1) * micro * times
-        if config.model.tie_word_embeddings and first != last and not frozen(config, EMBEDDING):  # both ends add up
+        if config.model.tie_word_embeddings and first != last and EMBEDDING in names:  # both ends add up
             size += kept_width(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"
 

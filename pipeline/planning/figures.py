@@ -13,10 +13,9 @@ from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
 from pipeline.planning.measure import shapes
-from pipeline.planning.memory import memory, reserve
+from pipeline.planning.memory import memories, reserve
 from pipeline.planning.predict import predict, rank_of, replayed
 from pipeline.planning.search import GB
-from pipeline.planning.timeline import actions
 from pipeline.planning.workload import Workload, workload_of
 
 _PRODUCTS = ("query, key, value", "attention's output", "MLP in", "MLP out", "output layer")
@@ -31,12 +30,9 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
     kinds = ["gathered", "activations"]
     if not config.parallel.offload:  # else these are in host memory
         kinds = ["weights", "gathered", "gradients", "optimizer", "activations"]
-    size, parts = config.site.gpu_memory_gib, []
-    for rank, order in enumerate(actions(layout)):
-        held = memory(config, layout, rank, vocab, order)
-        parts.append({kind: getattr(held, kind) / GB for kind in kinds})
-        if size is not None:
-            parts[-1]["CUDA and NCCL"] = reserve(layout) / GB
+    size = config.site.gpu_memory_gib
+    own = {} if size is None else {"CUDA and NCCL": reserve(layout) / GB}
+    parts = [{kind: getattr(held, kind) / GB for kind in kinds} | own for held in memories(config, layout, vocab)]
     found: dict[str, Any] = {
         "config": config.model_dump(mode="json", exclude_defaults=True),
         "words": {"layout": layout.words(), "fullest rank": f"{max(sum(part.values()) for part in parts):.1f} GB"},

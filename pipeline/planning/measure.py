@@ -35,11 +35,8 @@ WARNING = "POOR FIT:"
 
 def shapes(work: Workload) -> list[tuple[int, int, int]]:
     """Rows, columns, inner size of a rank's matrix products: a block and the output layer, forward and backward."""
-    tokens, query, shared = work.micro_batch * work.sequence, work.heads * work.head, work.kv_heads * work.head
-    cut, inner = work.tensor, work.ffn // work.tensor
-    forward = [(tokens, (query + 2 * shared) // cut, work.hidden), (tokens, work.hidden, query // cut)]
-    forward += [(tokens, inner * (work.matrices - 1), work.hidden), (tokens, work.hidden, inner)]
-    forward.append((tokens, work.vocab // cut, work.hidden))
+    forward = [(int(m), int(n), int(k)) for m, n, k, _ in work.products]
+    forward.append((work.micro_batch * work.sequence, work.vocab // work.tensor, work.hidden))
     return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (k, n, m))]
 
 

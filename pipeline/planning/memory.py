@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
-from pipeline.parallel.traffic import Weight, away_from, first_trained, frozen, kept_width, stream_width, weights_of
-from pipeline.planning.timeline import Action
+from pipeline.parallel.traffic import Weight, away_from, kept_width, stream_width, trained_of, weights_of
+from pipeline.planning.timeline import Action, actions
 
 CONTEXT = 400_000_000
 """Bytes of CUDA's context, its kernels loaded when wanted: some 400 MB (github.com/pytorch/pytorch/issues/109888)."""
@@ -104,6 +104,11 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     return config.train.micro_batch * config.data.sequence_length * found
 
 
+def memories(config: Config, layout: Layout, vocab: int) -> list[Memory]:
+    """What each pipeline rank holds."""
+    return [memory(config, layout, rank, vocab, order) for rank, order in enumerate(actions(layout))]
+
+
 def memory(
     config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
 ) -> Memory:
@@ -115,8 +120,8 @@ def memory(
     table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(weights_of(config, layout, pipeline, vocab))
     parameters = sum(weight.values for weight in weights)
-    trained = [weight for weight in weights if not frozen(config, weight.name)]
-    first = first_trained(config, layout, vocab)
+    names, _, first = trained_of(config)
+    trained = [weight for weight in weights if weight.name in names]
     whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
     copy = 0  # of a block's weights, by autocast
@@ -186,15 +191,12 @@ def memory(
             peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
         peak = max(peak, held + gradients + gathered)
     peak = max(peak, kept * sum(weight.part(share) for weight in trained) + _updating(config, layout, trained, share))
-    activations = max(0, peak - every - gathered)
     copied = 0
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
         copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * tensor > 1 else 1)
+    held = kept * sum(weight.part(share) for weight in weights) + 4 * copied
+    moments, activations = sum(_moment_bytes(config, weight, share) for weight in trained), peak - every - gathered
     return Memory(
-        parameters=parameters,
-        weights=kept * sum(weight.part(share) for weight in weights) + 4 * copied,
-        gathered=gathered,
-        gradients=every,
-        optimizer=sum(_moment_bytes(config, weight, share) for weight in trained),
-        activations=activations,
-    )
+        parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments,
+        activations=max(0, activations),
+    )  # fmt: skip

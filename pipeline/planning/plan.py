@@ -13,7 +13,7 @@ from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.traffic import traffic
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import Memory, memory, reserve
+from pipeline.planning.memory import Memory, memories, reserve
 from pipeline.planning.predict import predict
 from pipeline.planning.search import GB, node_counts, search, write_choice
 from pipeline.planning.timeline import actions, timeline
@@ -92,7 +92,6 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
-    parallel = config.parallel
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
     yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
     if config.train.epochs is not None:
@@ -128,11 +127,11 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
     heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
     yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>9}" for head in heads)
-    found = [memory(config, layout, rank, vocab, order) for rank, order in enumerate(orders)]
+    found = memories(config, layout, vocab)
     for rank, part in enumerate(found):
         sizes = (part.weights, part.gathered, part.gradients, part.optimizer, part.activations, part.total)
         yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
-    if parallel.offload:
+    if config.parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
     if config.site.gpu_memory_gib is not None:
         yield _room(config, layout, found)

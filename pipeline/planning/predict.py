@@ -8,9 +8,10 @@ which the pipeline's own timeline is replayed (timeline.py). What runs beside co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from math import log2
 
 from pipeline.planning.collectives import Group, all_reduce, gather, send
@@ -112,22 +113,6 @@ class Rank:
         size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
         return max(2 * waves * inner / rate, self.moved(size))
 
-    def products(self) -> tuple[float, float, float]:
-        """Of one block: forward, backward, and the last product of forward, which no backward wants again."""
-        work, tokens, precision = self.work, self.tokens, self.work.precision
-        query, shared = work.heads * work.head // work.tensor, work.kv_heads * work.head // work.tensor
-        shapes: list[tuple[float, float, float, float]] = [(tokens, query + 2 * shared, work.hidden, 1)]
-        shapes += [(tokens, work.hidden, query, 1)]
-        here = max(1, work.experts // work.expert)  # experts on this rank, and rows for each
-        rows = tokens * work.active * work.expert / work.experts if work.experts else tokens
-        inner = work.ffn / work.tensor
-        shapes += [(rows, inner * (work.matrices - 1), work.hidden, here), (rows, work.hidden, inner, here)]
-        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
-        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
-        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
-        m, n, k, times = shapes[-1]
-        return forward, inputs + weights * work.trained, self.product(m, n, k, precision) * times
-
     def attention(self) -> float:
         """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
         work, figures = self.work, self.machine.attention
@@ -153,18 +138,18 @@ class Rank:
         kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
         return kernels * self.constants.launch
 
-    def block(self) -> tuple[float, float]:
-        """Computing of one block: forward, backward with what is made again."""
-        forward, backward, last = self.products()
+    def block(self, trained: float = 1.0) -> tuple[float, float]:
+        """Computing of one block, of which so much is trained: forward, backward with what is made again."""
+        shapes, precision = self.work.products, self.work.precision
+        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
+        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
+        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
+        m, n, k, times = shapes[-1]  # which no backward wants again
         attention, between = self.attention(), self.between()
-        again = {
-            "attention": attention,
-            "selective": between,
-            "half": between + forward / 2,
-            "full": between + forward - last + attention,
-        }
+        again = {"attention": attention, "selective": between, "half": between + forward / 2}
+        again["full"] = between + forward - self.product(m, n, k, precision) * times + attention
         first = self.with_host(forward + attention + between, self.launches())
-        second = backward + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
+        second = inputs + weights * trained + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
         return first, self.with_host(second, 2 * self.launches())
 
     def with_host(self, kernels: float, host: float) -> float:
@@ -178,8 +163,9 @@ class Rank:
         shape = (self.tokens, columns, float(work.hidden))
         loss = self.moved(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
         m, n, k = shape
-        forward = self.product(m, n, k, precision)
-        return forward + loss / 2, self.product(m, k, n, precision) + self.product(k, n, m, precision) + loss / 2
+        inputs = self.product(m, k, n, precision) * (work.trained_from <= work.layers)
+        weights = self.product(k, n, m, precision) * work.trained_tables[1]
+        return self.product(m, n, k, precision) + loss / 2, inputs + weights + loss / 2
 
     def tensor(self) -> float:
         """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
@@ -199,18 +185,35 @@ class Rank:
     def update(self) -> float:
         """Gathering of Muon's matrices, gradients and momenta, in fp32."""
         work, link = self.work, self.constants.link
-        size = 12 * work.trained * work.layers / work.pipeline * (work.attention_weights + work.expert_weights)
+        size = 12 * max(self.by_rank(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
         time = gather(size / work.tensor, shards, self.machine, link)
         return (time + gather(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
-    def stage_weights(self) -> float:
-        """Weights of the largest pipeline rank after tensor and expert parallelism."""
+    def by_rank(self, values: Sequence[float]) -> list[float]:
+        """Of each pipeline rank the sum of its blocks' values, as if every rank had as many blocks."""
+        work, ends = self.work, (0, *accumulate(self.work.stages))
+        stages = [values[start:end] for start, end in pairwise(ends)]
+        ranks = ([one for stage in stages[rank :: work.pipeline] for one in stage] for rank in range(work.pipeline))
+        return [work.layers / work.pipeline * (sum(rank) / max(1, len(rank))) for rank in ranks]
+
+    def block_weights(self) -> float:
+        """Of one block, after tensor and expert parallelism."""
         work = self.work
-        experts = work.expert_weights * max(1, work.experts) / work.expert
-        layers = work.layers / work.pipeline
-        table = work.vocab * work.hidden * (1 if work.pipeline > 1 or work.tied else 2)
-        return (layers * (work.attention_weights + experts) + table) / work.tensor
+        return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
+
+    @cached_property
+    def trained_weights(self) -> float:
+        """Of the pipeline rank that trains most, after tensor and expert parallelism."""
+        work, block, blocks = self.work, self.block_weights(), self.by_rank(self.work.shares)
+        table = work.vocab * work.hidden / work.tensor
+        return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(blocks))
+
+    def talk(self, size: float, calls: float = 1.0) -> float:
+        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
+        copied = self.moved(2 * size) if self.machine.cores else 0.0
+        group = self.group(self.work.shard * self.work.context, self.work.tensor)
+        return gather(size, group, self.machine, self.constants.link) + copied + calls * self.call
 
 
 Others = Callable[[Rank, float], float]
@@ -254,25 +257,31 @@ def predict(
     `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
     """
     rank, stages = rank_of(work, machine, constants), work.stages
-    constants = rank.constants
-    forward, backward = rank.block()
+    constants, first, micro = rank.constants, work.trained_from, work.micro_batches
+    computing = {share: rank.block(share) for share in {1.0, *work.shares}}
+    forward = computing[1.0][0]
     tensor, more = rank.tensor(), others(rank, forward)
     talk = tensor + more
     again = talk if work.recompute == "full" else 0.0
     head_forward, head_backward = rank.head()
     waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
-    micro = work.micro_batches
-    data, gathered, reduced, alone = _data_per_block(rank)
-    exposed = 0.0
+    data, alone = _data(rank)
     # each micro-batch gathers, or reduces, every block while its neighbour computes
-    forward, wait = _beside(forward, gathered * work.gathers_blocks, constants)
-    each = gathered * work.gathers_blocks + reduced * work.reduces_blocks
-    backward, wait_back = _beside(backward, each, constants)
-    exposed = (wait + wait_back) * work.layers / work.pipeline * micro
+    gathered = rank.talk(rank.block_weights() * work.low_bytes) * work.gathers_blocks
+    forward, wait = _beside(forward, gathered, constants)
+    kinds = {}  # of a block's backward: seconds, how many of them wait, and those of what is sent
+    for share, (_, backward) in computing.items():
+        sent = rank.talk(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
+        kinds[share] = *_beside(backward, gathered + sent, constants), gathered + sent
+    blocks = [kinds[share] for share in work.shares]
+    passed = [blocks[max(first, start) : end] for start, end in pairwise((0, *accumulate(stages)))]
+    exposed = (wait * work.layers + sum(wait for _, wait, _ in blocks[first:])) / work.pipeline * micro
     last = len(stages) - 1
     ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
-    kept = (max(0, min(n, sum(stages[: at + 1]) - work.trained_from)) for at, n in enumerate(stages))
-    back = tuple(n * (backward + talk + again) + waited + (at == last) * head_backward for at, n in enumerate(kept))
+    back = tuple(
+        sum(time + talk + again for time, _, _ in some) + waited * bool(some) + (at == last) * head_backward
+        for at, some in enumerate(passed)
+    )
     if work.pipeline > 1:
         span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
@@ -280,31 +289,24 @@ def predict(
     if machine.crowd > 1:  # whoever waits leaves its core to others
         span = max(span, machine.crowd * micro * (sum(ahead) + sum(back)) / work.pipeline)
     if work.hide_data and machine.cores is None:
-        taken = (gathered * work.gathers_blocks + each) * work.layers / work.pipeline  # of the last micro-batch's time
+        sent = gathered * work.layers + sum(sent for *_, sent in blocks[first:])
+        taken = sent / work.pipeline  # of the last micro-batch's time
         data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
     data += alone
     exposed += data
-    local = rank.stage_weights() / (work.shard * work.context if work.zero else 1)
+    local = rank.trained_weights / (work.shard * work.context if work.zero else 1)
     fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
-    optimizer = rank.moved(local * 30 * work.trained) * (1 if fused else constants.eager) + rank.update()
+    optimizer = rank.moved(local * 30) * (1 if fused else constants.eager) + rank.update()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
-    times = work.layers / work.pipeline * micro * (3 if work.recompute == "full" else 2)
+    through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
+    times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited
+    mfu, compute = tokens * work.flops_per_token / machine.peak_bf16, busy - times * talk - exposed + data - messages
     return Prediction(
-        step=step,
-        tokens_per_gpu=tokens,
-        mfu=tokens * work.flops_per_token / machine.peak_bf16,
-        compute=busy - times * talk - exposed + data - 2 * waited * micro,
-        tensor=times * tensor,
-        pipeline=2 * waited * micro,
-        data=exposed,
-        bubble=span - busy,
-        optimizer=optimizer,
-        others=times * more,
-        forward=ahead,
-        backward=back,
-    )
+        step=step, tokens_per_gpu=tokens, mfu=mfu, compute=compute, tensor=times * tensor, pipeline=messages,
+        data=exposed, bubble=span - busy, optimizer=optimizer, others=times * more, forward=ahead, backward=back,
+    )  # fmt: skip
 
 
 def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
@@ -322,33 +324,23 @@ def _beside(compute: float, communication: float, constants: Constants) -> tuple
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data_per_block(rank: Rank) -> tuple[float, float, float, float]:
-    """Data parallel communication: of a step once; of a block gathered, reduced; what nothing runs beside."""
+def _data(rank: Rank) -> tuple[float, float]:
+    """Data parallel communication of a step besides what the blocks send: once, and what nothing runs beside."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
-    stride, weights = work.tensor * work.context, rank.stage_weights()
-    shards, inner = work.shard * work.context, work.tensor
-    group = rank.group(shards, inner)
-    block = (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
-
-    def talk(size: float, calls: float = 1.0) -> float:
-        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
-        copied = rank.moved(2 * size) if machine.cores else 0.0
-        return gather(size, group, machine, link) + copied + calls * rank.call
-
-    gathered, reduced = talk(block * work.low_bytes), talk(block * work.reduce_bytes * work.trained)
+    reduced = rank.trained_weights * work.reduce_bytes
     if not work.zero:
-        whole = rank.group(work.data * work.context, inner)
-        return all_reduce(weights * work.reduce_bytes * work.trained, whole, machine, link), gathered, reduced, 0.0
-    tables = 1 if work.tied or work.pipeline > 1 else 2
-    calls = work.layers / work.pipeline + tables
-    once = talk(weights * work.low_bytes, calls) * (not work.gathers_blocks)
-    once += talk(weights * work.reduce_bytes * work.trained, calls) * (not work.reduces_blocks)
-    replicas = rank.group(work.replicate, stride * work.shard)
-    once += all_reduce(weights / shards * work.reduce_bytes * work.trained, replicas, machine, link)
+        return all_reduce(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
+    shards, tables, layers = work.shard * work.context, work.tables(0), work.layers / work.pipeline
+    table = work.vocab * work.hidden / work.tensor
+    weights = layers * rank.block_weights() + len(tables) * table
+    once = rank.talk(weights * work.low_bytes, layers + len(tables)) * (not work.gathers_blocks)
+    calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
+    once += rank.talk(reduced, calls) * (not work.reduces_blocks)
+    once += all_reduce(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
     # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
-    table, gathers, reduces = work.vocab * work.hidden / work.tensor, work.micro_batches, 1
+    gathers, reduces = work.micro_batches, int(tables[0])
     if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
-        gathers, reduces = work.micro_batches * (1 + tables), work.micro_batches * tables
-    alone = gathers * talk(table * work.low_bytes) * work.gathers_blocks
-    alone += reduces * talk(table * work.reduce_bytes) * work.reduces_blocks * (work.trained_from == 0)
-    return once, gathered, reduced, alone
+        gathers *= len(tables) + (work.trained_from == 0)
+        reduces = work.micro_batches * sum(tables)
+    alone = gathers * rank.talk(table * work.low_bytes) * work.gathers_blocks
+    return once, alone + reduces * rank.talk(table * work.reduce_bytes) * work.reduces_blocks

@@ -42,7 +42,7 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import local
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
-from pipeline.parallel.traffic import first_trained, traffic_of
+from pipeline.parallel.traffic import traffic_of, trained_of
 from pipeline.planning.memory import memory
 from pipeline.planning.plan import GB
 from pipeline.planning.timeline import actions
@@ -204,7 +204,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _stand_ins(account: _Fake, config: Config, layout: Layout, vocab: int) -> Iterator[None]:
+def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
     """What is done otherwise than on a real rank, because it asks for values or for peers."""
 
     def outside(function: Any) -> Any:
@@ -236,26 +236,23 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout, vocab: int) -> It
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
         stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
         if layout.pipeline > 1:
-            stack.enter_context(_told_by_neighbours(config, layout, vocab))
+            stack.enter_context(_told_by_neighbours(config, layout))
         yield
 
 
 @contextmanager
-def _told_by_neighbours(config: Config, layout: Layout, vocab: int) -> Iterator[None]:
+def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
     """Stages of a pipeline tell each other the shapes of what they will send: here each is told what it would be."""
     try:
         from torch.distributed.pipelining._utils import _TensorMeta
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     except ImportError as error:
         raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
-    shape = (
-        config.train.micro_batch,
-        config.data.sequence_length // (layout.tensor if layout.sequence else 1),
-        config.model.dim,
-    )
+    length = config.data.sequence_length // (layout.tensor if layout.sequence else 1)
+    shape = (config.train.micro_batch, length, config.model.dim)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
-    trained_from = first_trained(config, layout, vocab)
+    trained_from = trained_of(config).first
 
     def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
         if source > stage.stage_index:
@@ -271,8 +268,7 @@ def one_step(engine: Any, account: Account, step: int, batch: dict[str, Tensor])
     """Step number `step` of an engine, in an account that is entered; what its tensors are for is noted."""
     account.begin()
     engine.backward(batch, step)
-    parameters = [parameter for part in engine.parts for parameter in part.parameters()]
-    for parameter in parameters:
+    for parameter in (parameter for part in engine.parts for parameter in part.parameters()):
         account.is_for("weights", parameter.detach())
         account.is_for("gradients", parameter.grad)
     engine.clip(engine.config.optimizer.clip_norm)
@@ -301,7 +297,7 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         account = _Fake()
-        with _stand_ins(account, config, layout, vocab), FakeTensorMode(allow_non_fake_inputs=True), account:
+        with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
             world = World(rank, size, torch.device("cpu"), "fake")
             task = Task(config, vocab)
             engine = engines.Engine(config, layout, world, task, fresh=False)

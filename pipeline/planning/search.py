@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from pipeline.config.parallel import DataParallel
 from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import memory, reserve
+from pipeline.planning.memory import memories, reserve
 from pipeline.planning.predict import Prediction, predict
-from pipeline.planning.timeline import actions
 from pipeline.planning.workload import Workload, workload_of
 
 _MOST_NODES = 1_000_000
@@ -50,13 +50,11 @@ class Choice:
     layout: Layout
     work: Workload
     found: Prediction
-    nodes: int
 
-    def bytes_needed(self, vocab: int) -> float:
+    @cached_property
+    def bytes_needed(self) -> float:
         """Of the fullest rank, with what the allocator holds beyond the tensors, and the libraries."""
-        orders = actions(self.layout)
-        ranks = range(self.layout.pipeline)
-        found = (memory(self.config, self.layout, rank, vocab, orders[rank]) for rank in ranks)
+        found = memories(self.config, self.layout, self.work.vocab)
         return FRAGMENTS * max(part.on_gpu(self.config) for part in found) + reserve(self.layout)
 
     def why(self) -> str:
@@ -76,7 +74,7 @@ class Choice:
         return {
             "parallel": {"data": data, **{key: getattr(parallel, key) for key in keys}},
             "train": {"micro_batch": self.config.train.micro_batch},
-            "stages": {"train": {"nodes": self.nodes}},
+            "stages": {"train": {"nodes": layout.world // layout.ranks_per_node}},
         }
 
 
@@ -91,36 +89,35 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
         schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
         levels = (1, 2, 3) if pipeline == 1 else (1,)  # a pipeline keeps weights and gradients whole during a step
         zeros = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
-        kinds = ("none", "selective", "full")
-        for micro, (zero, shard), (schedule, virtual) in product(MICRO_BATCHES, zeros, schedules):
+        every = product(MICRO_BATCHES, zeros, schedules, ("none", "selective", "full"))
+        for micro, (zero, shard), (schedule, virtual), kind in every:
             if left or batch % (data * micro) or pipeline * virtual > config.model.layers:
                 continue
-            for kind in kinds:
-                made: Any = DataParallel(replicate=data // shard, shard=shard) if 1 < shard < data else "auto"
-                parallel = config.parallel.model_copy(
-                    update={
-                        "tensor": tensor, "pipeline": pipeline, "data": made, "zero": zero, "schedule": schedule,
-                        "virtual_stages": virtual, "activation_checkpointing": kind,
-                    }
-                )  # fmt: skip
-                train = config.train.model_copy(update={"micro_batch": micro})
-                other = config.model_copy(update={"parallel": parallel, "train": train})
-                with suppress(LayoutError):
-                    layout = layout_of(other, world, per_node, vocab)
-                    work = workload_of(other, layout, vocab)
-                    yield Choice(other, layout, work, predict(work, machine), nodes)
+            made: Any = DataParallel(replicate=data // shard, shard=shard) if 1 < shard < data else "auto"
+            parallel = config.parallel.model_copy(
+                update={
+                    "tensor": tensor, "pipeline": pipeline, "data": made, "zero": zero, "schedule": schedule,
+                    "virtual_stages": virtual, "activation_checkpointing": kind,
+                }
+            )  # fmt: skip
+            train = config.train.model_copy(update={"micro_batch": micro})
+            other = config.model_copy(update={"parallel": parallel, "train": train})
+            with suppress(LayoutError):
+                layout = layout_of(other, world, per_node, vocab, near=False)
+                work = workload_of(other, layout, vocab)
+                yield Choice(other, layout, work, predict(work, machine))
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
-def best(found: Sequence[Choice], vocab: int, limit: float, most: int = SHOWN) -> tuple[list[Choice], list[Choice]]:
+def best(found: Sequence[Choice], limit: float, most: int = SHOWN) -> tuple[list[Choice], list[Choice]]:
     """The fastest `most` that fit into `limit` bytes, and those faster than the last of them that do not."""
     fit: list[Choice] = []
     over: list[Choice] = []
     for choice in sorted(found, key=lambda made: -made.found.tokens_per_gpu):
-        (fit if choice.bytes_needed(vocab) <= limit else over).append(choice)
+        (fit if choice.bytes_needed <= limit else over).append(choice)
         if len(fit) == most:
             break
     return fit, over
@@ -132,15 +129,15 @@ def search(config: Config, machine: Machine, vocab: int, nodes: Sequence[int]) -
     lines, firsts = [], []
     for count in nodes:
         found = list(choices(config, machine, vocab, count))
-        fit, over = best(found, vocab, limit, SHOWN if len(nodes) == 1 else 1)
+        fit, over = best(found, limit, SHOWN if len(nodes) == 1 else 1)
         if fit:
             firsts.append(fit[0])
-        lines += [_line(choice, vocab) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
+        lines += [_line(choice) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
         if len(nodes) == 1:
-            near = sorted(over, key=lambda choice: choice.bytes_needed(vocab))[: SHOWN // 2]
+            near = sorted(over, key=lambda choice: choice.bytes_needed)[: SHOWN // 2]
             lines += ["", f"faster, or as fast, but they do not fit into {limit / GB:.1f} GB"] if near else []
             for choice in near:
-                lines.append(f"{_line(choice, vocab)}: {(choice.bytes_needed(vocab) - limit) / GB:.1f} GB too much")
+                lines.append(f"{_line(choice)}: {(choice.bytes_needed - limit) / GB:.1f} GB too much")
     if not firsts:
         raise UserError(
             f"no layout on {', '.join(map(str, nodes))} nodes fits into {limit / GB:.1f} GB: more nodes (--nodes), "
@@ -150,12 +147,10 @@ def search(config: Config, machine: Machine, vocab: int, nodes: Sequence[int]) -
     return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world)
 
 
-def _line(choice: Choice, vocab: int) -> str:
-    found, size = choice.found, choice.bytes_needed(vocab) / GB
-    numbers = (
-        f"{choice.nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size:>6.1f}"
-    )
-    return f"{numbers}   {choice.work.words()} ({choice.why()})"
+def _line(choice: Choice) -> str:
+    found, nodes = choice.found, choice.layout.world // choice.layout.ranks_per_node
+    size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
+    return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
 
 
 def node_counts(text: str) -> list[int]:

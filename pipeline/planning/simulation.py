@@ -49,7 +49,6 @@ class Training:
     seconds: float
     """From its first start to its last step; infinite where it was given up."""
     failures: int
-    preemptions: int
     lost_s: float
     """Work that was done again."""
     no_node_s: float
@@ -67,8 +66,6 @@ class Expectation:
     mean_s: float
     most_s: float
     """Seconds until the end: on average, and what 95 % of the trainings stay below."""
-    failures: float
-    """Mean number."""
     no_node_s: float
     """Mean time without enough nodes."""
 
@@ -77,7 +74,7 @@ def simulate(job: Conditions, interval_s: float, work_s: float, pool: Pool, seed
     """One training of `work_s` productive seconds, with `interval_s` of them between two saves."""
     draw, cycle = Random(seed), job.cycle_s(interval_s)
     clock = done = lost = no_node = 0.0
-    failures, preemptions, spares = 0, 0, pool.spares or 0
+    failures, spares = 0, pool.spares or 0
     repairs: list[float] = []
     for _ in range(_MOST_STARTS):
         while repairs and (repairs[0] <= clock or spares < 0):
@@ -89,11 +86,10 @@ def simulate(job: Conditions, interval_s: float, work_s: float, pool: Pool, seed
         saves = math.ceil((work_s - done) / interval_s - 1e-9) - 1  # the last one is the end
         left = (work_s - done) + (saves > 0) * job.blocked_s + max(0, saves - 1) * (cycle - interval_s)
         if ran >= left:
-            return Training(clock + job.restart_s + left, failures, preemptions, lost, no_node)
+            return Training(clock + job.restart_s + left, failures, lost, no_node)
         clock += ends
         worked = _worked(job, interval_s, ran)
         if draw.random() * job.rate < job.preemption_rate:
-            preemptions += 1
             done += worked
             clock += job.preempted_s + (job.save_s if ran >= 0 else 0.0)
             continue
@@ -104,7 +100,7 @@ def simulate(job: Conditions, interval_s: float, work_s: float, pool: Pool, seed
             for _ in range(pool.nodes_together if draw.random() < pool.together else 1):
                 spares -= 1
                 heappush(repairs, clock - job.wait_s + (draw.expovariate(1 / pool.repair_s) if pool.repair_s else 0.0))
-    return Training(math.inf, failures, preemptions, lost, no_node)
+    return Training(math.inf, failures, lost, no_node)
 
 
 def _worked(job: Conditions, interval_s: float, ran_s: float) -> float:
@@ -122,14 +118,9 @@ def expect(
     found = [simulate(job, interval_s, work_s, pool, seed * 1_000_003 + number) for number in range(trainings)]
     ratios = [work_s / one.seconds for one in found]
     seconds = [one.seconds for one in found]
-    return Expectation(
-        fmean(ratios),
-        1.96 * stdev(ratios) / math.sqrt(trainings),
-        fmean(seconds),
-        quantiles(seconds, n=20)[-1] if max(seconds) < math.inf else math.inf,
-        fmean(one.failures for one in found),
-        fmean(one.no_node_s for one in found),
-    )
+    margin, waited = 1.96 * stdev(ratios) / math.sqrt(trainings), fmean(one.no_node_s for one in found)
+    most = quantiles(seconds, n=20)[-1] if max(seconds) < math.inf else math.inf
+    return Expectation(fmean(ratios), margin, fmean(seconds), most, waited)
 
 
 def good_intervals_s(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.parallel.traffic import first_trained, frozen, kept_width, weights_of
+from pipeline.parallel.traffic import EMBEDDING, HEAD, kept_width, trained_of
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,12 @@ class Workload:
     """Of a weight on the wire, and of a value of the stream."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
-    trained: float = 1.0
-    """Share of the weights that are trained; of each part as many, from this block on:"""
+    trained: tuple[float, ...] | float = 1.0
+    """Share of the weights that is trained: of each block, or of every one."""
     trained_from: int = 0
+    """The first block that backward passes through; behind the last block comes the last norm, then the output."""
+    trained_tables: tuple[bool, bool] = (True, True)
+    """Whether the embedding is trained, and the output layer; a tied one as the embedding."""
     orthogonal: bool = False
     """Whether whole matrices are gathered for the update, as Muon's are."""
 
@@ -118,6 +121,16 @@ class Workload:
         return self.matrices * self.hidden * self.ffn
 
     @property
+    def products(self) -> list[tuple[float, float, float, int]]:
+        """Rows, columns, inner size of a rank's matrix products in a block's forward, and how many are so."""
+        tokens, inner = self.micro_batch * self.sequence / self.context, self.ffn / self.tensor
+        query, shared = self.heads * self.head // self.tensor, self.kv_heads * self.head // self.tensor
+        here = max(1, self.experts // self.expert)  # experts on this rank, and rows for each
+        rows = tokens * self.active * self.expert / self.experts if self.experts else tokens
+        attention = [(tokens, query + 2 * shared, self.hidden, 1), (tokens, self.hidden, query, 1)]
+        return [*attention, (rows, inner * (self.matrices - 1), self.hidden, here), (rows, self.hidden, inner, here)]
+
+    @property
     def gathers_blocks(self) -> bool:
         """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
         return self.zero == 3 and self.pipeline == 1
@@ -128,12 +141,25 @@ class Workload:
         return self.zero >= 2 and self.pipeline == 1 and self.each_micro_batch
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each block the share of its weights that is trained."""
+        return self.trained if isinstance(self.trained, tuple) else (self.trained,) * self.layers
+
+    def tables(self, rank: int) -> list[bool]:
+        """Of each table (embedding, output layer) that a pipeline rank has, whether it is trained."""
+        embedding, head = self.trained_tables
+        return [embedding] * (rank == 0) + [head] * (rank == self.pipeline - 1 and not (self.tied and rank == 0))
+
+    @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of a token, forward and backward: 6 per weight that multiplies, and attention with the causal
-        half left in, as most print it (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        """Model FLOPs of a token, forward and backward: 2 per weight that multiplies, 2 more where its input's gradient
+        is wanted and 2 where its own is; and attention with the causal half left in, as most print it (Chowdhery et
+        al., arXiv 2204.02311, appendix B)."""
+        back = max(0, self.layers - self.trained_from)
+        head = (self.trained_from <= self.layers) + self.trained_tables[1]
         blocks = self.attention_weights + self.expert_weights * self.active
-        attention = 12 * self.layers * self.heads * self.head * self.sequence
-        return 6 * (self.layers * blocks + self.vocab * self.hidden) + attention
+        products = blocks * (self.layers + back + sum(self.shares)) + self.vocab * self.hidden * (1 + head)
+        return 2 * products + 4 * (self.layers + 2 * back) * self.heads * self.head * self.sequence
 
     def words(self) -> str:
         """How it is split, in a few words."""
@@ -148,9 +174,7 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""
     model, train, parallel = config.model, config.train, config.parallel
     low = train.precision != "fp32"
-    ranks = range(layout.pipeline if config.optimizer.freeze else 0)
-    weights = [weight for rank in ranks for weight in weights_of(config, layout, rank, vocab)]
-    kept = sum(weight.values for weight in weights if not frozen(config, weight.name))
+    names, shares, first = trained_of(config)
     return Workload(
         layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
         vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
@@ -161,6 +185,7 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
         recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence,
         each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
         reduce_bytes=4 if layout.fsdp else kept_width(config),
-        trained=kept / sum(each.values for each in weights) if weights else 1.0,
-        trained_from=first_trained(config, layout, vocab), orthogonal=config.optimizer.name == "muon",
+        trained=shares, trained_from=first,
+        trained_tables=(EMBEDDING in names, (EMBEDDING if model.tie_word_embeddings else HEAD) in names),
+        orthogonal=config.optimizer.name == "muon",
     )  # fmt: skip

@@ -89,13 +89,17 @@ def test_more_work_takes_longer(work: Workload, name: str) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(WORKS)
-def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload) -> None:
+@given(WORKS, st.integers(0, 17))
+def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload, first: int) -> None:
+    """Also where the blocks before the `first` one are frozen."""
+    shares = tuple(float(number >= first) for number in range(work.layers))
+    work = replace(work, trained=shares, trained_from=first, trained_tables=(first == 0, True))
     found = predict(work, H100, replace(Constants(), jitter=1e-12))
     parts = found.compute + found.tensor + found.others + found.pipeline + found.data
     assert parts + found.bubble + found.optimizer == pytest.approx(found.step, rel=1e-6)
     assert min(found.compute, found.bubble + 1e-9, found.data, found.tensor, found.optimizer) >= 0
-    causal = work.flops_per_token - 6 * work.layers * work.heads * work.head * work.sequence
+    blocks = work.layers + 2 * max(0, work.layers - first)
+    causal = work.flops_per_token - 2 * blocks * work.heads * work.head * work.sequence
     assert found.tokens_per_gpu * causal < H100.achievable["bf16"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.gpu import ROOT
 from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import ConfigError, config_from_mapping, load_config
+from pipeline.parallel import traffic
 from pipeline.planning.machine import load_machine
 from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import predict
@@ -72,11 +74,25 @@ def test_the_best_are_those_of_brute_force() -> None:
     assert len(found) == len(by_hand) > 200
     tight = sorted(size for _, size in by_hand)[len(by_hand) // 4]
     for limit in (tight, 80e9):
-        fit, over = best(found, VOCAB, limit)
+        fit, over = best(found, limit)
         wanted = sorted((tokens for tokens, size in by_hand if size <= limit), reverse=True)[:10]
         assert [choice.found.tokens_per_gpu for choice in fit] == pytest.approx(wanted)
-        assert all(choice.bytes_needed(VOCAB) > limit for choice in over)
+        assert all(choice.bytes_needed > limit for choice in over)
     assert not over  # 80 GB are enough for all that is fast
+
+
+def test_patterns_of_frozen_weights_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def asks(name: str, pattern: str) -> bool:
+        asked.append(name)
+        return fnmatch(name, pattern)
+
+    monkeypatch.setattr(traffic, "fnmatch", asks)
+    freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
+    found = list(choices(config_from_mapping(BASE | freeze, "here"), H100, VOCAB, 2))
+    best(found, 80e9)
+    assert len(found) > 100 and len(asked) == len(set(asked)) == 8 * 9 + 3
 
 
 def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
@@ -86,7 +102,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
     _, first = search(load_config(path, more), H100, VOCAB, [1, 2, 4])
     written = write_choice(first, path, more)
     made = load_config(written)
-    assert layout_of(made) == first.layout and made.stages.train.nodes == first.nodes
+    assert layout_of(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world
     assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
         64, 4, first.config.train.micro_batch,
     )  # fmt: skip
@@ -168,8 +184,6 @@ def test_what_is_written_is_what_was_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_offload_leaves_the_card_to_what_is_gathered(tmp_path: Path) -> None:
     config = config_from_mapping(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
-    (choice, *_), _ = best(list(choices(config, H100, VOCAB, 1)), VOCAB, 1e15)
+    (choice, *_), _ = best(list(choices(config, H100, VOCAB, 1)), 1e15)
     (held,) = {memory(choice.config, choice.layout, 0, VOCAB, order) for order in actions(choice.layout)[:1]}
-    assert choice.bytes_needed(VOCAB) == pytest.approx(
-        FRAGMENTS * (held.gathered + held.activations) + reserve(choice.layout)
-    )
+    assert choice.bytes_needed == pytest.approx(FRAGMENTS * (held.gathered + held.activations) + reserve(choice.layout))
