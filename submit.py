@@ -352,6 +352,7 @@ def init(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
+    os.environ["SLUICE_DOCSTRINGS"] = "1"  # before the sections are imported (pipeline/config/types.py)
     from pipeline.config.schema import schema_text
 
     sys.stdout.write(schema_text())
