@@ -91,7 +91,7 @@ class Claim:
 
     job_id: str
     comments: tuple[str, ...] = ()
-    """Those that prove it; a point's jobs have its sweep's (slurm/submit/sweeps.py) or, submitted by themselves, its
+    """Those that prove it; a point's jobs have its sweep's (slurm/submit/chain.py) or, submitted by themselves, its
     own."""
     cluster: str | None = None
     """None in events that do not say: id and comment count."""
