@@ -74,21 +74,18 @@ def valid_keys(at: KeyPath) -> list[str]:
     return [key for node in _schemas_at(at) for key in node.get("properties", {})]
 
 
-def known_as(at: KeyPath) -> str | None:
-    """Our key for one that other programs call so."""
-    return KNOWN_AS.get(".".join(map(str, at)), KNOWN_AS.get(str(at[-1])))
+def meant(at: KeyPath) -> list[str]:
+    """The keys that may be meant by one that its section does not have.
 
-
-def elsewhere(at: KeyPath) -> list[str]:
-    """The key that was meant by one that its section does not have: what other programs call so, or another section's.
-
-    At most one; of several of that name (each stage has a `time`) the one whose path is most like the given one.
+    What other programs call so; else the key of that name in another section, of several (each stage has a `time`) the
+    one whose path is most like the given one, and keys of its own section with a name like it.
     """
-    name = str(at[-1])
-    if known := known_as(at):
+    name, path = str(at[-1]), ".".join(map(str, at))
+    if known := KNOWN_AS.get(path, KNOWN_AS.get(name)):
         return [known]
     namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
-    return difflib.get_close_matches(".".join(map(str, at)), namesakes, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(path, namesakes, n=1, cutoff=0.0)
+    return near + difflib.get_close_matches(name, valid_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
 
 
 @cache
