@@ -36,7 +36,7 @@ from pipeline.run.points import make_points, points
 from slurm.query import attempts
 from slurm.query.causes import leaving
 from slurm.query.jobs import Submitted, jobs_of, unproven
-from slurm.query.states import SILENT, cancel, must_answer
+from slurm.query.states import SILENT, array_of, cancel, must_answer
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> None:
@@ -129,7 +129,7 @@ class Chain:
         """Submit a stage for what lacks it: one job or, for points that wait for one job or one array, an array."""
         alike: dict[tuple[str, ...], list[Run]] = {}
         for one in self.wanted[stage]:
-            alike.setdefault(tuple(job.split("_")[0] for job in self._after(one, stage)), []).append(one)
+            alike.setdefault(tuple(map(array_of, self._after(one, stage))), []).append(one)
         for arrays, members in alike.items():
             after = [self._after(one, stage) for one in members]
             if all(jobs == after[0] for jobs in after):
