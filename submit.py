@@ -102,7 +102,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, do nothing")] = False,
     executor: Annotated[
         Executor, typer.Option(help="auto: Slurm where it answers, inside salloc its allocation, else this machine")
-    ] = Executor.AUTO,
+    ] = "auto",
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
     from pipeline.config.read import load_config
@@ -114,13 +114,13 @@ def submit(
         raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
-    if executor != Executor.SLURM or not dry_run:  # a dry run for Slurm needs none
+    if executor != "slurm" or not dry_run:  # a dry run for Slurm needs none
         chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
-    corrections = rehearse(loaded, chosen == Executor.SLURM).corrections
+    corrections = rehearse(loaded, chosen == "slurm").corrections
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
-        print_plan(loaded, executor in (Executor.AUTO, Executor.SLURM), console)
+        print_plan(loaded, executor in ("auto", "slurm"), console)
         return
     if corrections:
         known.refuse_running(running(known))
@@ -139,7 +139,7 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
-    executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = Executor.AUTO,
+    executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, data.max_rejected, data.verify
     and enlarge train.steps; before a training has saved, any key."""
@@ -159,7 +159,7 @@ def resume(
             opened.try_code()
         for one in (opened, *make_points(opened)):
             one.change(overrides or [], update_code)
-        if chosen == Executor.SLURM:  # jobs would lack something of this shell's
+        if chosen == "slurm":  # jobs would lack something of this shell's
             refuse_unready(opened.config.site, os.environ)
         begin_anew(opened, asked_anew=asked_anew)
         if update_code:
@@ -180,7 +180,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
     console.print(f"run {run.name}", soft_wrap=True)
     if warning := exposed(run.config):
         console.print(warning, soft_wrap=True)
-    if executor == Executor.SLURM:
+    if executor == "slurm":
         from slurm.submit.chain import submit_chain
 
         with run.alone():  # two at once: the second finds the jobs of the first
@@ -352,6 +352,7 @@ def init(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
+    os.environ["SLUICE_DOCSTRINGS"] = "1"  # before the sections are imported (pipeline/config/types.py)
     from pipeline.config.schema import schema_text
 
     sys.stdout.write(schema_text())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.config.sections import Config, Sharing
+from pipeline.config.sections import Config
 
 _MASK = "*****"
 _HARMLESS = re.compile(
@@ -59,7 +59,7 @@ def masked(values: Any, at: str = "") -> Any:
 def exposed(config: Config) -> str | None:
     """A warning where others may read the lines of `site.setup` that are masked elsewhere; None where they may not."""
     lines = [shown for line in config.site.setup if (shown := mask(line)) != line]
-    if config.run.sharing == Sharing.PRIVATE or not lines:
+    if config.run.sharing == "private" or not lines:
         return None
     return (
         f"warning: run.sharing: {config.run.sharing} lets others read site.setup in config.yaml and jobs/ "

@@ -15,7 +15,6 @@ A file that cannot be read is refused with its first mistake; then all wrong val
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from pipeline.base.yaml12 import Key, dump, parse, show
 from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked
-from pipeline.config.schema import KeyPath, allowed, elsewhere, known_as, valid_keys
+from pipeline.config.schema import KeyPath, allowed, meant, valid_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
@@ -258,13 +257,9 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
     if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
         return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
-        section, valid = dotted(at[:-1]) or "the config", valid_keys(at[:-1])
-        name = str(at[-1])
-        near = elsewhere(at)
-        if known_as(at) is None:
-            near += difflib.get_close_matches(name, valid, n=2, cutoff=0.7 if near else 0.5)
+        section, near = dotted(at[:-1]) or "the config", meant(at)
         mean = f"did you mean {' or '.join(near)}? " if near else ""
-        return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid)}"
+        return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid_keys(at[:-1]))}"
     should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
     hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
     return at, f"{said}: {shown} should be {should}{hint}"

@@ -1,24 +1,17 @@
 """What a config may hold, as the models' JSON Schema says it: for editors, and in words for whoever made a mistake.
 
-`python submit.py schema` writes `configs/schema.json`. The words come from the same schema, so that no text repeats
-what a model says.
+`python submit.py schema` writes `configs/schema.json`, with the docstring of each field (pipeline/config/types.py). The
+words come from the same schema, so that no text repeats what a model says.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
 import difflib
-import inspect
 import json
-from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.sections import Config
-from pipeline.config.types import Section
 
 KeyPath = tuple[str | int, ...]
 """`("data", "source", 0)`: where a value stands in the config."""
@@ -49,54 +42,23 @@ def model_schema() -> dict[str, Any]:
 # -- for editors ---------------------------------------------------------------------------------------------
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of config files: the models', and `extends` in every section.
+def schema_text() -> str:
+    """The JSON Schema of config files, `configs/schema.json`: the models', and `extends` in every section.
 
     No key is required in it, because any key may come from an extended file.
     """
-    result = copy.deepcopy(model_schema())
+    result = Config.model_json_schema()
     result["title"] = "A run of Sluice"
     extends = {
         "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
         "description": "File, or files, that this one changes; relative to this file. Later files win.",
         "title": "Extends",
     }
-    documented: dict[str, dict[str, str]] = {}
-    for file in Path(__file__).parent.glob("*.py"):
-        documented |= _field_docstrings(file.read_text(encoding="utf-8"))
-    bases = {model.__name__: model.__mro__ for model in _subclasses(Section)}
-    for name, section in (("Config", result), *result["$defs"].items()):
-        for base in reversed(bases.get(name, ())):
-            for field, text in documented.get(base.__name__, {}).items():
-                section["properties"][field.rstrip("_")]["description"] = text  # `pass_`: see SiteConfig
+    for section in (result, *result["$defs"].values()):
         if "properties" in section:
             section["properties"]["extends"] = extends
             section.pop("required", None)
-    return result
-
-
-def schema_text() -> str:
-    """:func:`schema` as the text of `configs/schema.json`."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
-
-
-def _subclasses(of: type) -> Iterator[type]:
-    """All classes below one."""
-    below: type
-    for below in of.__subclasses__():
-        yield below
-        yield from _subclasses(below)
-
-
-def _field_docstrings(source: str) -> dict[str, dict[str, str]]:
-    """The docstring under each field of each class in Python `source`, by class and field."""
-    documented: dict[str, dict[str, str]] = {}
-    for model in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        for pair in pairwise(model.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
-                    documented.setdefault(model.name, {})[field] = inspect.cleandoc(text)
-    return documented
+    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
 
 # -- in words ------------------------------------------------------------------------------------------------
@@ -112,21 +74,18 @@ def valid_keys(at: KeyPath) -> list[str]:
     return [key for node in _schemas_at(at) for key in node.get("properties", {})]
 
 
-def known_as(at: KeyPath) -> str | None:
-    """Our key for one that other programs call so."""
-    return KNOWN_AS.get(".".join(map(str, at)), KNOWN_AS.get(str(at[-1])))
+def meant(at: KeyPath) -> list[str]:
+    """The keys that may be meant by one that its section does not have.
 
-
-def elsewhere(at: KeyPath) -> list[str]:
-    """The key that was meant by one that its section does not have: what other programs call so, or another section's.
-
-    At most one; of several of that name (each stage has a `time`) the one whose path is most like the given one.
+    What other programs call so; else the key of that name in another section, of several (each stage has a `time`) the
+    one whose path is most like the given one, and keys of its own section with a name like it.
     """
-    name = str(at[-1])
-    if known := known_as(at):
+    name, path = str(at[-1]), ".".join(map(str, at))
+    if known := KNOWN_AS.get(path, KNOWN_AS.get(name)):
         return [known]
     namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
-    return difflib.get_close_matches(".".join(map(str, at)), namesakes, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(path, namesakes, n=1, cutoff=0.0)
+    return near + difflib.get_close_matches(name, valid_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
 
 
 @cache

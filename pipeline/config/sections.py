@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,14 +37,6 @@ from pipeline.config.types import (
 )
 
 
-class Sharing(StrEnum):
-    """Who may read a run directory."""
-
-    PRIVATE = "private"
-    GROUP = "group"
-    ALL = "all"
-
-
 class RunConfig(Section):
     """Which run this is and where it lives."""
 
@@ -56,7 +47,7 @@ class RunConfig(Section):
     from the file that says them; this default, and what the command line says, from the working directory."""
     seed: NonNegativeInt = 1
     """Seed of everything random: weights, order of the samples, dropout."""
-    sharing: Sharing = Sharing.PRIVATE
+    sharing: Literal["private", "group", "all"] = "private"
     """Who may read the run's files: `private` (0700/0600), `group` (0750/0640) or `all` (0755/0644)."""
 
 

@@ -61,9 +61,8 @@ FilePath = Annotated[Path, matching(re.compile(r"[^\0]{0,3000}"), "write a path,
 class Section(BaseModel):
     """What all sections share: unknown keys are errors, values never change after reading."""
 
-    # not use_attribute_docstrings: parsing the source at each import would cost the login node more than reading the
-    # config; pipeline/config/schema.py does it for the schema alone
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # parsing the source for docstrings takes as long as reading a config: the command `schema` alone asks for them
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings="SLUICE_DOCSTRINGS" in os.environ)
 
 
 def refuse_changed(section: Section, meant: set[str], why: str) -> None:

@@ -13,11 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.trust import normalise
@@ -213,3 +213,17 @@ def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
     """
     rest = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
     return {**env, "PYTHONPATH": os.pathsep.join([str(code), *rest]), "PYTHONSAFEPATH": "1"}
+
+
+def start(
+    code: Path, words: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int] = (),
+    first: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start a process with this code and `more` variables, which reads nothing and prints to `log`.
+
+    `inherited`: descriptors that it gets, too; `first`: what it calls before anything else.
+    """
+    return subprocess.Popen(
+        words, env={**with_code(os.environ, code), **more}, cwd=code, pass_fds=inherited, preexec_fn=first,
+        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+    )  # fmt: skip

@@ -39,13 +39,13 @@ from pipeline.base.files import append_line, flock, open_lock, open_regular, sea
 from pipeline.base.trust import refuse_foreign
 from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, overridden, point_configs
-from pipeline.config.sections import Config, Sharing
+from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 
-_UMASK = {Sharing.PRIVATE: 0o077, Sharing.GROUP: 0o027, Sharing.ALL: 0o022}
+_UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
 
 
 def now() -> str:

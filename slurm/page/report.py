@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from math import nan
 from statistics import fmean
 from typing import Any
@@ -34,7 +33,7 @@ from slurm.page import sections
 from slurm.page.page import page, table
 from slurm.page.pictures import timeline
 from slurm.query.jobs import uses_slurm
-from slurm.query.states import Claim, call, claims, cluster_name
+from slurm.query.states import Claim, array_of, call, claims, cluster_name, seconds
 from slurm.show import profiles
 from slurm.show.expected import expected_words
 from slurm.show.follow import clock
@@ -64,17 +63,16 @@ def judgement(run: Run) -> str:
 def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
     here = cluster_name()
-    known = {(one.job_id.split("_")[0], one.name) for one in jobs if one.cluster in (None, here)}
+    known = {(array_of(one.job_id), one.name) for one in jobs if one.cluster in (None, here)}
     ids, columns = ",".join(sorted({job for job, _ in known})) if here else "", "JobID,Start,End,JobName"
     listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns) if ids else None
     found = []
     for line in (listed or "").splitlines():
         job, start, end, name = line.split("|", 3)
-        if known.isdisjoint((job.split("_")[0], which) for which in (name, "")):
+        if known.isdisjoint((array_of(job), which) for which in (name, "")):
             continue  # another one that had this id
-        with suppress(ValueError):  # Unknown: not begun
-            begun = datetime.fromisoformat(start).timestamp()  # local time, as sacct writes it
-            found.append(JobRun(job, begun, None if end == "Unknown" else datetime.fromisoformat(end).timestamp()))
+        if begun := seconds(start):  # else Unknown: not begun
+            found.append(JobRun(job, begun, seconds(end) or None))
     return found
 
 

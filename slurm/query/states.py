@@ -91,7 +91,7 @@ class Claim:
 
     job_id: str
     comments: tuple[str, ...] = ()
-    """Those that prove it; a point's jobs have its sweep's (slurm/submit/sweeps.py) or, submitted by themselves, its
+    """Those that prove it; a point's jobs have its sweep's (slurm/submit/chain.py) or, submitted by themselves, its
     own."""
     cluster: str | None = None
     """None in events that do not say: id and comment count."""
@@ -201,9 +201,9 @@ def since_submitted(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[
 
     What was said before the id was last submitted is of another job, and so is what another cluster's job said.
     """
-    here, job = cluster_name(), _array(job_id)
+    here, job = cluster_name(), array_of(job_id)
     ours = [e for e in events if here is None or e.get("cluster") in (None, here)]
-    at = (i for i, e in enumerate(ours) if e["event"] == "submitted" and _array(str(e["job_id"])) == job)
+    at = (i for i, e in enumerate(ours) if e["event"] == "submitted" and array_of(str(e["job_id"])) == job)
     return ours[max(at, default=0) :]
 
 
@@ -247,7 +247,7 @@ class _Look:
         return [one for one, jobs in self.found.items() if not jobs]
 
     def _of(self, job: str) -> list[Claim]:
-        return self._claims.get(job, self._claims.get(_array(job), []))
+        return self._claims.get(job, self._claims.get(array_of(job), []))
 
     def _left_s(self) -> float:
         return max(0.0, self._until - time.monotonic())
@@ -337,7 +337,7 @@ def _ids(jobs: Iterable[Claim]) -> str:
     return ",".join(dict.fromkeys(one.job_id for one in jobs))
 
 
-def _array(job_id: str) -> str:
+def array_of(job_id: str) -> str:
     """The id of the array that a job is a task of, else its own."""
     return job_id.split("_")[0]
 

@@ -3,16 +3,26 @@
     prepare ─afterok─► shard (array) ─afterany─► shard (one task: does what the array left, validates, writes the
     manifest) ─afterok─► train ─afterok─► evaluate
 
-Nothing stays running on the login node. Before a stage is submitted its parents are looked at: done and validated →
-no edge; submitted and alive → an edge; otherwise they are submitted first. A job that waits for something that
+Nothing stays running on the login node. Before anything is submitted all stages are looked at: done and validated →
+no edge; submitted and alive → an edge; the others are submitted, parents first. A job that waits for something that
 can no longer happen is cancelled and submitted again by `resume`; one that still saves, because a person stopped it,
 has another one submitted behind its end.
+
+Of a sweep, train and evaluate are arrays with one task for each point that lacks them:
+
+    … ─afterok─► train (array over points) ─aftercorr─► evaluate (array over the same points)
+
+`aftercorr` ties task to task: a point is evaluated when its own training is done. Each task is the supervisor of a run
+of its own (pipeline/run/points.py), requeues itself by its own id (`JOB_TASK`: the id of the array would restart all),
+and leaves the others alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 from rich.console import Console
 
@@ -25,9 +35,8 @@ from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
 from slurm.query import attempts
 from slurm.query.causes import leaving
-from slurm.query.jobs import jobs_of, unproven
-from slurm.query.states import SILENT, cancel, must_answer
-from slurm.submit.sweeps import submit_sweep
+from slurm.query.jobs import Submitted, jobs_of, unproven
+from slurm.query.states import SILENT, array_of, cancel, must_answer
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> None:
@@ -38,72 +47,121 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     chain = Chain(run, console, again)
-    for stage in stages.own_stages(run):
+    chain.look()
+    for stage in run.config.rows:
         chain.submit(stage)
-    if run.config.sweep is not None:
-        submit_sweep(run, chain.waiting, chain.fresh, chain.say, chain.refuse_failed)
     if chain.waiting:
         chain.say(f"watch it: {command('status', run.name)}")
 
 
 class Chain:
-    """The jobs of one run, while those that are missing are submitted."""
+    """The jobs of one run, and of its sweep's points, while those that are missing are submitted."""
 
     def __init__(self, run: Run, console: Console, again: bool) -> None:
-        self.run, self.again = run, again
+        self.run, self.points, self.again = run, make_points(run), again
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        self.known = jobs_of([run])
-        must_answer(job.state for job in self.known)
-        self.waiting: dict[str, str] = {}
-        """By stage, the job that later stages wait for."""
-        self.fresh: set[str] = set()
-        """The stages that were submitted just now."""
-        for words in unproven(self.known):
+        self.alive: dict[tuple[Path, str], list[Submitted]] = {}
+        """The jobs that run or may still run, by run and stage, as what follows."""
+        self.waiting: dict[tuple[Path, str], str] = {}
+        """The job that later stages wait for."""
+        self.ending: dict[tuple[Path, str], str] = {}
+        """The job that still saves, behind whose end another one comes."""
+        self.wanted: dict[str, list[Run]] = {}
+        """By stage, what it is to be submitted for: the run, or points."""
+
+    def look(self) -> None:
+        """Find what is missing and not under way, and cancel what waits in vain. Raises UserError as `submit_chain`."""
+        known = jobs_of((self.run, *self.points))
+        must_answer(job.state for job in known)
+        for words in unproven(known):
             self.say(words)
-        cancel(job.state for job in self.known if job.state.dead)
+        for job in known:
+            if job.state.active and job.step is None:
+                self.alive.setdefault((job.run, job.stage), []).append(job)
+        vain = [job for job in known if job.state.dead]
+        for stage, row in self.run.config.rows.items():
+            everyone = self.points if self.points and row.per_point else [self.run]
+            self.wanted[stage] = [one for one in everyone if self._lacks(one, stage)]
+            for one in self.wanted[stage]:  # its jobs wait for one that is to be replaced
+                vain += self.alive.get((one.path, stage), ())
+        if self.points:
+            lacking = {one.path for found in self.wanted.values() for one in found}
+            whole = {one.path for one in self.points} - lacking
+            busy = whole & {path for path, _ in self.waiting}
+            self.say(f"sweep     {len(self.points)} points: {len(whole - busy)} done, {len(busy)} under way")
+        ending = set(self.ending.values())
+        cancel(job.state for job in vain if job.job_id not in ending)
+
+    def _lacks(self, one: Run, stage: str) -> bool:
+        """Whether a stage of the run, or of a point, is to be submitted: it is not done, and no job does it."""
+        work, alive = stages.load(stage), self.alive.get((one.path, stage), [])
+        replaced = any(parent in self.wanted[name] for parent, name in self._parents(one, stage))
+        if work.missing(one) is None and not replaced and not self._after(one, stage):
+            if one is self.run:  # points are counted
+                self.say(f"{stage:9} done: {work.progress(one).words}")
+            return False
+        for job in alive[:1] if STAGES[stage].trains else alive[-1:]:  # behind a training stand its successors
+            if leaving(one, stage, job.state):
+                self.ending[one.path, stage] = job.job_id
+            elif not replaced or any(other.state.state != "PENDING" for other in alive):
+                self.waiting[one.path, stage] = job.job_id
+                if one is self.run:
+                    self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
+                return False
+        told = attempts.read(one.read_events(stage))
+        if told.failed and not self.again:
+            end = told.told
+            raise UserError(
+                f"{stage} of {one.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
+                f"{once_mended(one, end.get('cause'))}"
+            )
+        return True
+
+    def _parents(self, one: Run, stage: str) -> list[tuple[Run, str]]:
+        """What a stage reads: other stages of the same run, or of the one that all points share."""
+        return [(one if STAGES[name].per_point else self.run, name) for name in STAGES[stage].needs]
+
+    def _after(self, one: Run, stage: str) -> list[str]:
+        keys = ((parent.path, name) for parent, name in self._parents(one, stage))
+        return [self.waiting[key] for key in keys if key in self.waiting]
 
     def submit(self, stage: str) -> None:
-        """Submit a stage, if it is missing and not under way."""
+        """Submit a stage for what lacks it: one job or, for points that wait for one job or one array, an array."""
+        alike: dict[tuple[str, ...], list[Run]] = {}
+        for one in self.wanted[stage]:
+            alike.setdefault(tuple(map(array_of, self._after(one, stage))), []).append(one)
+        for arrays, members in alike.items():
+            after = [self._after(one, stage) for one in members]
+            if all(jobs == after[0] for jobs in after):
+                self._submit(stage, members, after[0])
+            elif after == [[f"{array}_{task}" for array in arrays] for task in range(len(members))]:
+                self._submit(stage, members, arrays, "aftercorr")
+            else:
+                for one, jobs in zip(members, after, strict=True):
+                    self._submit(stage, [one], jobs)
+
+    def _submit(self, stage: str, members: Sequence[Run], after: Sequence[str], kind: str = "afterok") -> None:
         from slurm.submit.sbatch import submit
 
-        run, work, row = self.run, stages.load(stage), STAGES[stage]
-        if work.missing(run) is None and self.waiting.keys().isdisjoint(row.needs):
-            self.say(f"{stage:9} done: {work.progress(run).words}")
-            return
-        alive = [job for job in self.known if job.stage == stage and job.state.active and job.step is None]
-        counts = alive[:1] if row.trains else alive[-1:]  # behind a training stand its successors
-        ending = [job.job_id for job in counts if leaving(run, stage, job.state)]
-        replaced = not self.fresh.isdisjoint(row.needs) and all(job.state.state == "PENDING" for job in alive)
-        if counts and not ending and not replaced:
-            self.waiting[stage] = counts[0].job_id
-            self.say(f"{stage:9} job {counts[0].job_id} {counts[0].state.state.lower()}")
-            return
-        self.refuse_failed(run, stage)
-        # they wait for a job that was replaced just now, or is to be
-        cancel(job.state for job in alive if job.job_id not in ending)
-        self.fresh.add(stage)
-        parents = [self.waiting[parent] for parent in row.needs if parent in self.waiting]
-        after, kind = (ending, "afterany") if ending and not parents else (parents, "afterok")
-        behind, tasks = f", after {', '.join(after)}" if after else "", run.config.stages.of(stage).array_tasks
+        run, row, swept = self.run, STAGES[stage], members if self.run not in members else ()
+        if not after and (ending := [self.ending[key] for one in members if (key := (one.path, stage)) in self.ending]):
+            after, kind = ending, "afterany"
+        tasks, behind = run.config.stages.of(stage).array_tasks, f", after {', '.join(after)}" if after else ""
         if tasks > 1:
             array = submit(run, stage, after, kind=kind, tasks=tasks)
             self.say(f"{stage:9} job {array}: array of {tasks}{behind}")
             after, kind, behind = [array], "afterany", f": validates, after {array}"
-        self.waiting[stage] = job = submit(run, stage, after, kind=kind)
+        job = submit(run, stage, after, kind=kind, points=swept)
+        for task, one in enumerate(members):
+            self.waiting[one.path, stage] = f"{job}_{task}" if len(members) > 1 else job
+        if swept:
+            each = ", task by task" if kind == "aftercorr" else ""
+            name = f"point {swept[0].path.name}" if len(swept) == 1 else f"array over {len(swept)} points"
+            behind = f": {name}{behind}{each}"
         self.say(f"{stage:9} job {job}{behind}")
-        if row.trains and not run.config.site.requeue:
+        if row.trains and not swept and not run.config.site.requeue:
             heir = submit(run, stage, [job], kind="afternotok")
             self.say(f"{stage:9} job {heir}: takes over if {job} does not end well")
-
-    def refuse_failed(self, run: Run, stage: str) -> None:
-        """Raise UserError where a stage of the run, or of a point, failed and nobody said to try again."""
-        told = attempts.read(run.read_events(stage))
-        if told.failed and not self.again:
-            end = told.told
-            raise UserError(
-                f"{stage} of {run.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"{once_mended(run, end.get('cause'))}"
-            )
 
 
 def begin_anew(run: Run, *, asked_anew: bool) -> None:

@@ -6,8 +6,7 @@ The command line reads the names before anything else, so what costs time to imp
 from __future__ import annotations
 
 import os
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.base.errors import UserError
 
@@ -15,14 +14,8 @@ if TYPE_CHECKING:
     from pipeline.run.directory import Run
 
 
-class Executor(StrEnum):
-    """Where stages run."""
-
-    AUTO = "auto"
-    """Slurm where its controller answers, the allocation inside salloc, else this machine."""
-    SLURM = "slurm"
-    ALLOCATION = "allocation"
-    LOCAL = "local"
+Executor = Literal["auto", "slurm", "allocation", "local"]
+"""Where stages run; `auto`: Slurm where its controller answers, the allocation inside salloc, else this machine."""
 
 
 def choose(executor: Executor, run: Run | None = None) -> Executor:
@@ -36,18 +29,18 @@ def choose(executor: Executor, run: Run | None = None) -> Executor:
     from slurm.query.states import slurm_answers
 
     inside = in_allocation(os.environ)
-    if executor == Executor.ALLOCATION and not inside:
+    if executor == "allocation" and not inside:
         raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
-    if executor == Executor.SLURM and not slurm_answers():
+    if executor == "slurm" and not slurm_answers():
         raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
-    if executor != Executor.AUTO:
+    if executor != "auto":
         return executor
     if run is not None and uses_slurm(run):
-        return Executor.SLURM
+        return "slurm"
     if inside:
-        return Executor.ALLOCATION
+        return "allocation"
     if run is None:
-        return Executor.SLURM if slurm_answers() else Executor.LOCAL
+        return "slurm" if slurm_answers() else "local"
     started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
     job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
     if job and slurm_answers():
@@ -55,4 +48,4 @@ def choose(executor: Executor, run: Run | None = None) -> Executor:
             f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
             "for jobs of its own, --executor local for this machine"
         )
-    return Executor.LOCAL
+    return "local"

@@ -17,7 +17,7 @@ from pipeline.config.read import config_from_mapping, load_config
 from pipeline.config.sections import Config
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
-from slurm.submit.executor import Executor, choose
+from slurm.submit.executor import choose
 from slurm.submit.rehearsal import rehearse
 
 _TIME = "00:30:00"
@@ -52,12 +52,12 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     if file.exists() or not file.parent.is_dir():
         raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")
     config = config_of(path, overrides, file, machine, console)
-    chosen = choose(Executor.AUTO)
-    rehearse(config, chosen == Executor.SLURM)
+    chosen = choose("auto")
+    rehearse(config, chosen == "slurm")
     run = Run.create(config)
     console.print(f"run {run.name}: {config.stages.measure.ranks} ranks time this machine", soft_wrap=True)
     again = command("plan", str(path), "--machine", str(file))
-    if chosen == Executor.SLURM:
+    if chosen == "slurm":
         from slurm.submit.chain import submit_chain
 
         with run.alone():

@@ -23,7 +23,7 @@ from pipeline.base.errors import Exit
 from pipeline.base.place import cpus_per_task, local_environment
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
-from pipeline.run.code import with_code
+from pipeline.run.code import start
 from pipeline.run.directory import Run, now
 from slurm.query import words
 from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
@@ -74,16 +74,8 @@ def _spawn(
     run: Run, stage: str, program: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
 ) -> subprocess.Popen[bytes]:
     """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
-    return subprocess.Popen(
-        [*program, "-m", "pipeline", stage, str(run.path)],
-        env={**with_code(os.environ, run.code), "SLUICE_SUPERVISED": "1", **more},
-        cwd=run.code,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        pass_fds=inherited,
-        preexec_fn=_die_with_parent,
-    )
+    words, told = [*program, "-m", "pipeline", stage, str(run.path)], {"SLUICE_SUPERVISED": "1", **more}
+    return start(run.code, words, log, told, inherited, _die_with_parent)
 
 
 def _die_with_parent() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
-from pipeline.run.code import CODE_ROOT, with_code
+from pipeline.run.code import CODE_ROOT, start, with_code
 from pipeline.run.directory import Run
 from slurm.query.site_variables import interpreter
 from slurm.track.sink import names as called_names
@@ -72,14 +72,7 @@ def _start(run: Run, name: str, program: Sequence[str]) -> subprocess.Popen[byte
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
-        return subprocess.Popen(
-            [*program, "-m", "slurm.track", name, str(run.path)],
-            env=with_code(os.environ, run.code),
-            cwd=run.code,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        return start(run.code, [*program, "-m", "slurm.track", name, str(run.path)], log, {})
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

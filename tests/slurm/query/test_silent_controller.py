@@ -16,7 +16,6 @@ from pipeline.run.directory import Run
 from slurm.query import jobs, states
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, slurm_answers
 from slurm.show.status import print_status
-from slurm.submit import sweeps
 from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -121,12 +120,12 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
 
 
 def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps, "query", lambda claims: {one: JobState("1", FORGOTTEN, SILENT) for one in claims})
+    monkeypatch.setattr(jobs, "query", lambda claims, _: {one: JobState("1", FORGOTTEN, SILENT) for one in claims})
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in points_module.make_points(run):
         point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
     with pytest.raises(UserError, match=SILENT):
-        sweeps.submit_sweep(run, {}, set(), print, lambda *_: None)
+        submit_chain(run, Console(file=io.StringIO()), again=True)
 
 
 def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> None:

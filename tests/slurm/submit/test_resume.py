@@ -21,7 +21,7 @@ from pipeline.run.points import points
 from slurm.query import jobs, states
 from slurm.query.states import Claim, JobState
 from slurm.show.status import Lookout
-from slurm.submit import chain, sbatch, sweeps
+from slurm.submit import chain, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
@@ -38,8 +38,7 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
-        for module in (jobs, sweeps):
-            monkeypatch.setattr(module, "query", lambda jobs, kept=None: {job: self.states[job.job_id] for job in jobs})
+        monkeypatch.setattr(jobs, "query", lambda asked, kept=None: {one: self.states[one.job_id] for one in asked})
         monkeypatch.setattr(states, "call", self.call)
         monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(sbatch, "_submit", self.submit)
@@ -160,6 +159,21 @@ def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path,
     assert queue.states["101_0"].state == "CANCELLED" and queue.states["101_1"].state == "PENDING"
 
 
+def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run, queue: Queue) -> None:
+    """One trains on, two are submitted again: their evaluations are tied to them task by task."""
+    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data)
+    queue.resume(swept)
+    assert list(queue.after.values()) == ["", "aftercorr:100"]
+    queue.set("100_0", "RUNNING")
+    for job in ("100_1", "100_2", "101_0", "101_1", "101_2"):
+        queue.set(job, "FAILED")
+    assert "3 points: 0 done, 0 under way" in queue.resume(swept), "the first one lacks its evaluation"
+    assert list(queue.after.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
+    submitted = [e["job_id"] for point in points(swept) for e in point.read_events("evaluate", "submitted")[1:]]
+    assert submitted == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
+    assert "0 done, 3 under way" in queue.resume(swept) and len(queue.after) == 5
+
+
 def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
     """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
@@ -208,8 +222,7 @@ def test_a_sweep_and_its_points_are_one_question(
         asked.append({job.job_id for job in found})
         return found
 
-    for module in (jobs, sweeps):
-        monkeypatch.setattr(module, "query", query)
+    monkeypatch.setattr(jobs, "query", query)
     lookout = Lookout(swept)
     lookout.look()
     assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and lookout.points_going
