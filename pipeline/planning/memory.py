@@ -42,6 +42,7 @@ class Memory:
     """Weights that ZeRO holds whole beside its shard during a step; without ZeRO, their copies in the low precision."""
     gradients: int
     optimizer: int
+    """Its moments; and what replicas have of their own: residuals, weights of the last average."""
     activations: int
     """Most of a step, estimated."""
 
@@ -107,6 +108,17 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
 def memories(config: Config, layout: Layout, vocab: int) -> list[Memory]:
     """What each pipeline rank holds."""
     return [memory(config, layout, rank, vocab, order) for rank, order in enumerate(actions(layout))]
+
+
+def _of_replicas(config: Config, values: int, state: int, peak: int) -> tuple[int, int]:
+    """The most of all moments, and bytes between steps, with what replicas have that differ, of so many values each."""
+    parallel = config.parallel
+    if parallel.hook.kind in ("topk", "powersgd"):  # residuals, and this step's
+        return peak + 4 * values, 4 * values
+    if parallel.local_sgd is None:
+        return peak, 0
+    outer = parallel.local_sgd.outer_lr != 1 or parallel.local_sgd.outer_momentum > 0
+    return max(peak, state), 8 * values * outer  # a save makes means of the whole state
 
 
 def memory(
@@ -190,13 +202,15 @@ def memory(
             late = 0 if split else kept * (blockwise // width + (stage == 0) * table // width)
             peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
         peak = max(peak, held + gradients + gathered)
-    peak = max(peak, kept * sum(weight.part(share) for weight in trained) + _updating(config, layout, trained, share))
+    values = sum(weight.part(share) for weight in trained)
+    moments = sum(_moment_bytes(config, weight, share) for weight in trained)
+    peak = max(peak, kept * values + _updating(config, layout, trained, share))
+    peak, besides = _of_replicas(config, values, kept * values + moments, peak)
     copied = 0
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
         copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * tensor > 1 else 1)
     held = kept * sum(weight.part(share) for weight in weights) + 4 * copied
-    moments, activations = sum(_moment_bytes(config, weight, share) for weight in trained), peak - every - gathered
     return Memory(
-        parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments,
-        activations=max(0, activations),
+        parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments + besides,
+        activations=max(0, peak - every - gathered),
     )  # fmt: skip
