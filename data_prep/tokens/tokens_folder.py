@@ -6,10 +6,10 @@
 
 A part is of `data.shard_tokens` tokens at most, so that several tasks read a large file, and several ranks hash it
 before a training. Each is read twice: its ids compared with the tokenizer's and its documents counted, then hashed;
-what is held out once more, to count its text. **Held out** is the end of each file, one part: the last `data.held_out`
-of its tokens, cut at the nearest end of a document; where that would be twice as much, or there is none (a file of one
-document), it is trained on whole. A part is an entry of the manifest that says from which byte on the file is mapped,
-as for a shard of our own.
+what is held out once more, to count its text. **Held out** is the end of each file: the last `data.held_out` of its
+tokens, in parts too, cut at the nearest end of a document; where that would be twice as much, or there is none (a file
+of one document), it is trained on whole. A part is an entry of the manifest that says from which byte on the file is
+mapped, as for a shard of our own.
 
 Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
 end with one is refused; a copy (`data import`) has them.
@@ -67,8 +67,7 @@ class TokensFolder(TextFolder):
                 log(f"warning: {source.path}{file.note}")
             assert file.tokens is not None
             tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
-            parts = max(1, -(-border // self.data.shard_tokens))
-            borders = [border * part // parts for part in range(parts + 1)] + [file.tokens]
+            borders = [*self._cut(0, border), *self._cut(border, file.tokens), file.tokens]
             spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
             units += [(Piece(number, *span),) for span in spans]
             parted = parted or border < file.tokens
@@ -84,6 +83,11 @@ class TokensFolder(TextFolder):
         write_plan(self.path / "units.json", Plan(tuple(inputs), tuple(units)))
         self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
         log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
+
+    def _cut(self, start: int, stop: int) -> list[int]:
+        """Where parts of these tokens begin."""
+        parts = max(1, -(-(stop - start) // self.data.shard_tokens))
+        return [start + (stop - start) * part // parts for part in range(parts)]
 
     def make(self, unit: int) -> bool:
         """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
@@ -101,7 +105,7 @@ class TokensFolder(TextFolder):
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)
         seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
-        held_out = end == file.tokens and start == self._border(file, fixed.eos_id)
+        held_out = self._border(file, fixed.eos_id) <= start < file.tokens
         behind = file.part(end, end).offset if end < file.tokens else source.size
         bounds = part.offset or 0 if start else 0, behind or 0  # what stands before and behind all tokens, too
         entry = ShardEntry(

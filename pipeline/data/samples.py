@@ -47,14 +47,14 @@ Transform = Callable[[Arrays, Generator | None], Arrays]
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
-def _whole(path: Path) -> mmap.mmap:
+def map_whole(path: Path) -> mmap.mmap:
     """All bytes of a file."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def map_file(
-    entry: ShardEntry | SampleFile, path: Path, whole: Callable[[Path], mmap.mmap] = _whole
+    entry: ShardEntry | SampleFile, path: Path, whole: Callable[[Path], mmap.mmap] = map_whole
 ) -> dict[str, np.ndarray]:
     """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short.
 
@@ -94,7 +94,7 @@ class MappedDataset(Dataset[Arrays]):
 
     def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
         self.entries = entries
-        whole = cache(_whole)
+        whole = cache(map_whole)
         files = [self._map(entry, data_dir / entry.file, whole) for entry in entries]
         # files may differ in the width of their tokens: a batch has the widest
         self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}

@@ -4,7 +4,10 @@ result."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,8 @@ import torch
 from torch import nn
 
 from pipeline.base.errors import UserError
-from pipeline.data.manifest import LEARNED, Manifest, SampleManifest
-from pipeline.data.samples import SampleDataset, map_file
+from pipeline.data.manifest import LEARNED, Manifest, SampleManifest, ShardEntry
+from pipeline.data.samples import SampleDataset, map_file, map_whole
 from pipeline.model.decoder import loss_sum
 from pipeline.model.head import IGNORED
 from pipeline.model.task import Task
@@ -57,29 +60,42 @@ class TextHeldOut:
     def __init__(self, run: Run, task: Task, manifest: Manifest, limit: int | None, device: torch.device) -> None:
         self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
         self.length = length = run.config.data.sequence_length
-        windows = [(s, start) for s in manifest.held_out for start in range(0, s.tokens, length)]
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
-        self._sources = dict(zip((shard.file for shard in manifest.held_out), names, strict=False))
+        self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
         """Of a mixture, the source of each file."""
-        if names and limit:  # as many of each
-            each = -(-limit // len(set(names)))
-            rows = ((name, [w for w in windows if self._sources[w[0].file] == name]) for name in dict.fromkeys(names))
-            windows = [window for _, found in rows for window in found[:each]]
-        self.windows = windows[:limit]
-        self.count = len(self.windows)
-        self._arrays = {shard.file: map_file(shard, run.data / shard.file) for shard in manifest.held_out}
-        ends = {shard.file: min(start + length, shard.tokens) for shard, start in self.windows}
-        self._covered = [(shard, ends[shard.file]) for shard in manifest.held_out if shard.file in ends]
+        by_source: dict[str | None, list[ShardEntry]] = {}
+        for shard in manifest.held_out:
+            by_source.setdefault(self._sources.get(shard.name), []).append(shard)
+        taken: list[tuple[ShardEntry, int]] = []  # files, and how many of their windows; all together may be billions
+        for number, shards in enumerate(by_source.values()):
+            left = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None  # as many of each source
+            for shard in shards:
+                count = -(-shard.tokens // length)
+                if left is not None:
+                    left -= (count := min(count, left))
+                taken += [(shard, count)] if count else []
+        self._shards = [shard for shard, _ in taken]
+        self._starts = list(accumulate((count for _, count in taken), initial=0))
+        self.count = self._starts[-1]
+        whole = cache(map_whole)
+        self._arrays = {shard.name: map_file(shard, run.data / shard.file, whole) for shard in self._shards}
+        self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
         """The files, and how many of its tokens the windows cover."""
+
+    def _window(self, number: int) -> tuple[ShardEntry, int]:
+        """The file of a window, and its first token there."""
+        at = bisect_right(self._starts, number) - 1
+        return self._shards[at], (number - self._starts[at]) * self.length
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
         """Summed loss of these windows, and how many tokens it is of."""
         shape = stop - start, self.length + 1
         arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
         beyond_BT = np.ones((stop - start, self.length), np.bool_)
-        for row, (shard, first) in enumerate(self.windows[start:stop]):
+        windows = [self._window(number) for number in range(start, stop)]
+        for row, (shard, first) in enumerate(windows):
             before = 1 if first else 0  # a file's first token follows an end-of-text token
-            for name, array in self._arrays[shard.file].items():
+            for name, array in self._arrays[shard.name].items():
                 piece = array[first - before : first + self.length]
                 arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
             beyond_BT[row, : shard.tokens - first] = False
@@ -87,7 +103,7 @@ class TextHeldOut:
         targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORED)
         logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
         found = {"loss": loss_sum(logits_BTV, targets_BT).item(), "tokens": float((targets_BT != IGNORED).sum())}
-        names = [self._sources.get(shard.file) for shard, _ in self.windows[start:stop]]
+        names = [self._sources.get(shard.name) for shard, _ in windows]
         for name in filter(None, dict.fromkeys(names)):
             rows = [row for row, other in enumerate(names) if other == name]
             found[f"{name}.loss"] = loss_sum(logits_BTV[rows], targets_BT[rows]).item()
@@ -102,7 +118,7 @@ class TextHeldOut:
         """
         counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
         for shard, covered in self._covered:
-            arrays, whole = self._arrays[shard.file], shard.tokens
+            arrays, whole = self._arrays[shard.name], shard.tokens
             found = arrays["tokens"][:covered]
             if "mask" in arrays:
                 learned = arrays["mask"] & LEARNED != 0
@@ -114,7 +130,7 @@ class TextHeldOut:
         present = counts[counts > 0].astype(np.float64)
         loss = math.fsum(part["loss"] for part in sums) / max(1, tokens)
         more = {}
-        for name in dict.fromkeys(self._sources[shard.file] for shard, _ in self.windows if self._sources):
+        for name in dict.fromkeys(self._sources[shard.name] for shard in self._shards if self._sources):
             of_source = [[part.get(f"{name}.{what}", 0.0) for part in sums] for what in ("loss", "tokens")]
             more[f"{name}.loss"] = math.fsum(of_source[0]) / max(1, math.fsum(of_source[1]))
         return {

@@ -280,8 +280,8 @@ def test_parts_of_a_large_file_are_hashed_apart_and_hold_it_all(write: Writer, t
         sharded(config(str(path), tokenizer, shard_tokens=limit), tmp_path / f"data-{limit}")
         manifests.append(load_manifest(tmp_path / f"data-{limit}"))
     parts, whole = manifests
-    assert len(parts.train) > 4 and len(whole.train) == len(parts.held_out) == 1
-    assert max(entry.tokens for entry in parts.train) <= 1024
+    assert len(parts.train) > 4 and len(parts.held_out) == 2 and len(whole.train) == len(whole.held_out) == 1
+    assert max(entry.tokens for entry in (*parts.train, *parts.held_out)) <= 1024
     for manifest in manifests:
         entries = (*manifest.train, *manifest.held_out)
         read = [map_file(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
@@ -297,7 +297,7 @@ def test_parts_of_a_large_file_are_hashed_apart_and_hold_it_all(write: Writer, t
     content[parts.train[2].offset] ^= 1
     path.write_bytes(content)
     bad = [entry for entry in (*parts.train, *parts.held_out) if entry.problem(path)]
-    assert bad == [parts.train[2], parts.held_out[0]]
+    assert bad == [parts.train[2], parts.held_out[1]]
 
 
 def test_a_loss_mask_that_is_not_used_is_told(
