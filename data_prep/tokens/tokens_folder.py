@@ -18,6 +18,7 @@ end with one is refused; a copy (`data import`) has them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,9 @@ class TokensFolder(TextFolder):
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)
         seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
-        held_out = self._border(file, fixed.eos_id) <= start < file.tokens
+        if source.path not in self._borders:
+            self._borders[source.path] = self._border(file, fixed.eos_id)
+        held_out = self._borders[source.path] <= start < file.tokens
         behind = file.part(end, end).offset if end < file.tokens else source.size
         bounds = part.offset or 0 if start else 0, behind or 0  # what stands before and behind all tokens, too
         entry = ShardEntry(
@@ -144,6 +147,11 @@ class TokensFolder(TextFolder):
                 f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one"
             )
         return seen
+
+    @cached_property
+    def _borders(self) -> dict[str, int]:
+        """`_border` of files, found once for all their parts."""
+        return {}
 
     def _border(self, file: TokenFile, eos_id: int) -> int:
         """Where held-out tokens begin: at the end of a document that is nearest to the wanted place; at the file's end

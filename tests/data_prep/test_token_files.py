@@ -420,7 +420,7 @@ def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
     assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
-    assert len(load_manifest(tmp_path / "data").held_out) == 1
+    assert len(load_manifest(tmp_path / "data").held_out) == 2
 
 
 @pytest.mark.parametrize("write", [megatron, datatrove])
