@@ -203,7 +203,7 @@ def at_size(folder: Path) -> list[list[str]]:
     inputs = find_inputs(DataConfig(source=str(folder / "many")))
     cut(inputs, weights_of(inputs, "text"), 1000)
     planned = time.process_time() - began[0], time.monotonic() - began[1]
-    os.fsync = lambda fd: None  # of the making, not of what is measured
+    synced, os.fsync = os.fsync, lambda fd: None  # of the making, not of what is measured
     small = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))
     config = config_of(folder, shard_tokens=small, held_out=0.0)
     data = TextFolder(config, folder / "units")
@@ -228,6 +228,7 @@ def at_size(folder: Path) -> list[list[str]]:
             json.dumps({"key": data.whole_key, "unit": unit, "time": 1, "seconds": 1}) + "\n" for unit in range(units)
         )
     )
+    os.fsync = synced
     fresh = TextFolder(config, folder / "units")
     began = time.process_time(), time.monotonic()
     told = fresh.progress()

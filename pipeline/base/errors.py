@@ -123,7 +123,8 @@ _STORAGE_ERRNOS = {
     errno.ELOOP: "links lead in a circle: remove the one that is in the way",
     errno.EEXIST: "something else is in the way: remove it, or choose another `run.name`",
     errno.EISDIR: "a folder is in the way: remove it",
-    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`)",
+    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`), or have fewer, larger ones",
+    errno.ENOMEM: "no memory is left, or too many files are mapped (vm.max_map_count): have fewer, larger ones",
     errno.ENFILE: "too many files are open on this machine: try again later, or on another one",
     errno.EIO: "input/output error: the storage itself failed",
     errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
@@ -132,7 +133,9 @@ _STORAGE_ERRNOS = {
 
 def refuse_no_more_files(error: BaseException) -> None:
     """Raise StorageError where this process, or its machine, may open no more files: the file at hand is all right."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # h5py's
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or "Too many open files" in str(
+        error
+    ):  # h5py's
         limit = OSError(getattr(error, "errno", None) or errno.EMFILE, "", getattr(error, "filename", None))
         raise storage_error(limit) or error from error
 

@@ -66,8 +66,7 @@ class Evaluator:
         self.group = groups.side_group()
         self.agreement = within or Agreement(flag, groups.side_group())
         config = run.config
-        how = "cached" if config.data.verify == "cached" else "hashes"
-        verify_shards(run, manifest.held_out, self.group, how=how)
+        verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
         self.identity = identity(config, manifest)
         if within is None:  # a training that begins notes later what it begins with
             self.identity |= source_identity(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -126,3 +128,16 @@ def _read_hdf5(path: Path) -> None:
 def _read_text(path: Path) -> None:
     with reading(str(path)), open(path, "rb"):
         pass
+
+
+def test_too_many_maps_are_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux lets a process map 65,530 pieces (vm.max_map_count), whatever `ulimit -n` says."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    (tmp_path / "shard").write_bytes(bytes(16))
+    entry = ShardEntry.model_construct(file="shard", tokens=8, offset=0, dtype="uint16", part=None)
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(StorageError, match=r"too many files are mapped \(vm.max_map_count\): have fewer"):
+        map_file(entry, tmp_path / "shard")
