@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.inputs.filters import Keep
 from data_prep.inputs.listing import find_inputs
-from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
+from data_prep.inputs.sources import BROKEN, FILTERED, Document, Input, Read, read_documents
 from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
@@ -28,6 +28,7 @@ from pipeline.data.manifest import CHAT
 _SLICES = 256  # places of the source where a sample is taken
 _LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
+_MOST_UNKNOWN = 0.01  # of the tokens
 
 
 def tokenizer_and_plan(
@@ -64,7 +65,15 @@ def tokenizer_and_plan(
     if wanted.path is None and encoder.vocab_size < wanted.vocab_size:
         log(f"prepare: the text gives {encoder.vocab_size} tokens, not {wanted.vocab_size}")
 
-    bytes_per_token = _bytes_per_token(encoder, sample)
+    bytes_per_token, unknown = _estimates(encoder, sample)
+    if unknown:
+        told = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
+        if unknown > _MOST_UNKNOWN:
+            raise UserError(
+                f"data.tokenizer.path: {told}: bits per byte would say nothing. Name one that knows this text, or "
+                "write data.tokenizer: {kind: byte_bpe}, which knows any"
+            )
+        log(f"warning: {told}; bits per byte are too low by it")
     plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
     write_plan(folder / "units.json", plan)
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
@@ -122,11 +131,14 @@ def _why_nothing(
 ) -> str:
     """Words for a source without one document to train on, from its first unreadable document, if any."""
     for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read, keep):
-        if document.reason not in (None, FILTERED):
+        if document.reason and document.reason != FILTERED:
             key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
+            out = f"Mend the files, or set {key}"
+            if document.reason.startswith(BROKEN):
+                out = 'A file .jsonl has a JSON object in each line, such as {"text": …}; plain text is .txt'
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
-                f"{document.reason}. Mend the files, or set {key}"
+                f"{document.reason}. {out}"
             )
     or_filtered = f" or left out by {data.filter}" if data.filter else ""
     return (
@@ -135,9 +147,13 @@ def _why_nothing(
     )
 
 
-def _bytes_per_token(encoder: Encoder, sample: Sequence[str]) -> float:
-    """Bytes of text per token, on documents spread over the sample."""
+def _estimates(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
+    """Bytes of text per token, and the fraction of tokens that are unknown, on documents spread over the sample."""
     every = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
     texts = list(sample[::every])
-    tokens = sum(len(tokens) for tokens in encoder.encode(texts))
-    return sum(len(text.encode()) for text in texts) / tokens if tokens else 1.0
+    tokens = unknown = 0
+    for found in encoder.encode(texts):
+        tokens += len(found)
+        if encoder.unknown_id is not None:  # the last one ends the document
+            unknown += int((found[:-1] == encoder.unknown_id).sum())
+    return (sum(len(text.encode()) for text in texts) / tokens, unknown / tokens) if tokens else (1.0, 0.0)

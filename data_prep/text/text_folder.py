@@ -355,8 +355,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "
-                f"{self.data.held_out}, so nothing could be evaluated: start a new run with a larger fraction, more "
-                "documents, or 0"
+                f"{self.data.held_out}, so nothing could be evaluated: set a larger fraction, add documents, "
+                "or set 0"
             )
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}

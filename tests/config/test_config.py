@@ -440,11 +440,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path, says in (
         (tmp_path / "none.yaml", "none.yaml: cannot read it: No such file or directory"),
-        (tmp_path, "cannot read it: Is a directory"),
+        (tmp_path, "cannot read it: Is a directory; name a YAML file in it"),
         (write(tmp_path, "", "file") / "x.yaml", "cannot read it: Not a directory"),
         (tmp_path / "\0.yaml", "cannot read it"),
         (Path("/dev/zero"), "/dev/zero is no ordinary file"),
         (pipe, "pipe is no ordinary file"),
+        (write(tmp_path, "Some *text*:\n\tno [config", "README.md"), "Is it a config? `init` writes one"),
         (write(tmp_path, "#" * 5_000_000, "long.yaml"), "long.yaml: cannot read it: it has more than 4,194,304 bytes"),
         (write(tmp_path, "extends: /dev/zero", "zero.yaml"), "zero.yaml:1: extends: /dev/zero: cannot read it"),
     ):
