@@ -100,9 +100,10 @@ class MixtureFolder(DataFolder[Any, Any]):
         """The files of each source."""
         return [path for folder in self.sources.values() for path in folder.look()]
 
-    def remark(self) -> str:
-        """What is to be said of each source."""
-        return "".join(folder.remark() for folder in self.sources.values())
+    @property
+    def fixed(self) -> str:
+        """Of what, source by source."""
+        return "; ".join(f"{name}: {folder.fixed}" for name, folder in self.sources.items())
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """The units of all sources are dealt out as those of one."""

@@ -225,9 +225,17 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         asked = self.data.model_copy(update={"source": named})
         return [path for path, _ in named_files(asked, self.endings or endings_of(asked))]
 
+    @property
+    def fixed(self) -> str:
+        """What `prepare` fixed, in words. Raises InputError as `prepared` does."""
+        return f"{self.words} fixed"
+
     def remark(self) -> str:
-        """What a person should know of the finished whole."""
-        return ""
+        """What a person should know of the finished whole: how much it is."""
+        try:
+            return f": {self.fitting(self.path / 'manifest.json', self.manifest_kind, self.whole_key)}"
+        except InputError:
+            return ""
 
     def same_inputs(self) -> bool:
         """Whether the source names the same unchanged files as before."""

@@ -10,6 +10,8 @@ Each step is a function of config and inputs, so a second run on another node gi
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,17 +35,24 @@ _MOST_UNKNOWN = 0.01  # of the tokens
 
 def tokenizer_and_plan(
     data: DataConfig, folder: Path, log: Callable[[str], None], keep: Keep | None
-) -> tuple[Encoder, int]:
-    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, and the number of units.
+) -> tuple[Encoder, int, str]:
+    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, the number of units, and
+    what a person should know of the inputs.
 
     Raises UserError for a source or tokenizer that cannot be used.
     """
-    inputs = find_inputs(data)
+    left_out: list[str] = []
+    inputs = find_inputs(data, left_out=left_out)
     weights = weights_of(inputs, data.text_field)
     total = sum(map(sum, weights))
     if total == 0:
         raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
-    log(f"prepare: {len(inputs)} files, about {total:,} bytes")
+    told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
+    if left_out:
+        endings = Counter(os.path.splitext(path)[1] or "without an ending" for path in left_out)
+        some = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(5))
+        told += f"; left out {len(left_out):,} of other kinds: {some}" + ", …" * (len(endings) > 5)
+    log(f"prepare: {told}")
 
     wanted, chat = data.tokenizer, None
     if data.records == "messages" and wanted.path is not None:
@@ -77,7 +86,7 @@ def tokenizer_and_plan(
     plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
     write_plan(folder / "units.json", plan)
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
-    return encoder, len(plan.units)
+    return encoder, len(plan.units), told
 
 
 def take_sample(

@@ -74,6 +74,8 @@ class TextPrepared(Keyed):
     tokenizer: FileEntry
     units: FileEntry
     unit_count: int
+    told: str = ""
+    """What a person should know of the inputs."""
     vocab_size: int
     eos_id: int
     dtype: str
@@ -162,13 +164,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 ask_child("data_prep.text.records", "chat_json", *given)
         return super().look()
 
-    def remark(self) -> str:
-        """How many documents could not be read."""
-        try:
-            rejected = self.fitting(self.path / "manifest.json", Manifest, self.whole_key).rejected_documents
-        except InputError:
-            return ""
-        return f", {rejected:,} documents rejected (data/rejected.jsonl)" if rejected else ""
+    @property
+    def fixed(self) -> str:
+        """Of what."""
+        return self.prepared.told or super().fixed
 
     def same_inputs(self) -> bool:
         """And the given tokenizer and filter are still the same."""
@@ -195,16 +194,16 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.filter:
             write_atomic(self.path / FILTER, source_of(self.data.filter).read_bytes())
             keep = load_filter(self.path / FILTER, self.data.filter)
-        encoder, units = tokenizer_and_plan(self.data, self.path, log, keep)
-        self.note_prepared(encoder, units)
+        self.note_prepared(*tokenizer_and_plan(self.data, self.path, log, keep))
 
-    def note_prepared(self, encoder: Encoder, units: int) -> None:
+    def note_prepared(self, encoder: Encoder, units: int, told: str) -> None:
         """Write `prepare.json`, of what is beside it."""
         prepared = TextPrepared(
             key=self.key,
             tokenizer=FileEntry.of(self.path / "tokenizer.json"),
             units=FileEntry.of(self.path / "units.json"),
             unit_count=units,
+            told=told,
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
             dtype=encoder.dtype,

@@ -188,7 +188,9 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
         values = parse(text, name)
     except ConfigError as error:
-        raise error if path.suffix in (".yaml", ".yml") else ConfigError(f"{error}. Is it a config? `init` writes one")
+        if path.suffix in (".yaml", ".yml"):
+            raise
+        raise ConfigError(f"{error}. Is it a config? `init` writes one") from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"{name}: it should hold keys and values such as `run: {{name: first}}` (`init` writes some), not "

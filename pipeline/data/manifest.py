@@ -182,6 +182,12 @@ class Manifest(Keyed):
     parts: tuple[Part, ...] = ()
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
+    def __str__(self) -> str:
+        """`731 documents, 3,448,616 + 33,321 held-out tokens`, and how many documents could not be read."""
+        told = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
+        listed = "data/*/rejected.jsonl" if self.parts else "data/rejected.jsonl"
+        return told + f", {self.rejected_documents:,} documents rejected ({listed})" * bool(self.rejected_documents)
+
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
         return sum((shard.tokens - 1) // length for shard in self.train)
@@ -213,6 +219,10 @@ class SampleManifest(Keyed):
 
     train: tuple[SampleFile, ...]
     held_out_samples: int = 0
+
+    def __str__(self) -> str:
+        """`9,000 + 1,000 held-out samples`."""
+        return f"{self.training_samples(0):,} + {self.held_out_samples:,} held-out samples"
 
     @property
     def samples(self) -> int:

@@ -82,7 +82,9 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
-    assert TextFolder(data, folder).remark() == ""
+    assert TextFolder(data, folder).remark() == (
+        f": {written.documents} documents, {written.train_tokens:,} + {written.held_out_tokens:,} held-out tokens"
+    )
 
 
 def test_while_tasks_work_one_file_tells_how_far_they_are(
@@ -160,7 +162,26 @@ def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None
     for stage in ("prepare", "shard"):
         load(stage).main(run, identify({}), {}, HarmlessFlag())
     told = load("shard").progress(run)
-    assert re.fullmatch(r"(\d)/\1 units, 1 documents rejected \(data/rejected\.jsonl\)", told.words), told
+    assert re.fullmatch(
+        r"(\d)/\1 units: 300 documents, 33,270 \+ 6,022 held-out tokens, 1 documents rejected \(data/rejected\.jsonl\)",
+        told.words,
+    ), told
+
+
+def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    for name in ("a.md", "deep/b.md", "c.json", "deep/LICENSE", ".hidden", ".git/d.md"):
+        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / name).write_text("x")
+    (tmp_path / "corpus.jsonl").rename(tmp_path / "folder/corpus.jsonl")
+    run = Run.create(load_config(config, [f"data.source={tmp_path}/folder"]))
+    assert load("prepare").progress(run).words == "-"
+    load("prepare").main(run, identify({}), {}, HarmlessFlag())
+    told = load("prepare").progress(run).words
+    assert re.fullmatch(
+        r"1 file, about [\d,]+ bytes; left out 4 of other kinds: 2 \.md, 1 (\.json, 1 )?without an ending(, 1 \.json)?",
+        told,
+    ), told
     assert re.fullmatch(r"(\d)/\1 units", told.running)
 
 
