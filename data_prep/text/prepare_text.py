@@ -50,7 +50,8 @@ def tokenizer_and_plan(
     told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
     if left_out:
         endings = Counter(os.path.splitext(path)[1] or "without an ending" for path in left_out)
-        some = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(5))
+        kinds = sorted(endings, key=lambda ending: (-endings[ending], ending))
+        some = ", ".join(f"{endings[ending]:,} {ending}" for ending in kinds[:5])
         told += f"; left out {len(left_out):,} of other kinds: {some}" + ", …" * (len(endings) > 5)
     log(f"prepare: {told}")
 

@@ -166,6 +166,7 @@ def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None
         r"(\d)/\1 units: 300 documents, 33,270 \+ 6,022 held-out tokens, 1 documents rejected \(data/rejected\.jsonl\)",
         told.words,
     ), told
+    assert re.fullmatch(r"(\d)/\1 units", told.running)
 
 
 def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
@@ -178,11 +179,8 @@ def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
     assert load("prepare").progress(run).words == "-"
     load("prepare").main(run, identify({}), {}, HarmlessFlag())
     told = load("prepare").progress(run).words
-    assert re.fullmatch(
-        r"1 file, about [\d,]+ bytes; left out 4 of other kinds: 2 \.md, 1 (\.json, 1 )?without an ending(, 1 \.json)?",
-        told,
-    ), told
-    assert re.fullmatch(r"(\d)/\1 units", told.running)
+    wanted = r"1 file, about [\d,]+ bytes; left out 4 of other kinds: 2 \.md, 1 \.json, 1 without an ending"
+    assert re.fullmatch(wanted, told), told
 
 
 def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -> None:
