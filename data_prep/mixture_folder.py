@@ -100,6 +100,10 @@ class MixtureFolder(DataFolder[Any, Any]):
         """The files of each source."""
         return [path for folder in self.sources.values() for path in folder.look()]
 
+    def named(self) -> list[str]:
+        """Those of each source."""
+        return [path for folder in self.sources.values() for path in folder.named()]
+
     @property
     def fixed(self) -> str:
         """Of what, source by source."""
@@ -133,6 +137,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
         whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.whole_key})
+        self.refuse_unusable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", whole)
 

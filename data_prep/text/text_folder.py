@@ -325,7 +325,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write `rejected.jsonl` and `manifest.json`, and remove files that no unit lists.
 
-        Raises UserError when more documents are unreadable than `data.max_rejected` allows or none is held out.
+        Raises UserError when more documents are unreadable than `data.max_rejected` allows, none is held out, or
+        nothing can be trained on.
         """
         train = tuple(entry for unit in units for entry in unit.train)
         held_out = tuple(entry for unit in units for entry in unit.held_out)
@@ -357,6 +358,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 f"{self.data.held_out}, so nothing could be evaluated: set a larger fraction, add documents, "
                 "or set 0"
             )
+        self.refuse_unusable(train)
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
         listed |= {self.unit_path(number) for number in range(self.count)}

@@ -10,11 +10,12 @@ the reverse. A login node reads it too, so nothing here imports numpy or h5py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline.base.command import command
-from pipeline.base.errors import InputError
+from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
 from pipeline.config.sections import Config
 from pipeline.config.types import Section
@@ -237,6 +238,17 @@ class SampleManifest(Keyed):
     def held_out(self) -> tuple[SampleFile, ...]:
         """The files that held-out samples are in: all of them."""
         return self.train if self.held_out_samples else ()
+
+
+def refuse_no_sample(shards: Sequence[ShardEntry], length: int) -> None:
+    """Raise UserError where no shard has the tokens of one sample of `length`."""
+    longest = max((one.tokens for one in shards), default=0)
+    if longest <= length:
+        raise UserError(
+            f"no training sample: one takes {length + 1} tokens of one shard (data.sequence_length {length}, and one "
+            f"more), but there are {sum(one.tokens for one in shards)} tokens in {len(shards)} shards, at most "
+            f"{longest} in one; add text or lower data.sequence_length"
+        )
 
 
 T = TypeVar("T", bound=Section)
