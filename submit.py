@@ -179,9 +179,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
     from pipeline.run import stages
 
     console.print(f"run {run.name}", soft_wrap=True)
-    if warning := exposed(run.config):
-        console.print(warning, soft_wrap=True)
-    for words in stages.notes(run):
+    for words in filter(None, [exposed(run.config), *stages.notes(run)]):
         console.print(words, soft_wrap=True)
     if executor == Executor.SLURM:
         from slurm.submit.chain import submit_chain

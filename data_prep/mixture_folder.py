@@ -104,11 +104,6 @@ class MixtureFolder(DataFolder[Any, Any]):
         """Those of each source."""
         return [path for folder in self.sources.values() for path in folder.named()]
 
-    @property
-    def fixed(self) -> str:
-        """Of what, source by source."""
-        return "; ".join(f"{name}: {folder.fixed}" for name, folder in self.sources.items())
-
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """The units of all sources are dealt out as those of one."""
         for folder in self.sources.values():

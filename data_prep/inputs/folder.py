@@ -77,8 +77,8 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     dealt: tuple[int, int] = (0, 1)
     """Which task of how many this is."""
 
-    length: int | None = None
-    """Tokens of a sample, where a training comes that needs one."""
+    length = -1
+    """Tokens that a shard must have more than, or nothing could be trained on."""
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
@@ -279,8 +279,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def refuse_unusable(self, train: Sequence[ShardEntry]) -> None:
         """Raise UserError where there is no sample to train on: its ranks would, after hours in a queue."""
-        if self.length is not None:
-            refuse_no_sample(train, self.length)
+        refuse_no_sample(train, self.length)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`

@@ -24,18 +24,15 @@ _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 _DATASET_DICT = "dataset_dict.json"
 
 
-def find_inputs(
-    data: DataConfig, formats: Mapping[str, str] | None = None, left_out: list[str] | None = None
-) -> list[Input]:
+def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
     """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
 
-    `formats`: the endings that may stand there and what they are; without it, those of texts. `left_out`: takes up the
-    files of named folders that have another one.
+    `formats`: the endings that may stand there and what they are; without it, those of texts.
     A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
     without a match, and naming the file for an ending that no format has or a file that cannot be read.
     """
     found: dict[str, Input] = {}
-    for path, file_format in named_files(data, formats or endings_of(data), left_out):
+    for path, file_format in named_files(data, formats or endings_of(data)):
         with reading(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
@@ -60,9 +57,7 @@ def endings_of(data: DataConfig) -> Mapping[str, str]:
     return ENDINGS if data.records == "text" else {end: kind for end, kind in ENDINGS.items() if kind in JSON_LINES}
 
 
-def named_files(
-    data: DataConfig, formats: Mapping[str, str], left_out: list[str] | None = None
-) -> Iterator[tuple[str, str]]:
+def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Path and format of each file that the config names, by names alone. Raises UserError as `find_inputs` does."""
     for source in data.sources:
         if source == PYTHON_STDLIB:
@@ -70,7 +65,7 @@ def named_files(
         else:
             pattern = os.path.expanduser(source)
             if os.path.isdir(pattern):
-                matches = files_in(pattern, formats, left_out)
+                matches = files_in(pattern, formats)
             else:
                 matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
                 matches = [path for path in matches if not os.path.isdir(path)]
@@ -81,15 +76,13 @@ def named_files(
         yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
 
 
-def files_in(folder: str, endings: Iterable[str], left_out: list[str] | None = None) -> list[str]:
+def files_in(folder: str, endings: Iterable[str]) -> list[str]:
     """The files in a folder, and in the folders in it, with such an ending; one look at each folder, none at the files.
-    `left_out` takes up the others, hidden ones aside.
 
     A folder that links lead to as well counts once. Raises UserError for one that cannot be listed, and for the folder
     of a Hugging Face DatasetDict, whose parts are not meant to be mixed.
     """
-    found, wanted, left, seen = list[str](), (*endings,), [folder], set[str]()
-    others = [] if left_out is None else left_out
+    found, wanted, left, seen = [], (*endings,), [folder], set[str]()
     while left:  # what lies there, then what links lead to
         for inside, folders, names in os.walk(left.pop(0), onerror=_refuse):
             if (real := os.path.realpath(inside)) in seen:
@@ -101,9 +94,8 @@ def files_in(folder: str, endings: Iterable[str], left_out: list[str] | None = N
                 raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
-            for name in names:
-                if not name.startswith("."):
-                    (found if name.endswith(wanted) else others).append(os.path.join(inside, name))
+            names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]
+            found += [os.path.join(inside, name) for name in names]
     return found
 
 

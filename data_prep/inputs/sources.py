@@ -102,10 +102,6 @@ FILTERED = "left out by data.filter"
 """The reason that is no fault of the document's."""
 
 
-BROKEN = "broken JSON"
-"""How the reason begins where a line is none."""
-
-
 class Rejected(ValueError):
     """Why there is no document in a line or row."""
 
@@ -232,7 +228,7 @@ def _json_record(read: Read, line: bytes) -> str | Record:
     try:
         value = json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise Rejected(f"{BROKEN}: {getattr(error, 'msg', error)}") from None
+        raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(value, dict):
         raise Rejected(f"not a JSON object but {type(value).__name__}")
     return read(value)

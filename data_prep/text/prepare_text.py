@@ -11,14 +11,13 @@ Each step is a function of config and inputs, so a second run on another node gi
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.filters import Keep
-from data_prep.inputs.listing import find_inputs
-from data_prep.inputs.sources import BROKEN, FILTERED, Document, Input, Read, read_documents
+from data_prep.inputs.listing import files_in, find_inputs
+from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
 from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
@@ -41,18 +40,16 @@ def tokenizer_and_plan(
 
     Raises UserError for a source or tokenizer that cannot be used.
     """
-    left_out: list[str] = []
-    inputs = find_inputs(data, left_out=left_out)
+    inputs = find_inputs(data)
     weights = weights_of(inputs, data.text_field)
     total = sum(map(sum, weights))
     if total == 0:
         raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
     told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
-    if left_out:
-        endings = Counter(os.path.splitext(path)[1] or "without an ending" for path in left_out)
-        kinds = sorted(endings, key=lambda ending: (-endings[ending], ending))
-        some = ", ".join(f"{endings[ending]:,} {ending}" for ending in kinds[:5])
-        told += f"; left out {len(left_out):,} of other kinds: {some}" + ", …" * (len(endings) > 5)
+    folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
+    if others := {os.path.abspath(path) for one in folders for path in files_in(one, [""])} - {i.path for i in inputs}:
+        kinds = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+        told += f"; left out {len(others):,} of other kinds: {', '.join(kinds[:5])}" + ", …" * (len(kinds) > 5)
     log(f"prepare: {told}")
 
     wanted, chat = data.tokenizer, None
@@ -77,13 +74,14 @@ def tokenizer_and_plan(
 
     bytes_per_token, unknown = _estimates(encoder, sample)
     if unknown:
-        told = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
+        lost = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
         if unknown > _MOST_UNKNOWN:
             raise UserError(
-                f"data.tokenizer.path: {told}: bits per byte would say nothing. Name one that knows this text, or "
+                f"data.tokenizer.path: {lost}: bits per byte would say nothing. Name one that knows this text, or "
                 "write data.tokenizer: {kind: byte_bpe}, which knows any"
             )
-        log(f"warning: {told}; bits per byte are too low by it")
+        log(f"warning: {lost}, so bits per byte are too low")
+        told += f"; {lost}"
     plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
     write_plan(folder / "units.json", plan)
     log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
@@ -144,7 +142,7 @@ def _why_nothing(
         if document.reason and document.reason != FILTERED:
             key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
             out = f"Mend the files, or set {key}"
-            if document.reason.startswith(BROKEN):
+            if "JSON" in document.reason:
                 out = 'A file .jsonl has a JSON object in each line, such as {"text": …}; plain text is .txt'
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "

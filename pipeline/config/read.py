@@ -185,12 +185,7 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}") from error
     if real in by or len(by) > _DEEPEST:
         raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")
-    try:
-        values = parse(text, name)
-    except ConfigError as error:
-        if path.suffix in (".yaml", ".yml"):
-            raise
-        raise ConfigError(f"{error}. Is it a config? `init` writes one") from error
+    values = parse(text, name)
     if not isinstance(values, dict):
         raise ConfigError(
             f"{name}: it should hold keys and values such as `run: {{name: first}}` (`init` writes some), not "

@@ -303,6 +303,17 @@ def steps_of(config: Config, data_dir: Path) -> int | None:
     return -(-train.epochs * samples // train.global_batch)
 
 
+def amount_words(config: Config, data_dir: Path, step: int) -> str:
+    """What a training has read after so many steps: `, 819,200 tokens, 0.24 epochs`; "" where there are no shards."""
+    samples, length = step * config.train.global_batch, config.data.sequence_length
+    try:
+        epochs = samples / manifest_for(config, data_dir).training_samples(length)
+    except InputError:
+        return ""
+    what = f"{samples * length:,} tokens" if config.model.target is None else f"{samples:,} samples"
+    return f", {what}, {epochs:.3g} epochs"
+
+
 def steps_words(config: Config, data_dir: Path) -> str:
     """How long the training is: `200 steps`, or epochs and what they come to."""
     steps, epochs = steps_of(config, data_dir), config.train.epochs

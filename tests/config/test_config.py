@@ -445,7 +445,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "\0.yaml", "cannot read it"),
         (Path("/dev/zero"), "/dev/zero is no ordinary file"),
         (pipe, "pipe is no ordinary file"),
-        (write(tmp_path, "Some *text*:\n\tno [config", "README.md"), "Is it a config? `init` writes one"),
         (write(tmp_path, "#" * 5_000_000, "long.yaml"), "long.yaml: cannot read it: it has more than 4,194,304 bytes"),
         (write(tmp_path, "extends: /dev/zero", "zero.yaml"), "zero.yaml:1: extends: /dev/zero: cannot read it"),
     ):
