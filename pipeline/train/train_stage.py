@@ -45,11 +45,12 @@ def progress(run: Run) -> Progress:
 def note(run: Run) -> str | None:
     """That the learning rate rises again, as after a larger `train.steps`: the schedule goes by the last step."""
     optimizer, steps, last = run.config.optimizer, steps_of(run.config, run.data), last_object(run.metrics, metric)
-    if optimizer.schedule == "own" or not last or not steps or not optimizer.warmup_steps <= last["step"] < steps:
+    step, before = (last["step"], last.get("lr")) if last else (0, None)
+    if optimizer.schedule == "own" or not before or not steps or not optimizer.warmup_steps <= step < steps:
         return None
-    lr = learning_rate(optimizer, last["step"] + 1, steps)
-    words = f"learning rate of step {last['step'] + 1} {lr:.3g}, of the step before {last['lr']:.3g}"
-    return f"note: {words}: the schedule now ends at step {steps}" if lr > last["lr"] * (1 + 1e-9) else None
+    if (lr := learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
+        return None
+    return f"note: the learning rate goes from {before:.3g} (step {step}) to {lr:.3g}: its schedule now ends at {steps}"
 
 
 def look(run: Run) -> None:
