@@ -20,7 +20,6 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 MOST_ASKED = 100
-MOST_NOTED = 1000
 
 
 def missing(run: Run) -> str | None:
@@ -45,7 +44,7 @@ def note(run: Run) -> str | None:
     with suppress(UserError, OSError):
         if folder.shard_missing() is None:
             known = folder.inputs
-            some = [one for one in known[:: len(known) // MOST_NOTED + 1] if os.path.exists(one.path)]
+            some = [one for one in known[:: len(known) // 1000 + 1] if os.path.exists(one.path)]
             changed = [one.path for one in some if one.problem()]
             if changed := sorted({*changed, *folder.named()} - {one.path for one in known if one.path not in changed}):
                 return (

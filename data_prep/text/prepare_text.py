@@ -50,7 +50,6 @@ def tokenizer_and_plan(
     if others := {os.path.abspath(path) for one in folders for path in files_in(one, [""])} - {i.path for i in inputs}:
         kinds = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
         told += f"; left out {len(others):,} of other kinds: {', '.join(kinds[:5])}" + ", …" * (len(kinds) > 5)
-    log(f"prepare: {told}")
 
     wanted, chat = data.tokenizer, None
     if data.records == "messages" and wanted.path is not None:
@@ -80,11 +79,10 @@ def tokenizer_and_plan(
                 f"data.tokenizer.path: {lost}: bits per byte would say nothing. Name one that knows this text, or "
                 "write data.tokenizer: {kind: byte_bpe}, which knows any"
             )
-        log(f"warning: {lost}, so bits per byte are too low")
-        told += f"; {lost}"
+        told += f"; {lost}, so bits per byte are too low"
     plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
     write_plan(folder / "units.json", plan)
-    log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
+    log(f"prepare: {told}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
     return encoder, len(plan.units), told
 
 

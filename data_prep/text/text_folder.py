@@ -366,10 +366,4 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         hashed = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
         for path in {*folder.glob("unit-*"), *hashed} - listed:
             path.unlink(missing_ok=True)
-        left = {"filtered": manifest.filtered_documents, "stood before": manifest.duplicate_documents}
-        more = "".join(f", {count:,} {how}" for how, count in left.items() if count)
-        log(
-            f"shard: {manifest.documents:,} documents ({manifest.held_out_documents:,} held out, "
-            f"{manifest.rejected_documents:,} rejected{more}), "
-            f"{manifest.train_tokens:,} + {manifest.held_out_tokens:,} tokens"
-        )
+        log(f"shard: {manifest}")

@@ -184,10 +184,11 @@ class Manifest(Keyed):
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
     def __str__(self) -> str:
-        """`731 documents, 3,448,616 + 33,321 held-out tokens`, and how many documents could not be read."""
+        """`731 documents, 3,448,616 + 33,321 held-out tokens`, and how many documents were not taken."""
         told = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
-        listed = "data/*/rejected.jsonl" if self.parts else "data/rejected.jsonl"
-        return told + f", {self.rejected_documents:,} documents rejected ({listed})" * bool(self.rejected_documents)
+        counts = self.rejected_documents, self.filtered_documents, self.duplicate_documents
+        ways = f"rejected ({'data/*' if self.parts else 'data'}/rejected.jsonl)", "filtered", "that stood before"
+        return told + "".join(f", {count:,} documents {way}" for count, way in zip(counts, ways, strict=True) if count)
 
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
