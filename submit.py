@@ -176,10 +176,11 @@ def _open(run: str) -> Run:
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
     from pipeline.config.masking import exposed
+    from pipeline.run import stages
 
     console.print(f"run {run.name}", soft_wrap=True)
-    if warning := exposed(run.config):
-        console.print(warning, soft_wrap=True)
+    for words in filter(None, [exposed(run.config), *stages.notes(run)]):
+        console.print(words, soft_wrap=True)
     if executor == "slurm":
         from slurm.submit.chain import submit_chain
 

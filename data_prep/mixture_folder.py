@@ -100,9 +100,9 @@ class MixtureFolder(DataFolder[Any, Any]):
         """The files of each source."""
         return [path for folder in self.sources.values() for path in folder.look()]
 
-    def remark(self) -> str:
-        """What is to be said of each source."""
-        return "".join(folder.remark() for folder in self.sources.values())
+    def named(self) -> list[str]:
+        """Those of each source."""
+        return [path for folder in self.sources.values() for path in folder.named()]
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """The units of all sources are dealt out as those of one."""
@@ -132,6 +132,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
         whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.whole_key})
+        self.refuse_unusable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", whole)
 

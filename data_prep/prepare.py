@@ -50,7 +50,8 @@ def missing_at_a_glance(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    return Progress(f"{seen_from_outside(run).words} fixed" if missing_at_a_glance(run) is None else "-")
+    folder = seen_from_outside(run)
+    return Progress(folder.fixed if folder.prepare_missing(ask_inputs=False) is None else "-")
 
 
 def look(run: Run) -> None:

@@ -8,11 +8,12 @@ the user's own a unit is one file of its samples, to be hashed.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 
 from data_prep.prepare import folder_of, log, seen_from_outside
-from pipeline.base.errors import Exit, InputError
+from pipeline.base.errors import Exit, InputError, UserError
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
@@ -37,6 +38,22 @@ def lacks(run: Run) -> str | None:
     return None
 
 
+def note(run: Run) -> str | None:
+    """What the source has that finished shards were not made of; None for what is gone: nobody needs it any more."""
+    folder = seen_from_outside(run)
+    with suppress(UserError, OSError):
+        if folder.shard_missing() is None:
+            known = folder.inputs
+            some = [one for one in known[:: len(known) // 1000 + 1] if os.path.exists(one.path)]
+            changed = [one.path for one in some if one.problem()]
+            if changed := sorted({*changed, *folder.named()} - {one.path for one in known if one.path not in changed}):
+                return (
+                    f"note: {changed[0]} ({len(changed):,} in all) is new or has changed since the shards were made. "
+                    "This run keeps its shards; for what is new start one under another run.name"
+                )
+    return None
+
+
 def progress(run: Run) -> Progress:
     """How far it is."""
     folder = seen_from_outside(run)
@@ -52,5 +69,6 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     folder = folder_of(run)
     task, tasks = place.array or (place.rank, place.world_size)
     folder.shard(task, tasks, log, run.config.site.stripe)
+    folder.length = run.config.data.sequence_length
     folder.finalize(log)
     return Exit.DONE

@@ -36,7 +36,7 @@ from pipeline.base.errors import InputError
 from pipeline.base.files import append_line, read_jsonl, sha256_file
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
-from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, load
+from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, ShardEntry, load, refuse_no_sample
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
@@ -76,6 +76,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     dealt: tuple[int, int] = (0, 1)
     """Which task of how many this is."""
+
+    length = -1
+    """Tokens that a shard must have more than, or nothing could be trained on."""
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
@@ -217,17 +220,29 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return {line["unit"]: line for line in lines if line.get("key") == key}
 
     def look(self) -> list[str]:
-        """The files that the config names, for whoever asks before there is a run; the library's own are left out.
+        """`named`, for whoever asks before there is a run. Raises UserError where `fix` would at first sight."""
+        return self.named()
 
-        Raises UserError where `fix` would at first sight.
+    def named(self) -> list[str]:
+        """The files that the config names, by names alone; the library's own are left out.
+
+        Raises UserError where there are none.
         """
         named = [source for source in self.data.sources if source != PYTHON_STDLIB]
         asked = self.data.model_copy(update={"source": named})
         return [path for path, _ in named_files(asked, self.endings or endings_of(asked))]
 
+    @property
+    def fixed(self) -> str:
+        """What `prepare` fixed, in words. Raises InputError as `prepared` does."""
+        return f"{self.words} fixed"
+
     def remark(self) -> str:
-        """What a person should know of the finished whole."""
-        return ""
+        """What a person should know of the finished whole: how much it is."""
+        try:
+            return f": {self.fitting(self.path / 'manifest.json', self.manifest_kind, self.whole_key)}"
+        except InputError:
+            return ""
 
     def same_inputs(self) -> bool:
         """Whether the source names the same unchanged files as before."""
@@ -261,6 +276,10 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """Make the folder of shards, striped by the rule."""
         (self.path / SHARDS).mkdir(exist_ok=True)
         self.striped = stripe(self.path / SHARDS, striping, log)
+
+    def refuse_unusable(self, train: Sequence[ShardEntry]) -> None:
+        """Raise UserError where there is no sample to train on: its ranks would, after hours in a queue."""
+        refuse_no_sample(train, self.length)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`

@@ -10,12 +10,13 @@ Each step is a function of config and inputs, so a second run on another node gi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.inputs.filters import Keep
-from data_prep.inputs.listing import find_inputs
+from data_prep.inputs.listing import files_in, find_inputs
 from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
 from data_prep.text.records import chat_json, reader
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
@@ -28,12 +29,14 @@ from pipeline.data.manifest import CHAT
 _SLICES = 256  # places of the source where a sample is taken
 _LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
 _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
+_MOST_UNKNOWN = 0.01  # of the tokens
 
 
 def tokenizer_and_plan(
     data: DataConfig, folder: Path, log: Callable[[str], None], keep: Keep | None
-) -> tuple[Encoder, int]:
-    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, and the number of units.
+) -> tuple[Encoder, int, str]:
+    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, the number of units, and
+    what a person should know of the inputs.
 
     Raises UserError for a source or tokenizer that cannot be used.
     """
@@ -42,7 +45,11 @@ def tokenizer_and_plan(
     total = sum(map(sum, weights))
     if total == 0:
         raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
-    log(f"prepare: {len(inputs)} files, about {total:,} bytes")
+    told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
+    folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
+    if others := {os.path.abspath(path) for one in folders for path in files_in(one, [""])} - {i.path for i in inputs}:
+        kinds = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+        told += f"; left out {len(others):,} of other kinds: {', '.join(kinds[:5])}" + ", …" * (len(kinds) > 5)
 
     wanted, chat = data.tokenizer, None
     if data.records == "messages" and wanted.path is not None:
@@ -64,11 +71,19 @@ def tokenizer_and_plan(
     if wanted.path is None and encoder.vocab_size < wanted.vocab_size:
         log(f"prepare: the text gives {encoder.vocab_size} tokens, not {wanted.vocab_size}")
 
-    bytes_per_token = _bytes_per_token(encoder, sample)
+    bytes_per_token, unknown = _estimates(encoder, sample)
+    if unknown:
+        lost = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
+        if unknown > _MOST_UNKNOWN:
+            raise UserError(
+                f"data.tokenizer.path: {lost}: bits per byte would say nothing. Name one that knows this text, or "
+                "write data.tokenizer: {kind: byte_bpe}, which knows any"
+            )
+        told += f"; {lost}, so bits per byte are too low"
     plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
     write_plan(folder / "units.json", plan)
-    log(f"prepare: {encoder.vocab_size} token ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
-    return encoder, len(plan.units)
+    log(f"prepare: {told}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
+    return encoder, len(plan.units), told
 
 
 def take_sample(
@@ -122,11 +137,14 @@ def _why_nothing(
 ) -> str:
     """Words for a source without one document to train on, from its first unreadable document, if any."""
     for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read, keep):
-        if document.reason not in (None, FILTERED):
+        if document.reason and document.reason != FILTERED:
             key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
+            out = f"Mend the files, or set {key}"
+            if "JSON" in document.reason:
+                out = 'A file .jsonl has a JSON object in each line, such as {"text": …}; plain text is .txt'
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
-                f"{document.reason}. Mend the files, or set {key}"
+                f"{document.reason}. {out}"
             )
     or_filtered = f" or left out by {data.filter}" if data.filter else ""
     return (
@@ -135,9 +153,13 @@ def _why_nothing(
     )
 
 
-def _bytes_per_token(encoder: Encoder, sample: Sequence[str]) -> float:
-    """Bytes of text per token, on documents spread over the sample."""
+def _estimates(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
+    """Bytes of text per token, and the fraction of tokens that are unknown, on documents spread over the sample."""
     every = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
     texts = list(sample[::every])
-    tokens = sum(len(tokens) for tokens in encoder.encode(texts))
-    return sum(len(text.encode()) for text in texts) / tokens if tokens else 1.0
+    tokens = unknown = 0
+    for found in encoder.encode(texts):
+        tokens += len(found)
+        if encoder.unknown_id is not None:  # the last one ends the document
+            unknown += int((found[:-1] == encoder.unknown_id).sum())
+    return (sum(len(text.encode()) for text in texts) / tokens, unknown / tokens) if tokens else (1.0, 0.0)

@@ -74,6 +74,8 @@ class TextPrepared(Keyed):
     tokenizer: FileEntry
     units: FileEntry
     unit_count: int
+    told: str = ""
+    """What a person should know of the inputs."""
     vocab_size: int
     eos_id: int
     dtype: str
@@ -162,13 +164,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 ask_child("data_prep.text.records", "chat_json", *given)
         return super().look()
 
-    def remark(self) -> str:
-        """How many documents could not be read."""
-        try:
-            rejected = self.fitting(self.path / "manifest.json", Manifest, self.whole_key).rejected_documents
-        except InputError:
-            return ""
-        return f", {rejected:,} documents rejected (data/rejected.jsonl)" if rejected else ""
+    @property
+    def fixed(self) -> str:
+        """Of what."""
+        return self.prepared.told or super().fixed
 
     def same_inputs(self) -> bool:
         """And the given tokenizer and filter are still the same."""
@@ -195,16 +194,16 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.filter:
             write_atomic(self.path / FILTER, source_of(self.data.filter).read_bytes())
             keep = load_filter(self.path / FILTER, self.data.filter)
-        encoder, units = tokenizer_and_plan(self.data, self.path, log, keep)
-        self.note_prepared(encoder, units)
+        self.note_prepared(*tokenizer_and_plan(self.data, self.path, log, keep))
 
-    def note_prepared(self, encoder: Encoder, units: int) -> None:
+    def note_prepared(self, encoder: Encoder, units: int, told: str) -> None:
         """Write `prepare.json`, of what is beside it."""
         prepared = TextPrepared(
             key=self.key,
             tokenizer=FileEntry.of(self.path / "tokenizer.json"),
             units=FileEntry.of(self.path / "units.json"),
             unit_count=units,
+            told=told,
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
             dtype=encoder.dtype,
@@ -326,7 +325,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write `rejected.jsonl` and `manifest.json`, and remove files that no unit lists.
 
-        Raises UserError when more documents are unreadable than `data.max_rejected` allows or none is held out.
+        Raises UserError when more documents are unreadable than `data.max_rejected` allows, none is held out, or
+        nothing can be trained on.
         """
         train = tuple(entry for unit in units for entry in unit.train)
         held_out = tuple(entry for unit in units for entry in unit.held_out)
@@ -355,9 +355,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "
-                f"{self.data.held_out}, so nothing could be evaluated: start a new run with a larger fraction, more "
-                "documents, or 0"
+                f"{self.data.held_out}, so nothing could be evaluated: set a larger fraction, add documents, "
+                "or set 0"
             )
+        self.refuse_unusable(train)
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
         listed |= {self.unit_path(number) for number in range(self.count)}
@@ -365,10 +366,4 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         hashed = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
         for path in {*folder.glob("unit-*"), *hashed} - listed:
             path.unlink(missing_ok=True)
-        left = {"filtered": manifest.filtered_documents, "stood before": manifest.duplicate_documents}
-        more = "".join(f", {count:,} {how}" for how, count in left.items() if count)
-        log(
-            f"shard: {manifest.documents:,} documents ({manifest.held_out_documents:,} held out, "
-            f"{manifest.rejected_documents:,} rejected{more}), "
-            f"{manifest.train_tokens:,} + {manifest.held_out_tokens:,} tokens"
-        )
+        log(f"shard: {manifest}")

@@ -11,7 +11,9 @@ else: text that happens to contain the token's name (the sources of Sluice do) i
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,13 @@ class Encoder:
     """Largest token id plus one."""
     dtype: str
     """`uint16` where the ids fit, else `uint32`."""
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The token that stands for what the tokenizer does not know, whose text is lost; None where there is none."""
+        model = json.loads(self.tokenizer.to_str())["model"]  # a Unigram's has no attribute
+        name = model.get("unk_token")
+        return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, the end-of-text token last: arrays of `dtype`, shape (tokens of the text + 1,)."""
@@ -92,8 +101,13 @@ def load_encoder(path: str | Path, eos_token: str) -> Encoder:
         tokenizer = Tokenizer.from_str(open_regular(path).read().decode())
     except FileNotFoundError:
         raise UserError(f"data.tokenizer.path: there is no file {path}") from None
+    except IsADirectoryError:
+        raise UserError(f"data.tokenizer.path: {path} is a folder: name the tokenizer.json in it") from None
     except Exception as error:  # the package raises bare Exception for a file that it does not understand
-        raise UserError(f"{path} is no tokenizer.json that can be read: {error}") from error
+        raise UserError(
+            f"{path} is no tokenizer.json that can be read: {error}. Of a SentencePiece model, or vocab.json with "
+            "merges.txt, transformers writes one: AutoTokenizer.from_pretrained(its folder).save_pretrained(…)"
+        ) from error
     eos_id = tokenizer.token_to_id(eos_token)
     if eos_id is None:
         raise UserError(f"{path} has no token {eos_token!r}; set data.tokenizer.eos_token to one that it has")

@@ -82,8 +82,9 @@ class TokensFolder(TextFolder):
             )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
         write_plan(self.path / "units.json", Plan(tuple(inputs), tuple(units)))
-        self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units))
-        log(f"prepare: {tokens:,} tokens in {len(inputs)} files: {', '.join(sorted(formats))}")
+        told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
+        self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units), told)
+        log(f"prepare: {told}")
 
     def _cut(self, start: int, stop: int) -> list[int]:
         """Where parts of these tokens begin."""

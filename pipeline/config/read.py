@@ -180,6 +180,7 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
         text = content.decode("utf-8-sig")
     except (OSError, ValueError, UserError) as error:
         hint = did_you_mean(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
+        hint = "; name a YAML file in it" if isinstance(error, IsADirectoryError) else hint
         raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}") from error
     if real in by or len(by) > _DEEPEST:
         raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")

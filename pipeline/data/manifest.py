@@ -10,11 +10,12 @@ the reverse. A login node reads it too, so nothing here imports numpy or h5py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline.base.command import command
-from pipeline.base.errors import InputError
+from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
 from pipeline.config.sections import Config
 from pipeline.config.types import Section
@@ -182,6 +183,13 @@ class Manifest(Keyed):
     parts: tuple[Part, ...] = ()
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
+    def __str__(self) -> str:
+        """`731 documents, 3,448,616 + 33,321 held-out tokens`, and how many documents were not taken."""
+        told = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
+        counts = self.rejected_documents, self.filtered_documents, self.duplicate_documents
+        ways = f"rejected ({'data/*' if self.parts else 'data'}/rejected.jsonl)", "filtered", "that stood before"
+        return told + "".join(f", {count:,} documents {way}" for count, way in zip(counts, ways, strict=True) if count)
+
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
         return sum((shard.tokens - 1) // length for shard in self.train)
@@ -214,6 +222,10 @@ class SampleManifest(Keyed):
     train: tuple[SampleFile, ...]
     held_out_samples: int = 0
 
+    def __str__(self) -> str:
+        """`9,000 + 1,000 held-out samples`."""
+        return f"{self.training_samples(0):,} + {self.held_out_samples:,} held-out samples"
+
     @property
     def samples(self) -> int:
         """All of them, held-out ones included."""
@@ -227,6 +239,17 @@ class SampleManifest(Keyed):
     def held_out(self) -> tuple[SampleFile, ...]:
         """The files that held-out samples are in: all of them."""
         return self.train if self.held_out_samples else ()
+
+
+def refuse_no_sample(shards: Sequence[ShardEntry], length: int) -> None:
+    """Raise UserError where no shard has the tokens of one sample of `length`."""
+    longest = max((one.tokens for one in shards), default=0)
+    if longest <= length:
+        raise UserError(
+            f"no training sample: one takes {length + 1} tokens of one shard (data.sequence_length {length}, and one "
+            f"more), but there are {sum(one.tokens for one in shards)} tokens in {len(shards)} shards, at most "
+            f"{longest} in one; add text or lower data.sequence_length"
+        )
 
 
 T = TypeVar("T", bound=Section)
@@ -279,6 +302,17 @@ def steps_of(config: Config, data_dir: Path) -> int | None:
     except InputError:
         return None
     return -(-train.epochs * samples // train.global_batch)
+
+
+def amount_words(config: Config, data_dir: Path, step: int) -> str:
+    """What a training has read after so many steps: `, 819,200 tokens, 0.24 epochs`; "" where there are no shards."""
+    samples, length = step * config.train.global_batch, config.data.sequence_length
+    try:
+        epochs = samples / manifest_for(config, data_dir).training_samples(length)
+    except InputError:
+        return ""
+    what = f"{samples * length:,} tokens" if config.model.target is None else f"{samples:,} samples"
+    return f", {what}, {epochs:.3g} epochs"
 
 
 def steps_words(config: Config, data_dir: Path) -> str:

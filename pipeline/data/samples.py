@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 
 from pipeline.base.errors import InputError, UserError, refuse_no_more_files
 from pipeline.config.user_model import LENGTHS
-from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry
+from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, refuse_no_sample
 from pipeline.data.order import Int64Array, perm
 
 Arrays = dict[str, Any]
@@ -166,14 +166,8 @@ class TokenDataset(MappedDataset):
     """
 
     def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
+        refuse_no_sample(shards, sequence_length)
         usable = [shard for shard in shards if shard.tokens > sequence_length]
-        if not usable:
-            tokens, longest = sum(s.tokens for s in shards), max((s.tokens for s in shards), default=0)
-            raise UserError(
-                f"no training sample: one takes {sequence_length + 1} tokens of one shard (data.sequence_length "
-                f"{sequence_length}, and one more), but there are {tokens} tokens in {len(shards)} shards, at most "
-                f"{longest} in one; add text or lower data.sequence_length"
-            )
         kinds = {shard.dtype: shard.file for shard in usable}
         if not kinds.keys() <= {"uint16", "uint32"}:
             found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())

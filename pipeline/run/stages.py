@@ -9,6 +9,7 @@ imports stand inside `main`. It has:
     def missing_at_a_glance(run) -> str | None    optional: `missing` for whoever only shows it, and asks few files
     def lacks(run) -> str | None                  optional: which file is gone that it would read, in words, the way
                                                   out with them, where it has not begun
+    def note(run) -> str | None                   optional: what a person should know who goes on with what is done
     def look(run) -> None                         optional: raise UserError for inputs that `main` would refuse at
                                                   first sight, before the run is made
 
@@ -84,6 +85,12 @@ def refuse_inputs(run: Run) -> None:
         work = load(stage)
         if (look := getattr(work, "look", None)) is not None and work.missing(run) is not None:
             look(run)
+
+
+def notes(run: Run) -> list[str]:
+    """What a person should know who goes on with the run."""
+    asked = [getattr(load(stage), "note", None) for stage in own_stages(run)]
+    return [told for note in asked if note and (told := note(run))]
 
 
 def ranks(run: Run, stage: str, granted: int | None = None) -> int:

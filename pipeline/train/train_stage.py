@@ -11,12 +11,13 @@ from pipeline.base.files import last_object
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import gone, newest_step
-from pipeline.data.manifest import steps_of, steps_words
+from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.run.code import ask_child
 from pipeline.run.directory import Run
 from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
 from pipeline.run.stages import Progress
+from pipeline.train.lr_schedule import learning_rate
 
 
 def missing(run: Run) -> str | None:
@@ -38,7 +39,19 @@ def progress(run: Run) -> Progress:
     step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"
     running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
     left_s = (steps - step) * last["step_time_s"]
-    return Progress(f"{step}/{steps} steps, {loss_words(last)}", step, steps, running, loss, left_s)
+    amount = amount_words(run.config, run.data, step) if step == steps else ""
+    return Progress(f"{step}/{steps} steps, {loss_words(last)}{amount}", step, steps, running, loss, left_s)
+
+
+def note(run: Run) -> str | None:
+    """That the learning rate rises again, as after a larger `train.steps`: the schedule goes by the last step."""
+    optimizer, steps, last = run.config.optimizer, steps_of(run.config, run.data), last_object(run.metrics, metric)
+    step, before = (last["step"], last.get("lr")) if last else (0, None)
+    if optimizer.schedule == "own" or not before or not steps or not optimizer.warmup_steps <= step < steps:
+        return None
+    if (lr := learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
+        return None
+    return f"note: the learning rate goes from {before:.3g} (step {step}) to {lr:.3g}: its schedule now ends at {steps}"
 
 
 def look(run: Run) -> None:

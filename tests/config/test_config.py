@@ -442,7 +442,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path, says in (
         (tmp_path / "none.yaml", "none.yaml: cannot read it: No such file or directory"),
-        (tmp_path, "cannot read it: Is a directory"),
+        (tmp_path, "cannot read it: Is a directory; name a YAML file in it"),
         (write(tmp_path, "", "file") / "x.yaml", "cannot read it: Not a directory"),
         (tmp_path / "\0.yaml", "cannot read it"),
         (Path("/dev/zero"), "/dev/zero is no ordinary file"),

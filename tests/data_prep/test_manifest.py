@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+import submit
 from data_prep.inputs.folder import PACKAGE, PROGRESS, code_sha256
 from data_prep.text.text_folder import TextFolder
-from pipeline.base.errors import InputError
+from pipeline.base.errors import Exit, InputError, UserError
 from pipeline.base.files import seal, sha256_json
 from pipeline.base.place import Place, identify
 from pipeline.config.datasets import DataConfig, TokenizerConfig
@@ -23,7 +25,7 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load, notes
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
@@ -82,7 +84,9 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
-    assert TextFolder(data, folder).remark() == ""
+    assert TextFolder(data, folder).remark() == (
+        f": {written.documents} documents, {written.train_tokens:,} + {written.held_out_tokens:,} held-out tokens"
+    )
 
 
 def test_while_tasks_work_one_file_tells_how_far_they_are(
@@ -160,8 +164,64 @@ def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None
     for stage in ("prepare", "shard"):
         load(stage).main(run, identify({}), {}, HarmlessFlag())
     told = load("shard").progress(run)
-    assert re.fullmatch(r"(\d)/\1 units, 1 documents rejected \(data/rejected\.jsonl\)", told.words), told
+    assert re.fullmatch(
+        r"(\d)/\1 units: 300 documents, 33,270 \+ 6,022 held-out tokens, 1 documents rejected \(data/rejected\.jsonl\)",
+        told.words,
+    ), told
     assert re.fullmatch(r"(\d)/\1 units", told.running)
+
+
+def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    for name in ("a.md", "deep/b.md", "c.json", "deep/LICENSE", ".hidden", ".git/d.md"):
+        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / name).write_text("x")
+    (tmp_path / "corpus.jsonl").rename(tmp_path / "folder/corpus.jsonl")
+    run = Run.create(load_config(config, [f"data.source={tmp_path}/folder"]))
+    assert load("prepare").progress(run).words == "-"
+    load("prepare").main(run, identify({}), {}, HarmlessFlag())
+    told = load("prepare").progress(run).words
+    wanted = r"1 file, about [\d,]+ bytes; left out 4 of other kinds: \.json, \.md, no ending"
+    assert re.fullmatch(wanted, told), told
+
+
+def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = write_config(tmp_path), tmp_path / "texts"
+    folder.mkdir()
+    corpus = (tmp_path / "corpus.jsonl").rename(folder / "corpus.jsonl")
+    (folder / "gone.jsonl").write_bytes(corpus.read_bytes())
+    run = Run.create(load_config(config, [f"data.source={folder}"]))
+    corpus.touch()
+    for stage in ("prepare", "shard"):
+        assert notes(run) == []  # while there are shards to make, they are made of what there is
+        load(stage).main(run, identify({}), {}, HarmlessFlag())
+    (folder / "gone.jsonl").unlink()
+    assert notes(run) == []
+    (folder / "more.jsonl").touch()
+    assert [re.split(r"\. |note: ", told)[1] for told in notes(run)] == [
+        f"{folder}/more.jsonl (1 in all) is new or has changed since the shards were made"
+    ]
+    with open(corpus, "a") as file:
+        file.write('{"text": "more"}\n')
+    monkeypatch.setattr("slurm.submit.here.run_chain", lambda run, console: Exit.STOPPED)
+    with pytest.raises(typer.Exit):
+        submit._go(run, submit.Executor.LOCAL, again=True)
+    assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out
+    shutil.rmtree(folder)
+    assert notes(run) == []
+
+
+def test_too_little_text_to_train_on_is_refused_by_shard_and_mended_by_resume(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path), ["data.sequence_length=40000", "data.shard_tokens=50000"]))
+    load("prepare").main(run, identify({}), {}, HarmlessFlag())
+    with pytest.raises(UserError, match=r"no training sample: one takes 40001 tokens .* lower data\.sequence_length"):
+        load("shard").main(run, identify({}), {}, HarmlessFlag())
+    assert load("shard").missing(run) is not None
+    run.change(["data.sequence_length=10000"])
+    load("shard").main(run, identify({}), {}, HarmlessFlag())
+    assert load("shard").missing(run) is None
 
 
 def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -> None:

@@ -363,7 +363,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     for row, (_, _, reason) in zip(rows, wanted, strict=True):
         assert row["reason"].startswith(reason)
     assert (manifest.rejected_documents, manifest.documents) == (10, 44)
-    assert TextFolder(data, tmp_path / "data").remark() == ", 10 documents rejected (data/rejected.jsonl)"
+    assert TextFolder(data, tmp_path / "data").remark().endswith(", 10 documents rejected (data/rejected.jsonl)")
     check_content(data, tmp_path / "data", manifest, [*good, "one", "three", "ok", "漢"])
 
     strict = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
@@ -392,10 +392,14 @@ def test_held_out_fraction_is_about_right_and_depends_on_the_text_alone(tmp_path
             {"text_field": "body"},
             r"a\.jsonl line 1: no field 'body'; there are 'id', 'text'\. Mend .* set data\.text_field \('body'\)",
         ),
+        (None, {}, r"a\.jsonl line 1: broken JSON: Expecting value\. A file \.jsonl has a JSON object in each line"),
     ],
 )
-def test_nothing_to_train_on_is_an_error(tmp_path: Path, documents: list[str], more: Any, message: str) -> None:
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", documents))], **more)
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, documents: list[str] | None, more: Any, message: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", documents or [])
+    if documents is None:
+        path.write_text("name,text\n1,a table\n")
+    data = config([str(path)], **more)
     with pytest.raises(UserError, match=message):
         prepare(data, tmp_path / "data", quiet)
     assert not (tmp_path / "data/prepare.json").exists()

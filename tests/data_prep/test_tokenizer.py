@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from data_prep.text.prepare_text import tokenizer_and_plan
 from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
 from pipeline.base.errors import UserError
+from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.run.code import CODE_ROOT as ROOT
 
 EOS = "<|endoftext|>"
@@ -95,9 +98,11 @@ def test_large_vocabulary_takes_uint32(tmp_path: Path) -> None:
 def test_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.tokenizer\.path: there is no file .*none\.json"):
         load_encoder(tmp_path / "none.json", EOS)
+    with pytest.raises(UserError, match=r"data\.tokenizer\.path: .* is a folder: name the tokenizer\.json in it"):
+        load_encoder(tmp_path, EOS)
     for content in ("{}", "not json", '{"model": 3}'):
         (tmp_path / "broken.json").write_text(content)
-        with pytest.raises(UserError, match=r"broken\.json is no tokenizer\.json"):
+        with pytest.raises(UserError, match=r"broken\.json is no tokenizer\.json.*AutoTokenizer.*save_pretrained"):
             load_encoder(tmp_path / "broken.json", EOS)
     path = save(Tokenizer.from_str(train_bpe(SAMPLE, 300, "<s>")), tmp_path / "other.json")
     with pytest.raises(UserError, match=r"other\.json has no token '<\|endoftext\|>'; set data\.tokenizer\.eos_token"):
@@ -106,3 +111,24 @@ def test_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     words.normalizer = normalizers.Lowercase()
     with pytest.raises(UserError, match="to text that contains its name"):
         load_encoder(save(words, tmp_path / "words.json"), "end")
+
+
+def test_text_that_the_tokenizer_does_not_know_is_told_or_refused(tmp_path: Path) -> None:
+    """An unknown token loses its text, so a model of few of them would look splendid."""
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, EOS: 1, "known": 2}, unk_token="[UNK]"))
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), (EOS, -1.0), ("known", -1.0)], unk_id=0))
+    known = tmp_path / "a.txt"
+    for words in (pieces, unigram):
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        path = save(words, tmp_path / "words.json")
+        for unknown, told in ((0, ""), (1, r"0\.33% of the tokens .*words\.json does not know"), (5, "refused")):
+            known.write_text(" ".join(["known"] * (300 - unknown) + ["слово"] * unknown))
+            tokenizer = TokenizerConfig(kind="file", path=path, eos_token=EOS)
+            data, said = DataConfig(source=str(known), tokenizer=tokenizer, held_out=0), list[str]()
+            if told == "refused":
+                with pytest.raises(UserError, match=r"1\.66% of the tokens .* \{kind: byte_bpe\}, which knows any"):
+                    tokenizer_and_plan(data, tmp_path, said.append, None)
+                continue
+            tokenizer_and_plan(data, tmp_path, said.append, None)
+            heard = "\n".join(said)
+            assert ("does not know" in heard) == bool(told) and re.search(told, heard), heard

@@ -1,0 +1,50 @@
+"""What is said of a training from outside: how much it read, and that a later end takes up the learning rate again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.manifest import load_manifest
+from pipeline.run.directory import Run
+from pipeline.run.stages import load, notes
+from pipeline.train.lr_schedule import learning_rate
+from tests.support.tiny import make_run
+
+
+def trained(run: Run, step: int, steps: int) -> None:
+    """Its metrics as a training of `steps` leaves them after `step`."""
+    lr = learning_rate(run.config.optimizer, step, steps)
+    line = {"step": step, "loss": 2.5, "lr": lr, "step_time_s": 1.0, "tokens_per_s": 100.0}
+    run.metrics.write_text(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path, schedule: str) -> None:
+    run = make_run(tmp_path, overrides=(f"optimizer.schedule={schedule}", "stages.shard.tasks=1"))
+    assert notes(run) == []
+    for step in (1, 2, 3, 29, 30):  # in the warm-up it rises by itself
+        trained(run, step, 30)
+        assert notes(run) == []
+    run.change(["train.steps=60"])
+    if schedule == "constant":
+        assert notes(run) == []
+        return
+    (told,) = notes(run)
+    lr = learning_rate(run.config.optimizer, 31, 60)
+    assert told == f"note: the learning rate goes from 0.001 (step 30) to {lr:.3g}: its schedule now ends at 60"
+    assert lr > 0.005
+
+
+def test_a_finished_training_says_how_much_it_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    trained(run, 29, 30)
+    assert load("train").progress(run).words == "29/30 steps, loss 2.5000"
+    trained(run, 30, 30)
+    samples = load_manifest(run.data).training_samples(32)
+    wanted = f"30/30 steps, loss 2.5000, 7,680 tokens, {30 * 8 / samples:.3g} epochs"
+    assert load("train").progress(run).words == wanted
+    (run.data / "manifest.json").unlink()
+    assert load("train").progress(run).words == "30/30 steps, loss 2.5000"
