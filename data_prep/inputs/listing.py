@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from data_prep.inputs.sources import ENDINGS, JSON_LINES, Input
 from pipeline.base.errors import UserError
-from pipeline.base.files import reading
+from pipeline.base.files import read_json, reading
 from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 """What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
-_DATASET_DICT = "dataset_dict.json"
+_DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
@@ -94,9 +94,28 @@ def files_in(folder: str, endings: Iterable[str]) -> list[str]:
                 raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
+            names = _of_dataset(inside, names)
             names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]
             found += [os.path.join(inside, name) for name in names]
     return found
+
+
+def _of_dataset(folder: str, names: list[str]) -> list[str]:
+    """Without what Hugging Face's `map` and `filter` leave beside the data, copies of it; `state.json` names the data.
+
+    Raises UserError where a file that it names is not there.
+    """
+    with reading(state := os.path.join(folder, _STATE)):
+        told = read_json(state) if _STATE in names else None
+    files = told.get("_data_files") if isinstance(told, dict) else None
+    if not isinstance(files, list):
+        return [name for name in names if not (name.startswith("cache-") and name.endswith(".arrow"))]
+    own = [one.get("filename") for one in files if isinstance(one, dict)]
+    if gone := [name for name in own if name not in names]:
+        raise UserError(
+            f"{state} names {gone[0]!r}, which is not in its folder: put it there, or save the dataset again"
+        )
+    return [name for name in names if name in own]
 
 
 def _refuse(error: OSError) -> None:

@@ -319,3 +319,32 @@ def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
     documents = list(read_documents(listed(tmp_path / "a.tar", "tar"), 0, 1, "text"))
     assert [one.text for one in documents] == ["yes", "alone", "first", "of another folder"]
     assert [one.line for one in documents] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("state", "taken"),
+    [
+        ('{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "a"}', ["data-0.arrow"]),
+        (None, ["data-0.arrow", "tmp.arrow"]),
+        ('{"step": 3}', ["data-0.arrow", "tmp.arrow"]),
+        ("{", ["data-0.arrow", "tmp.arrow"]),
+    ],
+)
+def test_what_map_and_filter_leave_beside_a_dataset_is_left_out(
+    state: str | None, taken: list[str], tmp_path: Path
+) -> None:
+    for name in ("data-0.arrow", "cache-1f3a.arrow", "cache-1f3a_00001_of_00002.arrow", "tmp.arrow"):
+        (tmp_path / name).write_bytes(b"x")
+    if state is not None:
+        (tmp_path / "state.json").write_text(state)
+    wanted = [str(tmp_path / name) for name in taken]
+    assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path)))] == wanted
+    assert sorted(files_in(str(tmp_path), (".arrow",))) == wanted
+
+
+@pytest.mark.parametrize("name", ['"data-1.arrow"', "null", "[1]", '"../data-0.arrow"'])
+def test_a_dataset_that_lacks_a_file_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data-0.arrow").write_bytes(b"x")
+    (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "data-0.arrow"}}, {{"filename": {name}}}]}}')
+    with pytest.raises(UserError, match=r"state\.json names .*, which is not in its folder: put it there"):
+        files_in(str(tmp_path), (".arrow",))
