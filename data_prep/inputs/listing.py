@@ -21,6 +21,7 @@ PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 """What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
+_LONGEST_TEXT = 1 << 26  # bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB)
 _DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
 
 
@@ -29,7 +30,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
 
     `formats`: the endings that may stand there and what they are; without it, those of texts.
     A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
-    without a match, and naming the file for an ending that no format has or a file that cannot be read.
+    without a match, and naming the file for an ending that no format has, a file that cannot be read, or a text that is
+    too long for one document.
     """
     found: dict[str, Input] = {}
     for path, file_format in named_files(data, formats or endings_of(data)):
@@ -37,6 +39,11 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+        if file_format == "text" and seen.st_size > _LONGEST_TEXT:
+            raise UserError(
+                f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {_LONGEST_TEXT:,} may be: "
+                "where each line of it is a document, set data.text_documents: line; else cut it into several files"
+            )
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
 
