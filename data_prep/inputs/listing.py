@@ -14,14 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from data_prep.inputs.sources import ENDINGS, JSON_LINES, Input
 from pipeline.base.errors import UserError
-from pipeline.base.files import reading
+from pipeline.base.files import read_json, reading
 from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 """What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
-_DATASET_DICT = "dataset_dict.json"
+_LONGEST_TEXT = 1 << 26  # bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB)
+_DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
@@ -29,7 +30,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
 
     `formats`: the endings that may stand there and what they are; without it, those of texts.
     A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
-    without a match, and naming the file for an ending that no format has or a file that cannot be read.
+    without a match, and naming the file for an ending that no format has, a file that cannot be read, or a text that is
+    too long for one document.
     """
     found: dict[str, Input] = {}
     for path, file_format in named_files(data, formats or endings_of(data)):
@@ -37,6 +39,11 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+        if file_format == "text" and seen.st_size > _LONGEST_TEXT:
+            raise UserError(
+                f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {_LONGEST_TEXT:,} may be: "
+                "where each line of it is a document, set data.text_documents: line; else cut it into several files"
+            )
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
 
@@ -94,9 +101,28 @@ def files_in(folder: str, endings: Iterable[str]) -> list[str]:
                 raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
+            names = _of_dataset(inside, names)
             names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]
             found += [os.path.join(inside, name) for name in names]
     return found
+
+
+def _of_dataset(folder: str, names: list[str]) -> list[str]:
+    """Without what Hugging Face's `map` and `filter` leave beside the data, copies of it; `state.json` names the data.
+
+    Raises UserError where a file that it names is not there.
+    """
+    with reading(state := os.path.join(folder, _STATE)):
+        told = read_json(state) if _STATE in names else None
+    files = told.get("_data_files") if isinstance(told, dict) else None
+    if not isinstance(files, list):
+        return [name for name in names if not (name.startswith("cache-") and name.endswith(".arrow"))]
+    own = [one.get("filename") for one in files if isinstance(one, dict)]
+    if gone := [name for name in own if name not in names]:
+        raise UserError(
+            f"{state} names {gone[0]!r}, which is not in its folder: put it there, or save the dataset again"
+        )
+    return [name for name in names if name in own]
 
 
 def _refuse(error: OSError) -> None:

@@ -37,7 +37,7 @@ def look(path: str) -> TokenFile:
 def _look(path: str, file: Any) -> TokenFile:
     name = next((name for name in NAMES if isinstance(file.get(name, getlink=True), h5py.HardLink)), None)
     dataset: Any = file[name] if name else None
-    if not isinstance(dataset, h5py.Dataset):
+    if name is None or not isinstance(dataset, h5py.Dataset):
         raise UserError(f"{path}: no dataset {' or '.join(NAMES)}; there are {', '.join(file) or 'none'}")
     kind = dataset.dtype
     if kind.kind not in "iu" or dataset.ndim not in (1, 2) or dataset.is_virtual or dataset.external:
@@ -50,14 +50,14 @@ def _look(path: str, file: Any) -> TokenFile:
     mapped = offset if kind.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * _BLOCK:
         raise UserError(f"{path}: {name} has chunks of {dataset.chunks}, too large to be read one by one: repack it")
-    rows = None if mapped is not None else partial(_rows, path)
+    rows = None if mapped is not None else partial(_rows, path, name)
     return TokenFile(path, "HDF5", kind.name, tokens, mapped, rows=rows, row_is_document=False)
 
 
-def _rows(path: str) -> Iterator[Ids]:
+def _rows(path: str, name: str) -> Iterator[Ids]:
     """What is not mapped, block by block."""
     with reading(path, Exception), h5py.File(path, "r", locking=False) as file:
-        dataset: Any = next(file[name] for name in NAMES if name in file)
+        dataset: Any = file[name]
         step = max(1, _BLOCK // int(np.prod(dataset.shape[1:])))
         for start in range(0, len(dataset), step):
             yield dataset[start : start + step].ravel()

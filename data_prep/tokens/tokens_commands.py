@@ -10,7 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 def main(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
     """Do one of the three. Raises UserError; of `verify`, when all files were looked at."""
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
-    files = [file for path in paths for file in _files(path)]
+    files = _unique(file for path in paths for file in _files(path))
     if action == "import":
         if to is None or encoder is None or tokenizer is None:
             raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
@@ -60,6 +61,20 @@ def _files(path: str) -> list[str]:
     if not found:
         raise UserError(f"{path}: no file in it ends with {', '.join(ENDINGS)}")
     return found
+
+
+def _unique(files: Iterable[str]) -> list[str]:
+    """Each once, by the file that holds the tokens: of Megatron's two that is the .bin, whichever is named."""
+    found: dict[str, str] = {}
+    for path in files:
+        read = path
+        if path.endswith(".idx"):
+            with suppress(UserError):  # told where its turn comes
+                read = look(path, check=False).path
+        if (real := os.path.realpath(read)) in found:
+            print(f"{path}: left out, the same tokens as {found[real]}")
+        found.setdefault(real, path)
+    return [*found.values()]
 
 
 def _words(file: TokenFile) -> str:

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.inputs.listing import files_in, find_inputs
-from data_prep.inputs.sources import Input, parquet_groups, read_documents
+from data_prep.inputs.sources import Document, Input, parquet_groups, read_documents
+from data_prep.text.batches import batches
 from data_prep.text.prepare_text import take_sample
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.units import MIN_UNIT_BYTES, cut, unit_count, weights_of
@@ -319,3 +320,54 @@ def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
     documents = list(read_documents(listed(tmp_path / "a.tar", "tar"), 0, 1, "text"))
     assert [one.text for one in documents] == ["yes", "alone", "first", "of another folder"]
     assert [one.line for one in documents] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("state", "taken"),
+    [
+        ('{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "a"}', ["data-0.arrow"]),
+        (None, ["data-0.arrow", "tmp.arrow"]),
+        ('{"step": 3}', ["data-0.arrow", "tmp.arrow"]),
+        ("{", ["data-0.arrow", "tmp.arrow"]),
+    ],
+)
+def test_what_map_and_filter_leave_beside_a_dataset_is_left_out(
+    state: str | None, taken: list[str], tmp_path: Path
+) -> None:
+    for name in ("data-0.arrow", "cache-1f3a.arrow", "cache-1f3a_00001_of_00002.arrow", "tmp.arrow"):
+        (tmp_path / name).write_bytes(b"x")
+    if state is not None:
+        (tmp_path / "state.json").write_text(state)
+    wanted = [str(tmp_path / name) for name in taken]
+    assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path)))] == wanted
+    assert sorted(files_in(str(tmp_path), (".arrow",))) == wanted
+
+
+@pytest.mark.parametrize("name", ['"data-1.arrow"', "null", "[1]", '"../data-0.arrow"'])
+def test_a_dataset_that_lacks_a_file_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data-0.arrow").write_bytes(b"x")
+    (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "data-0.arrow"}}, {{"filename": {name}}}]}}')
+    with pytest.raises(UserError, match=r"state\.json names .*, which is not in its folder: put it there"):
+        files_in(str(tmp_path), (".arrow",))
+
+
+def test_a_text_that_is_too_long_for_one_document_is_refused_by_its_size(tmp_path: Path) -> None:
+    for path, size in ((tmp_path / "long.txt", (1 << 26) + 1), (tmp_path / "right.txt", 1 << 26)):
+        path.touch()
+        os.truncate(path, size)
+    words = r"long\.txt has 67,108,865 bytes and would be one document.* set data\.text_documents: line; else cut"
+    with pytest.raises(UserError, match=words):
+        find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
+    assert len(find_inputs(DataConfig(source=str(tmp_path / "*.txt"), text_documents="line"))) == 2
+    assert len(find_inputs(DataConfig(source=str(tmp_path / "right.txt")))) == 1
+
+
+def test_batches_for_the_tokenizer_do_not_grow_with_cores_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Document(1, "x" * 40_000)] * 300
+    sizes = {}
+    for cores in (1, 16, 128):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        made = list(batches(iter(documents)))
+        assert [one for batch in made for one in batch] == documents
+        sizes[cores] = max(sum(len(one.text) for one in batch) for batch in made)
+    assert sizes[1] < (1 << 18) + 40_000 and sizes[16] == sizes[128] < (1 << 22) + 40_000

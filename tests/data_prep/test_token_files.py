@@ -256,6 +256,34 @@ def test_an_import_that_ended_early_goes_on_and_says_so(
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["shards"]
 
 
+def test_a_file_that_is_named_twice_is_copied_once(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "meg").mkdir()
+    path = megatron(folder, documents := encoded(tokenizer))
+    (tmp_path / "link.bin").symlink_to(path)
+    named = [str(path), str(path.with_suffix(".idx")), str(folder), str(tmp_path / "link.bin")]
+    for action in ("import", "inspect", "verify"):
+        main(action, named, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
+        said = capsys.readouterr().out
+        assert [said.count(f"{one}: left out, the same tokens as {path}") for one in named] == [1, 1, 0, 1]
+        assert action == "import" or said.count("Megatron .bin") == 1
+    with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
+        assert file["tokens"][:].tolist() == flat(documents)
+    (lone := folder / "lone.idx").touch()
+    with pytest.raises(UserError, match="1 of 2 files will not do"):
+        main("inspect", [str(path), str(lone), str(lone)], None, None, "<|endoftext|>", False)
+
+
+def test_of_hdf5_the_dataset_is_read_that_was_looked_at(tmp_path: Path) -> None:
+    with h5py.File(path := tmp_path / "h.h5", "w") as file:
+        file["other"] = np.arange(90, 100, dtype="<u2")
+        file["tokens"] = h5py.SoftLink("/other")
+        file.create_dataset("input_ids", data=np.arange(8, dtype="<u2"), chunks=(4,))
+    found = look(str(path))
+    assert found.tokens == 8 and np.concatenate(list(found.blocks())).tolist() == [*range(8)]
+
+
 def refused(path: Path, tokenizer: Path, words: str) -> None:
     data, folder = config(str(path), tokenizer), path.parent / "refused"
     with pytest.raises((UserError, InputError), match=words):
