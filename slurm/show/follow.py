@@ -1,19 +1,22 @@
 """Following a stage from the login node: what it shows while it runs, in a terminal and in a log.
 
 Everything is read from the run directory, so it makes no difference who started the stage. In a terminal there is
-one live line (stage, step, loss, tokens/s, time left); elsewhere one plain line every ten seconds.
+one live line (stage, step, loss, tokens/s, time left); elsewhere one plain line every ten seconds. That a checkpoint
+was damaged, that steps are done again, that a failed stage goes on by itself has a line that stays, as it comes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from pipeline.run import stages
+from pipeline.base.files import parse, whole_lines
+from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 from slurm.show.console import lively
 
@@ -27,6 +30,19 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds + 0.5))).removeprefix("0:")
 
 
+def news(event: Mapping[str, Any]) -> str | None:
+    """What a person is told of an event as it comes; None for most."""
+    match event["event"]:
+        case "restored":
+            again = f"; {event['lost_steps']} steps are done again" if event.get("lost_steps") else ""
+            return f"restored step {event['step']}{again}"
+        case "damaged" if event.get("step") is not None:
+            return f"step {event['step']} is set aside, damaged: {event.get('reason')}"
+        case "retried":
+            return f"goes on by itself after: {event['cause']}"
+    return None
+
+
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `going()`; the seconds that it took."""
     started, live = time.monotonic(), lively(console)
@@ -35,8 +51,20 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
     task = bar.add_task("starting", total=None, stage=stage)
     next_look = started if live else started + PLAIN_EVERY_S
+    next_news, read = started, run.events.stat().st_size if run.events.exists() else 0
+
+    def tell() -> None:
+        nonlocal read
+        for text, end in whole_lines(run.events, read):
+            event, read = parse(text), end
+            if lines.event(event) and event.get("stage") == stage and (words := news(event)):
+                console.print(f"{stage:9} {words}", soft_wrap=True)
+
     with bar:
         while going():
+            if time.monotonic() >= next_news:
+                next_news += LOOK_EVERY_S
+                tell()
             if time.monotonic() >= next_look:
                 next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
                 far = stages.load(stage).progress(run)
@@ -45,4 +73,5 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
                 if not live:
                     console.print(f"{stage:9} {words}", soft_wrap=True)
             time.sleep(POLL_S)
+        tell()
     return time.monotonic() - started
