@@ -623,7 +623,7 @@ def test_doctor_says_what_a_machine_without_slurm_offers(tmp_path: Path) -> None
 
 def test_submit_without_slurm_still_plans(tmp_path: Path) -> None:
     write_config(tmp_path)
-    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "site.scratch=/with space"]
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--scripts", "site.scratch=/with space"]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )

@@ -174,7 +174,7 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = slowed(swept(tmp_path, data))
-    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run").stdout
+    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--scripts").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
         (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
