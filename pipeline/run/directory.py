@@ -161,7 +161,8 @@ class Run:
         """The run in directory `path`. Raises UserError where there is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            hint = f"there is no such directory{did_you_mean(Path(path), '*/config.yaml')}"
+            near = (did_you_mean(one, "*/config.yaml") for one in (Path(path), Path("runs", path)))
+            hint = f"there is no such directory{next(filter(None, near), '')}"
             hint = "it has no config.yaml" if run.path.is_dir() else hint
             if run.path.is_file():
                 hint = "it is a file"

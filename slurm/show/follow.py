@@ -51,7 +51,7 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
     task = bar.add_task("starting", total=None, stage=stage)
     next_look = started if live else started + PLAIN_EVERY_S
-    next_news, read = started, run.events.stat().st_size if run.events.exists() else 0
+    read = run.events.stat().st_size if run.events.exists() else 0
 
     def tell() -> None:
         nonlocal read
@@ -62,9 +62,7 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
 
     with bar:
         while going():
-            if time.monotonic() >= next_news:
-                next_news += LOOK_EVERY_S
-                tell()
+            tell()
             if time.monotonic() >= next_look:
                 next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
                 far = stages.load(stage).progress(run)
