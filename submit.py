@@ -120,8 +120,9 @@ def resume(
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, data.max_rejected, data.verify
-    and enlarge train.steps; before a training has saved, any key."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
+    data.max_rejected, data.verify, data.mixture.weights, train.profile_every, and enlarge train.steps; before a training
+    has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.query.site_variables import refuse_unready
