@@ -8,9 +8,9 @@ was damaged, that steps are done again, that a failed stage goes on by itself ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -23,24 +23,17 @@ from slurm.show.console import lively
 POLL_S = 0.2
 LOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
+_NEWS = {
+    "restored": "restored step {step}; steps done again: {lost_steps}",
+    "damaged": "step {step} is set aside, damaged: {reason}",
+    "retried": "goes on by itself after: {cause}",
+}
+"""What a person is told of events as they come."""
 
 
 def clock(seconds: float) -> str:
     """Seconds as `1:02:03` or `02:03`."""
     return str(timedelta(seconds=int(seconds + 0.5))).removeprefix("0:")
-
-
-def news(event: Mapping[str, Any]) -> str | None:
-    """What a person is told of an event as it comes; None for most."""
-    match event["event"]:
-        case "restored":
-            again = f"; {event['lost_steps']} steps are done again" if event.get("lost_steps") else ""
-            return f"restored step {event['step']}{again}"
-        case "damaged" if event.get("step") is not None:
-            return f"step {event['step']} is set aside, damaged: {event.get('reason')}"
-        case "retried":
-            return f"goes on by itself after: {event['cause']}"
-    return None
 
 
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
@@ -57,7 +50,8 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
         nonlocal read
         for text, end in whole_lines(run.events, read):
             event, read = parse(text), end
-            if lines.event(event) and event.get("stage") == stage and (words := news(event)):
+            if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
+                words = _NEWS[event["event"]].format_map(defaultdict(str, event))
                 console.print(f"{stage:9} {words}", soft_wrap=True)
 
     with bar:

@@ -30,9 +30,7 @@ START_S = 60
 """What a start may well take: imports from a shared file system, a rendezvous, a checkpoint."""
 
 
-def print_plan(
-    config: Config, on_slurm: bool, console: Console, notes: Sequence[str] = (), *, whole: bool = True
-) -> None:
+def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence[str] = (), whole: bool = True) -> None:
     """Print the run, `notes` and its stages; the `whole`: its config and, `on_slurm`, each job's sbatch script, too.
 
     Needs no Slurm. Raises UserError where a script cannot be written, printed or not.

@@ -67,11 +67,10 @@ def _broken_gpu(log: Path, begins: int) -> str | None:
 
 def own_frames(run: Run, message: str) -> str:
     """A message whose traceback has the frames of the user's own module alone, where it has any; logs have them all."""
-    own = f"{run.code}/{(run.config.model.target or '').partition('.')[0]}"
-    frame = rf'^  File "(?P<own>{re.escape(own)}\b)?.*\n(?: {{4}}.*\n)*'
-    if run.config.model.target is None or not any(found["own"] for found in re.finditer(frame, message, re.M)):
-        return message
-    return re.sub(frame, lambda found: found[0] if found["own"] else "", message, flags=re.M)
+    own = f"{run.code}/{str(run.config.model.target).partition('.')[0]}"
+    others = rf'^  File "(?!{re.escape(own)}\b).*\n(?: {{4}}.*\n)*'
+    cut = re.sub(others, "", message, flags=re.M)
+    return cut if '  File "' in cut else message
 
 
 def find_failure(

@@ -43,7 +43,7 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
     told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
     assert [" ".join(words) for words in told] == [
         "train step 28 is set aside, damaged: step-00000028/NOTES.txt is not listed",
-        "train restored step 21; 5 steps are done again",
+        "train restored step 21; steps done again: 5",
         "train goes on by itself after: crashed",
-        "train restored step 28",
+        "train restored step 28; steps done again: 0",
     ], shown
