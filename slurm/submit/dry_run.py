@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.base.command import command_again
 from pipeline.config.layout import layout_of
 from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
@@ -85,5 +84,8 @@ def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence
     more = ["# ---- config, resolved", dump_config(config).rstrip()]
     for stage, heading, tasks in jobs if on_slurm else ():
         more += ["", f"# ---- on Slurm: {heading}", script(run, config, stage, tasks).rstrip()]
-    lines += ["", *(more if whole else [f"the whole config and the sbatch scripts: {command_again('--scripts')}"])]
+    lines += [
+        "",
+        *(more if whole else ["with --scripts in place of --dry-run: the whole config and the sbatch scripts, too"]),
+    ]
     console.print("\n".join(lines), soft_wrap=True)
