@@ -129,6 +129,15 @@ def test_the_help_names_every_command_on_one_line(capsys: pytest.CaptureFixture[
     assert re.search(r" init .*\n.* my_text.yaml --dry-run .*\n.* my_text.yaml ", shown) and "torch" not in shown
 
 
+def test_help_and_docs_say_what_resume_takes() -> None:
+    """All that it takes itself, and no more."""
+    asked = sorted(f"{key}.*" if key == "publish" else f"{key}*" if key[-1] == "." else key for key in _ANY_TIME)
+    first = (CODE_ROOT / "docs/living.md").read_text().split("At any time it may change")[1].split("and enlarge")[0]
+    assert sorted(re.findall(r"`([^`]*)`", first)) == asked
+    words = (submit.resume.__doc__ or "").split("may change")[1].split("and enlarge")[0]
+    assert sorted(re.findall(r"[\w.]+\.[\w*]+", words)) == asked
+
+
 def test_the_ranks_door_helps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse(["--help"])
@@ -153,12 +162,3 @@ def test_a_mistake_at_the_ranks_door_is_told() -> None:
     ]
     assert [one.returncode for one in done] == [2, 2] and "Traceback" not in "".join(one.stderr for one in done)
     assert "Missing argument" in done[0].stderr and "No such option: --stp" in done[1].stderr
-
-
-def test_help_and_docs_say_what_resume_takes() -> None:
-    """All that it takes itself, and no more."""
-    asked = sorted(f"{key}.*" if key == "publish" else f"{key}*" if key[-1] == "." else key for key in _ANY_TIME)
-    first = (CODE_ROOT / "docs/living.md").read_text().split("At any time it may change")[1].split("and enlarge")[0]
-    assert sorted(re.findall(r"`([^`]*)`", first)) == asked
-    words = (submit.resume.__doc__ or "").split("may change")[1].split("and enlarge")[0]
-    assert sorted(re.findall(r"[\w.]+\.[\w*]+", words)) == asked
