@@ -1,11 +1,7 @@
-"""Sluice on the login node.
+"""Sluice on the login node: `python submit.py CONFIG.yaml`, `python submit.py status RUN` …
 
-    python submit.py CONFIG.yaml [key=value …]     make the run and run its stages
-    python submit.py status|logs|cancel|resume|report|track|profile|verify|export|generate RUN
-
-`sluice`, where `.venv` is activated, is the same as `python submit.py`.
-RUN is a path such as runs/quickstart. Nothing here imports torch, numpy or h5py: on a cluster's shared file system
-those imports take seconds; what needs torch runs as a child (`verify`).
+slurm/show/commands.py has the list of them, which is what `--help` prints. Nothing here imports torch, numpy or h5py:
+on a cluster's shared file system those imports take seconds; what needs torch runs as a child (`verify`).
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ try:
     from importlib.util import find_spec
 
     import typer
-    from typer.core import TyperGroup
 
     from pipeline import looks
     from pipeline.base.errors import Exit, UserError, printable, storage_error
     from pipeline.looks import Overrides, RunPath
+    from slurm.show.commands import HELP, SubmitByDefault
     from slurm.show.console import Plain
     from slurm.submit.executor import Executor, choose
 
@@ -51,29 +47,6 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 
 
-class SubmitByDefault(TyperGroup):
-    """`submit.py CONFIG` is short for `submit.py submit CONFIG`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `submit` before a first word that is no command. Raises UserError where it is no config, either."""
-        words = [a for a in args if not a.startswith("-")]
-        if words and words[0] not in self.commands:
-            if words[0] == args[0] and not ctx.resilient_parsing:
-                self._refuse_no_command(args[0])
-            args = ["submit", *args]
-        return super().parse_args(ctx, args)
-
-    def _refuse_no_command(self, word: str) -> None:
-        from difflib import get_close_matches
-
-        if Path(word).exists() or not word.replace("-", "").isalpha():  # a file's name mostly has more in it
-            return
-        near = get_close_matches(word, self.commands, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
-        raise UserError(f"{word}: there is no such command, and no such file; {hint}")
-
-
-HELP = (__doc__ or "").replace("\n\n    python", "\n\n\b\n    python")  # \b: these lines stay as they are
 app = typer.Typer(
     cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
 )
@@ -108,7 +81,7 @@ def submit(
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
     from slurm.query.jobs import running, uses_slurm
-    from slurm.submit.rehearsal import rehearse
+    from slurm.submit.rehearsal import crowded, inputs, rehearse
 
     if (config / "config.yaml").is_file():
         raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
@@ -116,12 +89,14 @@ def submit(
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm needs none
         chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
-    corrections = rehearse(loaded, chosen == "slurm").corrections
+    rehearsed = rehearse(loaded, chosen == "slurm")
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
-        print_plan(loaded, executor in ("auto", "slurm"), console)
+        notes = [*inputs(rehearsed), *(crowded(loaded) if chosen == "local" else ())]
+        print_plan(loaded, executor in ("auto", "slurm"), console, notes)
         return
+    corrections = rehearsed.corrections
     if corrections:
         known.refuse_running(running(known))
     run = Run.create(loaded)
@@ -141,8 +116,9 @@ def resume(
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
-    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, data.max_rejected, data.verify
-    and enlarge train.steps; before a training has saved, any key."""
+    """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
+    data.max_rejected, data.verify, data.mixture.weights, train.profile_every, and enlarge train.steps; before a
+    training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.query.site_variables import refuse_unready
@@ -189,7 +165,10 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
         return
     from slurm.page.report import outcome
     from slurm.submit.here import run_chain
+    from slurm.submit.rehearsal import crowded
 
+    for words in crowded(run.config) if executor == "local" else ():
+        console.print(words, soft_wrap=True)
     code = run_chain(run, console)
     if code == Exit.DONE:
         console.print(outcome(run), soft_wrap=True)

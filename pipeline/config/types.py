@@ -48,6 +48,8 @@ def parse_time(value: str) -> int:
 
 
 def _time(value: Any) -> Any:
+    if type(value) is int:
+        raise ValueError(f"for {value} minutes write {value // 60:02}:{value % 60:02}:00")
     if isinstance(value, str) and parse_time(value) <= 0:
         raise ValueError("a time limit is longer than nothing")
     return value

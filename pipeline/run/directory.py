@@ -161,8 +161,8 @@ class Run:
         """The run in directory `path`. Raises UserError where there is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            hint = f"there is no such directory{did_you_mean(Path(path), '*/config.yaml')}"
-            hint = "it has no config.yaml" if run.path.is_dir() else hint
+            near = did_you_mean(Path(path), "*/config.yaml") or did_you_mean(Path("runs", path), "*/config.yaml")
+            hint = "it has no config.yaml" if run.path.is_dir() else f"there is no such directory{near}"
             if run.path.is_file():
                 hint = "it is a file"
                 with suppress(UserError):

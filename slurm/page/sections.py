@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from math import ceil, inf
 from statistics import fmean
 from typing import Any
@@ -59,12 +60,15 @@ def summary(
     spans = [(a.begin, a.end) for a in attempts]
     energy = [kwh for one in (run, *points_of(run)) if (kwh := energy_kwh(one.path, spans)) is not None]
     power = f"{sum(energy):.3g} kWh of GPUs; " if energy else ""
-    whole = max((a.end for a in attempts), default=0.0) - min((a.begin for a in attempts), default=0.0)
+    begin = min((a.begin for a in attempts), default=0.0)
+    whole = max((a.end for a in attempts), default=0.0) - begin
+    on = ", ".join(sorted({str(e["host"]) for e in run.read_events("train", "started") if e.get("host")}))
     open_stages = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
     return {
         "trained": ", ".join(what),
         "how good": good,
         "how long": f"{clock(whole)}, of which {clock(sum(sums[part] for part in PRODUCTIVE))} of work that counts",
+        "begun": f"{datetime.fromtimestamp(begin):%Y-%m-%d %H:%M}, on {on}" if on else "",
         "cost": f"{hours:.2f} rank-hours; {power}{queue} in the queue, {lost} lost and done again",
         "stopped by": ", ".join(f"{cause} {times} ×" for cause, times in causes.most_common()) or "nothing",
         "stands": ", ".join(open_stages) or "all stages are done",

@@ -195,7 +195,8 @@ def _notes(config: Config, figures: Mapping[str, Known], asked: Sequence[int]) -
 def expected_words(
     config: Config, events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[Attempt]
 ) -> str | None:
-    """What was to be expected of a training so far, in words; None before it has saved and stepped.
+    """What was to be expected of a training so far, in words; None before it has saved and stepped, and in
+    its first node-day: what was expected of it then, nobody can compare with anything.
 
     events, attempts: those of the training; steps: its lines of metrics.
     """
@@ -203,18 +204,17 @@ def expected_words(
     own = measured(events, steps, attempts, per_node)
     counted = own.pop("failures", None)
     work = sum(total(attempts)[part] for part in PRODUCTIVE)
-    if not work or not {"save_s", "step_s", "restart_s"} <= own.keys():
+    node_days = sum(_node_days(one, per_node) for one in attempts)
+    if not work or node_days < 1 or not {"save_s", "step_s", "restart_s"} <= own.keys():
         return None
     figures = known(config, own)
     job = conditions(config, figures, max(_nodes(one, per_node) for one in attempts))
     interval_s = config.checkpoint.every_steps * figures["step_s"].value
     seconds = work / max(_LEAST_RATIO, effective_ratio(job, interval_s)) + job.restart_s
     rate, whence = figures["failures"]
-    failures = rate / 1000 * sum(_node_days(one, per_node) for one in attempts)
-    there = f"there were {sum(one.cause not in _NO_FAILURE for one in attempts)}"
-    words = (
-        f"expected {work / seconds:.3f} and {failures:.2g} failures, {there}: {rate:g} per 1,000 node-days ({whence})"
-    )
+    told = f"expected {work / seconds:.3f} and {rate / 1000 * node_days:.2g} failures, there were"
+    there = sum(one.cause not in _NO_FAILURE for one in attempts)
+    words = f"{told} {there}: {rate:g} per 1,000 node-days ({whence})"
     return words + (f"; {counted.whence}" if counted else "")
 
 

@@ -1,25 +1,34 @@
 """Following a stage from the login node: what it shows while it runs, in a terminal and in a log.
 
 Everything is read from the run directory, so it makes no difference who started the stage. In a terminal there is
-one live line (stage, step, loss, tokens/s, time left); elsewhere one plain line every ten seconds.
+one live line (stage, step, loss, tokens/s, time left); elsewhere one plain line every ten seconds. That a checkpoint
+was damaged, that steps are done again, that a failed stage goes on by itself has a line that stays, as it comes.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from pipeline.run import stages
+from pipeline.base.files import parse, whole_lines
+from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 from slurm.show.console import lively
 
 POLL_S = 0.2
 LOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
+_NEWS = {
+    "restored": "restored step {step}; steps done again: {lost_steps}",
+    "damaged": "step {step} is set aside, damaged: {reason}",
+    "retried": "goes on by itself after: {cause}",
+}
+"""What a person is told of events as they come."""
 
 
 def clock(seconds: float) -> str:
@@ -35,8 +44,19 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
     task = bar.add_task("starting", total=None, stage=stage)
     next_look = started if live else started + PLAIN_EVERY_S
+    read = run.events.stat().st_size if run.events.exists() else 0
+
+    def tell() -> None:
+        nonlocal read
+        for text, end in whole_lines(run.events, read):
+            event, read = parse(text), end
+            if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
+                words = _NEWS[event["event"]].format_map(defaultdict(str, event))
+                console.print(f"{stage:9} {words}", soft_wrap=True)
+
     with bar:
         while going():
+            tell()
             if time.monotonic() >= next_look:
                 next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
                 far = stages.load(stage).progress(run)
@@ -45,4 +65,5 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
                 if not live:
                     console.print(f"{stage:9} {words}", soft_wrap=True)
             time.sleep(POLL_S)
+        tell()
     return time.monotonic() - started

@@ -1,4 +1,5 @@
-"""`--dry-run`: what a config would run, printed before anything is made: plan, resolved config, sbatch scripts.
+"""`--dry-run`: what a config would run, printed before anything is made: resolved config, sbatch scripts, and last,
+where it is on the screen, the plan.
 
 What is printed is meant to be pasted into tickets and chats, so what may be secret is masked
 (pipeline/config/masking.py). The scripts that are submitted are the same, unmasked. What cannot
@@ -8,6 +9,7 @@ work is refused before (slurm/submit/rehearsal.py).
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,10 +30,10 @@ START_S = 60
 """What a start may well take: imports from a shared file system, a rendezvous, a checkpoint."""
 
 
-def print_plan(config: Config, scripts: bool, console: Console) -> None:
-    """Print the run, its stages and its config, and the sbatch script that each job runs; needs no Slurm.
+def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence[str] = ()) -> None:
+    """Print the config and, `on_slurm`, the sbatch script that each job runs; then the run, `notes` and its stages.
 
-    Raises UserError where a script cannot be written.
+    Needs no Slurm. Raises UserError where a script cannot be written.
     """
     values = config.sweep.points() if config.sweep else []
     points = len(values)
@@ -47,6 +49,8 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
     if own is not None:
         arrays, unit, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     lines = [
+        "",
+        "# ---- the plan",
         *([warning] if warning else []),
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
         f"data      {sources}: {arrays}",
@@ -57,9 +61,10 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
             f"point {number:03} {', '.join(f'{k} {v}' for k, v in point.items())}"
             for number, point in enumerate(values)
         ),
+        *notes,
         "",
     ]
-    on_slurm = []
+    jobs = []
     for stage, row in config.rows.items():
         wanted, nodes = config.stages.of(stage), ""
         if wanted.most_nodes > 1:
@@ -74,12 +79,12 @@ def print_plan(config: Config, scripts: bool, console: Console) -> None:
             asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
             lines.append(f"          short: {asked}; that leaves {max(0, left):.0f} s to start and to train")
         tasks = (points or 1) if row.per_point else wanted.array_tasks
-        on_slurm.append((stage, stage, tasks))
+        jobs.append((stage, stage, tasks))
         if row.array and tasks > 1:
-            on_slurm.append((stage, f"{stage}, behind the array: does what it left, validates", 1))
+            jobs.append((stage, f"{stage}, behind the array: does what it left, validates", 1))
         elif row.trains and not points and not config.site.requeue:
-            on_slurm.append((stage, f"{stage}, its successor: takes over if it does not end well", 1))
-    lines += ["", "# ---- config, resolved", dump_config(config).rstrip()]
-    for stage, heading, tasks in on_slurm if scripts else ():
-        lines += ["", f"# ---- on Slurm: {heading}", script(run, config, stage, tasks).rstrip()]
-    console.print("\n".join(lines), soft_wrap=True)
+            jobs.append((stage, f"{stage}, its successor: takes over if it does not end well", 1))
+    above = ["# ---- config, resolved", dump_config(config).rstrip()]
+    for stage, heading, tasks in jobs if on_slurm else ():
+        above += ["", f"# ---- on Slurm: {heading}", script(run, config, stage, tasks).rstrip()]
+    console.print("\n".join([*above, *lines]), soft_wrap=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.base.command import command
 from pipeline.base.errors import Exit
 from pipeline.base.place import in_allocation
 from pipeline.base.signals import StopFlag
@@ -85,6 +86,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         leaves = before.stopping is not None and before.end is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
+            say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
         job = None if holder else submit_local(run, stage)
         seconds = follow(run, stage, going, console)
         if flag.count > 1:
@@ -120,8 +122,6 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
             say("\n".join(lines[-15:]), style="red")
         say(f"to try again: {run.resume_command}")
         return Exit.CRASHED
-    if again := [e["cause"] for e in run.read_events(stage, "retried") if e["job_id"] == end["job_id"]]:
-        say(f"{stage:9} went on by itself after: {', '.join(again)}")
     if end["event"] == "done":
         say(f"{stage:9} done in {clock(seconds)}: {words}")
         return Exit.DONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,6 +65,14 @@ def _broken_gpu(log: Path, begins: int) -> str | None:
     return None
 
 
+def own_frames(run: Run, message: str) -> str:
+    """A message whose traceback has the frames of the user's own module alone, where it has any; logs have them all."""
+    own = f"{run.code}/{str(run.config.model.target).partition('.')[0]}"
+    others = rf'^  File "(?!{re.escape(own)}\b).*\n(?: {{4}}.*\n)*'
+    cut = re.sub(others, "", message, flags=re.M)
+    return cut if '  File "' in cut else message
+
+
 def find_failure(
     run: Run, stage: str, first: list[Left], task: int | None = None, begins: Mapping[Path, int] | None = None
 ) -> Ended:
@@ -85,7 +94,7 @@ def find_failure(
     if blamed and not culprits:
         report = min(blamed, key=lambda report: float(report["time"]))
         code, rank, host = Exit(report["code"]), report["rank"], report["host"]
-        message = f"rank {rank} on {host}:\n{report['message']}"
+        message = f"rank {rank} on {host}:\n{own_frames(run, report['message'])}"
     else:
         left = (culprits or killed or first)[0]
         code = Exit(left.code) if left.code in set(Exit) else Exit.CRASHED  # it could not even write its report

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.core import TyperGroup
@@ -18,6 +20,7 @@ from pipeline import looks
 from pipeline.__main__ import LOOKS, parse
 from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError
+from pipeline.run.changes import _ANY_TIME
 from pipeline.run.code import CODE_ROOT
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -110,6 +113,29 @@ def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
     asked = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
     done = run([str(sluice)], tmp_path, {**CLEAN, **asked, "COMP_CWORD": "1"})
     assert done.stdout.split() == ["resume", "report"], done.stderr
+
+
+def test_the_help_names_every_command_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """In groups and uncut, on 80 columns; and how to begin."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        submit.app(["--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and max(map(len, shown.splitlines())) <= 80 and "..." not in shown.split("Options:")[1]
+    begun = re.findall(r"^      (\w+) .*  [a-z]", shown.split("Run\n")[1], re.M)
+    commands = get_command(submit.app)
+    assert isinstance(commands, TyperGroup)
+    assert sorted(begun) == sorted(["CONFIG", *({*commands.commands} - {"submit"})])
+    assert re.search(r" init .*\n.* my_text.yaml --dry-run .*\n.* my_text.yaml ", shown) and "torch" not in shown
+
+
+def test_help_and_docs_say_what_resume_takes() -> None:
+    """All that it takes itself, and no more."""
+    asked = sorted(f"{key}.*" if key == "publish" else f"{key}*" if key[-1] == "." else key for key in _ANY_TIME)
+    first = (CODE_ROOT / "docs/living.md").read_text().split("At any time it may change")[1].split("and enlarge")[0]
+    assert sorted(re.findall(r"`([^`]*)`", first)) == asked
+    words = (submit.resume.__doc__ or "").split("may change")[1].split("and enlarge")[0]
+    assert sorted(re.findall(r"[\w.]+\.[\w*]+", words)) == asked
 
 
 def test_the_ranks_door_helps(capsys: pytest.CaptureFixture[str]) -> None:

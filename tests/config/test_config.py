@@ -294,7 +294,7 @@ modle: {}
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
             f'run.yaml:10: site.color: "*****": there is no such key; site has {SITE_KEYS}',
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
-            "run.yaml:11: stages.evaluate.time: 20 should be text; put it in quotes",
+            "run.yaml:11: stages.evaluate.time: 20: for 20 minutes write 00:20:00",
             "run.yaml:12: parallel.data.replicat: 2: there is no such key; did you mean replicate? parallel.data has "
             "replicate, shard",
             "run.yaml:13: modle: {}: there is no such key; did you mean model? the config has "

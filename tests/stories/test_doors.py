@@ -298,6 +298,7 @@ def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path,
         assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
         assert second.wait(240) == Exit.STOPPED
     output = (tmp_path / "second").read_text()
+    assert "Ctrl-C stops it, for all" in output and "submit.py status runs/tiny --watch" in output, output
     assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
@@ -333,7 +334,8 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
         assert not alive, "the peer outlived the rank that died"
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == Exit.CRASHED and "went on by itself after: crashed" in output
+    assert process.returncode == Exit.CRASHED and "goes on by itself after: crashed" in output
+    assert re.search(r"^train +restored step \d+; steps done again: \d+$", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
     assert "recovery.crash: 1" in output, "its budget was one"
     assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1

@@ -317,6 +317,19 @@ LATER = [
         back="resume runs/tiny",
     ),
     Mistake(
+        "a run by its name alone",
+        "resume tiny",
+        "tiny is not a run: there is no such directory; did you mean runs/tiny?",
+        before=("tiny.yaml",),
+        back="resume runs/tiny",
+    ),
+    Mistake(
+        "a time limit as a number",
+        "tiny.yaml stages.train.time=30",
+        "command line: stages.train.time: 30: for 30 minutes write 00:30:00",
+        back="tiny.yaml stages.train.time=00:30:00",
+    ),
+    Mistake(
         "a config for a run",
         "resume tiny.yaml",
         "tiny.yaml is not a run: it is a config, that of the run runs/tiny",

@@ -92,7 +92,7 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
     }  # fmt: skip
     write_lines(run.metrics, [step_line(step, **more) for step in range(1, 31)])
     for attempt, cause in ((1, "preempted"), (2, "done")):
-        run.event("started", "train", job_id="1", attempt=attempt, task=None, ranks=2)
+        run.event("started", "train", job_id="1", attempt=attempt, task=None, ranks=2, host="n1")
         run.event("restored", "train", step=10 * attempt - 5)
         run.event("done" if cause == "done" else cause, "train", cause=cause, exit_code=0)
     for step in (10, 20):
@@ -134,6 +134,7 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
         "n1: 1.000" in page.figures["Hosts by their own time"]
         and 'class="c4"' in page.figures["Hosts by their own time"]
     )
+    assert re.search(r"<dt>begun</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d, on n1</dd>", text), text
     for told in ("<dt>trained</dt>", "9,000 tokens", "preempted 1 ×", "rank-hours", "not evaluated yet"):
         assert told in text
     assert text.index("<dl>") < text.index("<figure"), "summary first"

@@ -105,6 +105,11 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and "rank 0 of the pipeline needs" in done.stderr and f"pictures: {page}" in done.stdout
     text = page.read_text()
+    assert (
+        "<dd>256 sequences, 1,048,576 tokens</dd>" in text
+        and "<dt>ranks</dt><dd>32</dd>" in text
+        and re.search(r"<dd>\d+\.\d GB of 85\.5 GB: does not fit</dd>", text)
+    )
     assert text.count("<figure") == 5 and "<h1>a-b</h1>" in text
     assert not re.search(
         r'(src|href)="|url\(|https?://(?!www\.w3\.org)', re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)

@@ -304,6 +304,26 @@ def test_each_pattern_has_its_version_and_finds_what_was_said() -> None:
     assert dict(said).keys() == rows.keys() and all(re.search(seen, text) for _, text in said)
 
 
+@pytest.mark.parametrize("target", ["own", "own.net"])
+def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, target: str) -> None:
+    """The log has the others. A bug elsewhere keeps all."""
+    config = load_config(write_config(tmp_path))
+    model = config.model.model_copy(update={"target": target})
+    run = Run(tmp_path / "run", config.model_copy(update={"model": model}))
+    run.stage_folder("train").mkdir(parents=True, exist_ok=True)
+    frames = [
+        f'  File "{run.code}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
+        for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
+    ]
+    head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
+    report_error(run, "train", place(0, 2, 1), Exit.CRASHED, "".join([head, *frames, tail]))
+    message = find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["message"]
+    assert message.partition("\n")[2] == head + frames[2] + tail
+    report_error(run, "train", place(0, 2, 1), Exit.CRASHED, "".join([head, *frames[:2], tail]))
+    message = find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["message"]
+    assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
+
+
 def test_slurms_words_stand_in_one_table() -> None:
     """Nobody else looks for what they say."""
     said = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")

@@ -14,6 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.page.report import print_report
+from slurm.show import expected
 from slurm.show.console import Plain
 from slurm.show.expected import print_goodput, span
 from tests.support.tiny import write_config
@@ -112,6 +113,11 @@ def test_report_says_what_was_expected(run: Run) -> None:
     assert "0.011 failures, there were 3: 6.5 per 1,000 node-days (assumed" in line and "measured: 3 in" in line
     ratio = float(line.split()[1])
     assert 0.99 < ratio < 0.997, "a start in forty hours, 4 s of an hour"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expected, "_node_days", lambda attempt, per_node: 0.24)
+        file = io.StringIO()
+        print_report(run, Plain(file=file, width=200))
+        assert "expected" not in file.getvalue(), "four attempts, and not a node-day"
     run.metrics.write_text("")
     file = io.StringIO()
     print_report(run, Plain(file=file, width=200))
