@@ -40,10 +40,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
         if file_format == "text" and seen.st_size > _LONGEST_TEXT:
-            raise UserError(
-                f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {_LONGEST_TEXT:,} may be: "
-                "where each line of it is a document, set data.text_documents: line; else cut it into several files"
-            )
+            out = f"{_LONGEST_TEXT:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
+            raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
 

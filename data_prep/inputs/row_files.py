@@ -33,6 +33,7 @@ def arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
             whole = file.read(6) == b"ARROW1"  # with an index at its end
             file.seek(0)
             reader = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file)
+            list(reader.schema.names)  # raises for what is no UTF-8
             yield reader.schema
             for one in map(reader.get_batch, range(reader.num_record_batches)) if whole else reader:
                 one.validate(full=True)

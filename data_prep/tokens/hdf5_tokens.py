@@ -45,7 +45,10 @@ def _look(path: str, file: Any) -> TokenFile:
     tokens, offset, stored = int(dataset.size), dataset.id.get_offset(), dataset.id.get_storage_size()
     if offset is not None and offset + tokens * kind.itemsize > size_of(path):
         raise UserError(f"{path} is cut short: {name} should go to byte {offset + tokens * kind.itemsize:,}")
-    if tokens * kind.itemsize > MOST_PACKED * stored:
+    grid = [-(-size // step) for size, step in zip(dataset.shape, dataset.chunks or (), strict=False)]
+    # A chunk that was never written would be read as zeros.
+    unwritten = dataset.chunks and dataset.id.get_num_chunks() < np.prod(grid)
+    if unwritten or tokens * kind.itemsize > MOST_PACKED * stored:
         raise UserError(f"{path}: {name} claims {tokens:,} tokens, and {stored:,} bytes are stored: it is not whole")
     mapped = offset if kind.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * _BLOCK:

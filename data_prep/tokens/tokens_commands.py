@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +66,8 @@ def _unique(files: Iterable[str]) -> list[str]:
     """Each once, by the file that holds the tokens: of Megatron's two that is the .bin, whichever is named."""
     found: dict[str, str] = {}
     for path in files:
-        read = path
-        if path.endswith(".idx"):
-            with suppress(UserError):  # told where its turn comes
-                read = look(path, check=False).path
-        if (real := os.path.realpath(read)) in found:
+        index = path.endswith(".idx") and os.path.isfile(path)
+        if (real := os.path.realpath(f"{path.removesuffix('.idx')}.bin" if index else path)) in found:
             print(f"{path}: left out, the same tokens as {found[real]}")
         found.setdefault(real, path)
     return [*found.values()]
