@@ -109,6 +109,17 @@ def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
     assert old == new
 
 
+def test_ten_terabytes_in_one_file_are_cut_by_the_size_alone() -> None:
+    """The file is not there: nothing may open it."""
+    inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
+    weights = weights_of(inputs, "text")
+    units = cut(inputs, weights, unit_count(sum(map(sum, weights)), 500_000_000, 4.0))
+    pieces = [piece for unit in units for piece in unit]
+    assert 4_000 < len(units) < 8_000 and [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].end) == (0, 10**13)
+    assert max(piece.end - piece.start for piece in pieces) < 1.1 * min(piece.end - piece.start for piece in pieces)
+
+
 def test_unit_count_follows_the_shard_size_and_is_a_few_at_least() -> None:
     assert unit_count(10, 1_000_000, 4.0) == 1
     assert unit_count(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
