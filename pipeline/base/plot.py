@@ -91,7 +91,7 @@ class Scale:
 
 def _step(least: float) -> float:
     """The least round step that is not below this one: 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** max(-300, math.floor(math.log10(least)))
+    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))  # what lies closer is one point
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
 
 

@@ -6,7 +6,7 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.plot import Curve, Scale, area, document, means, short, thin
@@ -34,6 +34,7 @@ def test_means_are_those_of_equal_parts() -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example([2.2250738585072014e-308], False, True)
 @given(st.one_of(st.lists(finite, min_size=1), st.lists(usual, min_size=1)), st.booleans(), st.booleans())
 def test_any_values_have_an_axis(values: list[float], log: bool, rounded: bool) -> None:
     scale = Scale.over(values, "x", log=log)
