@@ -58,7 +58,8 @@ class Scale:
         found = list(values)
         low, high = min(found), max(found)
         if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
-            low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+            around = max(abs(low), abs(high)) / 2
+            low, high = (low - around, high + around) if around > 1e-300 else (-0.5, 0.5)
         return cls(low, high, title, log and low > 1e-300 and high / 50 > low, whole)
 
     def rounded(self) -> Scale:
@@ -91,7 +92,7 @@ class Scale:
 
 def _step(least: float) -> float:
     """The least round step that is not below this one: 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))  # what lies closer is one point
+    power = 10.0 ** max(-300, math.floor(math.log10(least)))
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
 
 

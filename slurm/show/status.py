@@ -49,6 +49,7 @@ GPU_LOOK_S, _MOST_GPUS = 120.0, 3
 _LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
 IDLE_LOOKS = 5
+_MORE = r"(?<=units): |; "
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
 which without Slurm takes seconds on a busy machine, and while a file system shows the outputs late, it may seem so."""
 
@@ -196,7 +197,8 @@ class Lookout:
             "job": shown.job_id if shown else "",
             "reason": active.reason if active and active.state == "PENDING" else "",
             "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
-            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else far.words,
+            # in short: the whole words stand where a stage ends (slurm/submit/here.py), and in the report
+            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else re.split(_MORE, far.words)[0],
             "loss": far.loss,
             "ETA": clock(far.left_s) if running and far.left_s is not None else "",
             "attempts": str(max(starts.values(), default=0)),
