@@ -51,7 +51,7 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
         for text, end in whole_lines(run.events, read):
             event, read = parse(text), end
             if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
-                words = _NEWS[event["event"]].format_map(defaultdict(str, event))
+                words = _NEWS[event["event"]].format_map(defaultdict(str, event)).removesuffix("; steps done again: 0")
                 console.print(f"{stage:9} {words}", soft_wrap=True)
 
     with bar:
