@@ -2,7 +2,7 @@
 
 Files that a guide shows are written, commands are run by a shell, and what is printed is compared with what the guide
 prints: every line of it, in its order; `…` stands for anything. Of its numbers, steps and what is exported must be the
-same, how good a model is the same within 15 %: times, and amounts of text, which is our own documentation, may be
+same, how good a model is the same within 20 %: times, and amounts of text, which is our own documentation, may be
 others.
 Nothing is activated: `python` is one without our packages.
 """
@@ -87,7 +87,7 @@ def agree(expected: str, printed: str) -> bool:
         pattern += r"(?:.*\n)?" if line == "…" else r"[^\n]*".join(pieces) + r"\n"
     matched = re.fullmatch(re.sub(r"(\\ )+", r"\\s+", pattern), printed, re.S)
     return matched is not None and all(
-        abs(float(found) - figure) <= 0.15 * figure for found, figure in zip(matched.groups(), wanted, strict=True)
+        abs(float(found) - figure) <= 0.2 * figure for found, figure in zip(matched.groups(), wanted, strict=True)
     )
 
 
@@ -141,8 +141,8 @@ def wait_for_the_end(run: Path) -> None:
 def test_what_is_compared() -> None:
     assert agree("a 1.5 b\n…\nlast … 2\n", "a 27 b\nx\ny\nlast one 33\n") and agree("…\nb\n", "b\n")
     said = "3/3 steps, loss 4.00 in 00:03\n21 tensors, 9,000 bytes in fp32, of step-00003\n0.90 × the unigram 3.0\n"
-    assert agree(said, said) and agree(said, said.replace("4.00", "4.59").replace("00:03", "17:00:01"))
-    others = {"3/3": "3/4", "4.00": "4.61", "21": "39", "9,0": "9,1", "-00003": "-00004", "0.90": "0.76"}
+    assert agree(said, said) and agree(said, said.replace("4.00", "4.79").replace("00:03", "17:00:01"))
+    others = {"3/3": "3/4", "4.00": "4.81", "21": "39", "9,0": "9,1", "-00003": "-00004", "0.90": "0.71"}
     for old, new in others.items():
         assert not agree(said, said.replace(old, new)), old
     assert not agree("a\nb\n", "a\nc\nb\n") and not agree("…\nb 1\n", "b one\n") and not agree("a\n", "a\nb\n")

@@ -178,7 +178,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
         (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
-        planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- on")[0].rstrip()
+        planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
         assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
     found = points(run)
