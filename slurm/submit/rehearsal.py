@@ -43,7 +43,7 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
 def inputs(run: Run) -> Iterator[str]:
     """How many files the config of a run, made or not, names and how large they are; nothing where none can be seen."""
     try:
-        files = import_module(STAGES["prepare"].module).folder_of(run).look()
+        files = import_module(STAGES["prepare"].module).folder_of(run).named()
         size = sum(map(os.path.getsize, files))
     except (UserError, OSError):  # they were read already, or are a container's
         return
