@@ -266,6 +266,7 @@ def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixtu
     if os.geteuid() != 0:
         lacking("being somebody else needs root")
     submit_py("tiny.yaml")
+    submit_py("status runs/tiny")  # it imports what that user may not read, where Python is root's
     answer(capsys)
     parents = [parent for parent in folder.parents if not parent.stat().st_mode & 1]
     modes = {parent: parent.stat().st_mode for parent in parents}
