@@ -60,9 +60,11 @@ def gone(run: Run) -> str | None:
     """
     if saved_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
         return None
-    meant = [line["time"] for line in lines.read_all(run.changes, lines.change) if line.get("submitted")]
-    meant += [event["time"] for event in run.read_events("train", "began_anew")]
-    saves = [event for event in run.read_events("train", "saved") if event["time"] > max(meant, default="")]
+    meant = max((line["time"] for line in lines.read_all(run.changes, lines.change) if line.get("submitted")), default="")
+    saves: list[dict[str, Any]] = []
+    for event in run.read_events("train", "saved", "began_anew"):  # by their order: clocks of nodes differ
+        saves = [] if event["event"] == "began_anew" else [*saves, event]
+    saves = [event for event in saves if event["time"] > meant]
     if not saves:
         return None
     return (
