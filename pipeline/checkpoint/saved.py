@@ -60,7 +60,8 @@ def gone(run: Run) -> str | None:
     """
     if saved_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
         return None
-    meant = max((line["time"] for line in lines.read_all(run.changes, lines.change) if line.get("submitted")), default="")
+    changes = lines.read_all(run.changes, lines.change)
+    meant = max((line["time"] for line in changes if line.get("submitted")), default="")
     saves: list[dict[str, Any]] = []
     for event in run.read_events("train", "saved", "began_anew"):  # by their order: clocks of nodes differ
         saves = [] if event["event"] == "began_anew" else [*saves, event]

@@ -102,9 +102,11 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
     operation runs there, so it starts no OpenMP pool of its own. It reads and hands over blocks of batches, first of
     one, then of two, four, … up to `BLOCK_BYTES`: waking the other thread costs more than reading a small batch. Up to
     `DEPTH` blocks wait, and more where the consumer would be through with them in less than `AHEAD_S`: shared storage
-    may take seconds for a read. The consumer copies a batch to the device, without waiting for it on CUDA, and widens
-    it there. An exception of the thread is raised by `next` in the place of the block that failed; the end of a finite
-    sampler ends the iteration. Use it as a context manager or call :meth:`close`.
+    may take seconds for a read. A consumer that took less than `HURRIED_S` per batch reads the next block itself
+    while the thread rests: two threads that both want Python's lock all the time are slower than one. The consumer
+    copies a batch to the device, without waiting for it on CUDA, and widens it there. What reading raises, `next`
+    raises in the place of the block that failed; the end of a finite sampler ends the iteration. Use it as a context
+    manager or call :meth:`close`.
     """
 
     DEPTH = 2
@@ -112,18 +114,22 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
     AHEAD_S = 10.0
     AHEAD_BYTES = 1 << 28
     """What may wait beyond `DEPTH` blocks, at most."""
+    HURRIED_S = 2e-4
+    """No training step is so short."""
 
     def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
         """Seconds that the consumer waited for the last batch to be read."""
-        self._dataset, self._sampler, self._device = dataset, sampler, device
+        self._dataset, self._indices, self._device = dataset, iter(sampler), device
         self._block: list[Batch] = []  # what is left of the block in hand, last batch first
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
+        self._reading = threading.Lock()  # held from asking the sampler for a block until it is handed over
+        self._size = 1  # batches of the next block
         self._room = threading.Condition()
         self._blocks = self._waiting = 0  # blocks and batches that are read and not taken
         self._ahead, self._most_ahead = 0.0, 0  # batches that should wait, and that may
         self._taken_at, self._taken = 0.0, 0  # when the last block was taken, and its batches
-        self._closed = False
+        self._hurried = self._closed = False
         self._end: BaseException | None = None
         # A daemon, so that a trainer that dies without close() is not kept alive by its reader.
         self._thread = device_thread(self._read_ahead, "sluice-batches")
@@ -144,7 +150,10 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
         if self._closed:
             raise StopIteration
         start = time.perf_counter()
-        block = self._end or self._ready.get()
+        with self._room:
+            self._hurried = start - self._taken_at < self.HURRIED_S * self._taken
+            self._wake()
+        block = self._end or (self._take_or_read() if self._hurried else self._ready.get())
         now = time.perf_counter()
         self.data_wait_s = now - start
         if isinstance(block, BaseException):
@@ -156,6 +165,18 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
             self._taken_at, self._taken, self._block = now, len(block), block
             self._blocks -= 1
             self._waiting -= len(block)
+            self._wake()
+
+    def _take_or_read(self) -> list[Batch] | BaseException:
+        """The next block: the thread's where it read one, or was about to."""
+        with self._reading:
+            if self._ready.empty():
+                self._read_block()
+            return self._ready.get()
+
+    def _wake(self) -> None:
+        """Let the thread look whether there is room; one that rests is let rest, waking it costs."""
+        if not self._hurried:
             self._room.notify()
 
     def close(self) -> None:
@@ -170,25 +191,33 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
         self.close()
 
     def _read_ahead(self) -> None:
-        """The thread: ask for a block, wait for room, read it, hand it over; whatever ends it is handed over too."""
+        """The thread: wait for room and read a block, until there is no more."""
+        more = True
+        while more:
+            with self._room:
+                self._room.wait_for(lambda: self._closed or (self._has_room() and not self._hurried))
+                if self._closed:
+                    return
+            with self._reading:
+                more = self._read_block()
+
+    def _read_block(self) -> bool:
+        """Ask for a block, read it, hand it over; what ends reading is handed over too. Whether there may be more."""
         try:
-            sampler, size = iter(self._sampler), 1
-            while asked := list(islice(sampler, size)):
-                with self._room:
-                    self._room.wait_for(lambda: self._closed or self._has_room())
-                    if self._closed:
-                        return
-                block = self._read(asked)
-                batch_bytes = max(1024, sum(array.nbytes for array in block[0].values()))  # Python's objects, at least
-                with self._room:
-                    self._blocks += 1
-                    self._waiting += len(block)
-                    self._most_ahead = self.AHEAD_BYTES // batch_bytes
-                self._ready.put(block)  # the consumer's from here on
-                size = max(1, min(2 * size, self.BLOCK_BYTES // batch_bytes))
-            raise StopIteration
+            if not (asked := list(islice(self._indices, self._size))):
+                raise StopIteration
+            block = self._read(asked)
         except BaseException as error:
             self._ready.put(error)
+            return False
+        batch_bytes = max(1024, sum(array.nbytes for array in block[0].values()))  # Python's objects, at least
+        with self._room:
+            self._blocks += 1
+            self._waiting += len(block)
+            self._most_ahead = self.AHEAD_BYTES // batch_bytes
+        self._ready.put(block)  # the consumer's from here on
+        self._size = max(1, min(2 * self._size, self.BLOCK_BYTES // batch_bytes))
+        return True
 
     def _has_room(self) -> bool:
         return self._blocks < self.DEPTH or self._waiting < min(self._ahead, self._most_ahead)

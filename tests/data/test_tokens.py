@@ -1,19 +1,12 @@
-"""The loader against a naive reader; the sampler over layouts; the thread's end, errors and opens."""
+"""Samples of text against a naive reader; what is opened and copied; the sampler over layouts."""
 
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import tempfile
-import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import h5py
 import numpy as np
@@ -25,9 +18,9 @@ from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError, UserError
 from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.manifest import ShardEntry
 from pipeline.data.order import sample_indices
 from pipeline.data.samples import TokenDataset
+from tests.support.shards import span, write_shards
 
 CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
@@ -41,34 +34,6 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 
 
 sys.addaudithook(_audit)  # cannot be taken back; it does nothing while `_opened` is None
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
-    torch.set_num_threads(threads)
-
-
-def span(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
-    """What a loader needs to know of a shard."""
-    return ShardEntry.model_construct(file=str(path), tokens=tokens, offset=offset, dtype=dtype)
-
-
-def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardEntry], list[np.ndarray]]:
-    """Shards of (tokens, byte offset) as raw files, with tokens over the whole range of the type."""
-    random = np.random.default_rng(len(sizes))
-    spans, contents = [], []
-    for i, (tokens, offset) in enumerate(sizes):
-        content = random.integers(0, np.iinfo(dtype).max, tokens, dtype=dtype, endpoint=True)
-        path = folder / f"{i}.h5"
-        path.write_bytes(b"x" * offset + content.tobytes() + b"y" * 5)
-        spans.append(span(path, tokens, offset, dtype))
-        contents.append(content)
-    return spans, contents
 
 
 def naive_samples(contents: list[np.ndarray], length: int) -> list[list[int]]:
@@ -243,151 +208,3 @@ def test_sampler_past_its_blocks_and_its_length(tmp_path: Path) -> None:
         assert np.array_equal(indices, sample_indices(3, 16 * k + 8, 8, 100)), k
     with pytest.raises(UserError, match=r"global_batch \(16\).*3 data parallel"):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> TokenDataset:
-    return TokenDataset(write_shards(tmp_path, [(101, 6)], "uint16")[0], 10)
-
-
-def endless() -> Iterator[np.ndarray]:
-    while True:
-        yield np.array([1, 2])
-
-
-@pytest.fixture
-def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast the consumer is, no more blocks wait."""
-    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
-
-
-def wait_until_full(batches: Batches, depth: int = 2) -> None:
-    deadline = time.monotonic() + 240
-    while batches._ready.qsize() < depth and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert batches._ready.qsize() == depth
-
-
-@pytest.mark.usefixtures("two_blocks")
-def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
-    asked = []
-
-    def sampler() -> Iterator[np.ndarray]:
-        for indices in endless():
-            asked.append(indices)
-            yield indices
-
-    with Batches(dataset, sampler(), CPU) as batches:
-        wait_until_full(batches)
-        time.sleep(0.05)
-        assert batches._ready.qsize() == 2
-        assert len(asked) <= 1 + 2 + 4, "blocks of one and two batches wait, the next one of four is being asked for"
-        next(batches)
-        wait_until_full(batches)
-
-
-@pytest.mark.usefixtures("two_blocks")
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
-    batches = Batches(dataset, endless(), CPU)
-    for _ in range(taken):
-        next(batches)
-    wait_until_full(batches)
-    closer = threading.Thread(target=batches.close)
-    closer.start()
-    closer.join(60)
-    assert not closer.is_alive()
-    assert not batches._thread.is_alive()
-    batches.close()
-    assert list(batches) == []
-
-
-def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
-    def broken() -> Iterator[np.ndarray]:
-        yield np.array([1])
-        raise OSError(5, "the storage failed")
-
-    with Batches(dataset, broken(), CPU) as batches:
-        assert next(batches)["tokens"].shape == (1, 11)
-        for _ in range(2):
-            with pytest.raises(OSError, match="the storage failed"):
-                next(batches)
-    with Batches(dataset, [np.array([0]), np.array([10])], CPU) as batches:
-        next(batches)
-        with pytest.raises(IndexError, match="there are 10"):
-            next(batches)
-
-
-def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
-    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
-        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
-        assert list(batches) == []
-
-
-def test_a_block_is_the_consumers_once_it_is_handed_over(
-    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Greedy(queue.SimpleQueue[Any]):
-        """The consumer took all of a block before the thread goes on."""
-
-        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-            super().put(item.copy() if isinstance(item, list) else item)
-            if isinstance(item, list):
-                item.clear()
-
-    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
-    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
-        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
-
-
-@pytest.mark.usefixtures("two_blocks")
-def test_waiting_is_measured(dataset: TokenDataset) -> None:
-    def slow() -> Iterator[np.ndarray]:
-        time.sleep(0.2)
-        yield from endless()
-
-    with Batches(dataset, slow(), CPU) as batches:
-        next(batches)
-        first = batches.data_wait_s
-        wait_until_full(batches)
-        next(batches)
-        assert batches.data_wait_s < first
-    assert first > 0.1
-
-
-def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 50 ms a step, by a clock of the test's: 200 batches are ready, where two blocks are 32 at most."""
-    now, stuck, goes_on = 0.0, threading.Event(), threading.Event()
-    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(Batches, "BLOCK_BYTES", 16 * 1024)
-    read = dataset.read
-
-    def slow(indices: np.ndarray, out: Any = None) -> Any:
-        if stuck.is_set():
-            assert goes_on.wait(60)
-        return read(indices, out)
-
-    monkeypatch.setattr(dataset, "read", slow)
-    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
-        for _ in range(40):
-            assert next(batches)["tokens"].shape == (1, 11)
-            now += 0.05
-        deadline = time.monotonic() + 60
-        while batches._waiting < 200 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        stuck.set()
-        for _ in range(100):  # would wait for ever
-            next(batches)
-            now += 0.05
-        goes_on.set()
-
-
-@pytest.mark.usefixtures("two_blocks")
-def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
-    """Torch operations of this size would start an OpenMP pool of their own in the reader's thread."""
-    torch.set_num_threads(4)
-    dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
-    before = len(os.listdir("/proc/self/task"))
-    with Batches(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
-        wait_until_full(batches)
-        assert len(os.listdir("/proc/self/task")) == before + 1

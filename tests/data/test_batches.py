@@ -1,0 +1,236 @@
+"""The reader's thread: what it reads ahead, its end and its errors; a consumer in a hurry, who reads himself."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.loader import Batches
+from pipeline.data.samples import TokenDataset
+from tests.support.shards import write_shards
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> TokenDataset:
+    return TokenDataset(write_shards(tmp_path, [(101, 6)], "uint16")[0], 10)
+
+
+def endless() -> Iterator[np.ndarray]:
+    while True:
+        yield np.array([1, 2])
+
+
+@pytest.fixture
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast the consumer is, no more blocks wait, and the thread reads them."""
+    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(Batches, "HURRIED_S", 0.0)
+
+
+def wait_until_full(batches: Batches, depth: int = 2) -> None:
+    deadline = time.monotonic() + 240
+    while batches._ready.qsize() < depth and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert batches._ready.qsize() == depth
+
+
+@pytest.mark.usefixtures("two_blocks")
+def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
+    asked = []
+
+    def sampler() -> Iterator[np.ndarray]:
+        for indices in endless():
+            asked.append(indices)
+            yield indices
+
+    with Batches(dataset, sampler(), CPU) as batches:
+        wait_until_full(batches)
+        time.sleep(0.05)
+        assert batches._ready.qsize() == 2
+        assert len(asked) <= 1 + 2 + 4, "blocks of one and two batches wait, the next one of four is being asked for"
+        next(batches)
+        wait_until_full(batches)
+
+
+@pytest.mark.usefixtures("two_blocks")
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
+    batches = Batches(dataset, endless(), CPU)
+    for _ in range(taken):
+        next(batches)
+    wait_until_full(batches)
+    closer = threading.Thread(target=batches.close)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+    assert not batches._thread.is_alive()
+    batches.close()
+    assert list(batches) == []
+
+
+def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
+    def broken() -> Iterator[np.ndarray]:
+        yield np.array([1])
+        raise OSError(5, "the storage failed")
+
+    with Batches(dataset, broken(), CPU) as batches:
+        assert next(batches)["tokens"].shape == (1, 11)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the storage failed"):
+                next(batches)
+    with Batches(dataset, [np.array([0]), np.array([10])], CPU) as batches:
+        next(batches)
+        with pytest.raises(IndexError, match="there are 10"):
+            next(batches)
+
+
+def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
+    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
+        assert list(batches) == []
+
+
+def test_a_block_is_the_consumers_once_it_is_handed_over(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Greedy(queue.SimpleQueue[Any]):
+        """The consumer took all of a block before the thread goes on."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item.copy() if isinstance(item, list) else item)
+            if isinstance(item, list):
+                item.clear()
+
+    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
+    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+        assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
+
+
+@pytest.mark.usefixtures("two_blocks")
+def test_waiting_is_measured(dataset: TokenDataset) -> None:
+    def slow() -> Iterator[np.ndarray]:
+        time.sleep(0.2)
+        yield from endless()
+
+    with Batches(dataset, slow(), CPU) as batches:
+        next(batches)
+        first = batches.data_wait_s
+        wait_until_full(batches)
+        next(batches)
+        assert batches.data_wait_s < first
+    assert first > 0.1
+
+
+def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 50 ms a step, by a clock of the test's: 200 batches are ready, where two blocks are 32 at most."""
+    now, stuck, goes_on = 0.0, threading.Event(), threading.Event()
+    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(Batches, "BLOCK_BYTES", 16 * 1024)
+    read = dataset.read
+
+    def slow(indices: np.ndarray, out: Any = None) -> Any:
+        if stuck.is_set():
+            assert goes_on.wait(60)
+        return read(indices, out)
+
+    monkeypatch.setattr(dataset, "read", slow)
+    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+        for _ in range(40):
+            assert next(batches)["tokens"].shape == (1, 11)
+            now += 0.05
+        deadline = time.monotonic() + 60
+        while batches._waiting < 200 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        stuck.set()
+        for _ in range(100):  # would wait for ever
+            next(batches)
+            now += 0.05
+        goes_on.set()
+
+
+@pytest.mark.usefixtures("two_blocks")
+def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
+    """Torch operations of this size would start an OpenMP pool of their own in the reader's thread."""
+    torch.set_num_threads(4)
+    dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
+    before = len(os.listdir("/proc/self/task"))
+    with Batches(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
+        wait_until_full(batches)
+        assert len(os.listdir("/proc/self/task")) == before + 1
+
+
+def test_a_consumer_in_a_hurry_reads_himself(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread rests meanwhile, and goes on as soon as a step takes time; by a clock of the test's."""
+    now, readers = 0.0, []
+    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(Batches, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
+    read = dataset.read
+
+    def noted(indices: np.ndarray, out: Any = None) -> Any:
+        readers.append(threading.current_thread())
+        return read(indices, out)
+
+    monkeypatch.setattr(dataset, "read", noted)
+    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+        for _ in range(9):
+            next(batches)
+        assert readers.count(batches._thread) <= Batches.DEPTH + 2, "those that it had begun"
+        assert readers[-5:] == [threading.main_thread()] * 5
+        now += 1.0
+        next(batches)
+        wait_until_full(batches)
+        assert readers[-1] is batches._thread
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
+def test_whoever_reads_batches_come_in_their_order(steps: list[float], there: int, fails: bool) -> None:
+    now = 0.0
+
+    def sampler() -> Iterator[np.ndarray]:
+        yield from (np.array([k % 7, k % 5]) for k in range(there))
+        if fails:
+            raise OSError(5, "the storage failed")
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+        patch.setattr(Batches, "BLOCK_BYTES", 128)
+        dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
+        expected = [dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(there, len(steps)))]
+        found: list[Any] = []
+        with Batches(dataset, sampler(), CPU) as batches:
+            for step in steps:
+                try:
+                    found.append(next(batches)["tokens"].tolist())
+                except (OSError, StopIteration) as error:
+                    assert isinstance(error, OSError if fails else StopIteration)
+                    break
+                now += step
+    assert found == expected or (fails and found == expected[: len(found)])
