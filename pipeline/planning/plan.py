@@ -94,6 +94,8 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
     yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    batch, length = config.train.global_batch, config.data.sequence_length
+    yield f"a step: {batch:,} samples" + (f" of {length:,} tokens: {batch * length:,}" if facts is None else "")
     if config.train.epochs is not None:
         yield steps_words(config, config.run.root / config.run.name / "data")
     if config.data.tokenizer.kind == "file" and config.model.vocab_size is None:

@@ -157,6 +157,8 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
     config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
     text = "\n".join(plan(config))
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
+    batch, length = config.train.global_batch, config.data.sequence_length
+    assert f"a step: {batch} samples of {length} tokens: {batch * length}" in text
     assert "    5     0    1    0    1   3–3" in text
     for group in ("shard", "tensor", "pipeline"):
         assert f"{group:>10} " in text.rsplit("sends", 1)[1]
