@@ -224,7 +224,7 @@ class Checkpointer:
                 "no checkpoint is intact, and starting from zero would throw work away:\n  "
                 + "\n  ".join(damaged or left)
                 + f"\nput an intact copy of one into {self.folder} under its step-… name, or, to train from zero "
-                f"all the same, remove {self.folder}/damaged-*"
+                f"all the same, remove {self.folder}/damaged-* and the run's metrics.jsonl"
             )
         return None
 

@@ -54,23 +54,17 @@ def newest_step(folder: Path) -> int:
 
 
 def gone(run: Run) -> str | None:
-    """Which checkpoint was saved where none is left, and the ways out; None where one is, or somebody meant it.
-
-    A training begins anew without a word only where its config was corrected since, or its metrics are removed, too.
-    """
+    """Which checkpoint was saved where none is left, and the ways out; None where one is, or its metrics went, too."""
     if saved_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
         return None
-    changes = lines.read_all(run.changes, lines.change)
-    meant = max((line["time"] for line in changes if line.get("submitted")), default="")
-    saves: list[dict[str, Any]] = []
-    for event in run.read_events("train", "saved", "began_anew"):  # by their order: clocks of nodes differ
-        saves = [] if event["event"] == "began_anew" else [*saves, event]
-    saves = [event for event in saves if event["time"] > meant]
-    if not saves:
+    step = 0
+    for event in run.read_events("train", "saved", "restored", "began_anew"):  # by their order: nodes' clocks differ
+        step = 0 if event["event"] == "began_anew" else event["step"]
+    if not step:
         return None
     return (
-        f"step {saves[-1]['step']} was saved, and {run.checkpoints} has no checkpoint: purged, moved, or not "
-        f"mounted? Bring one back; or, to train from zero all the same, remove {run.metrics}"
+        f"step {step} was saved, and {run.checkpoints} has no checkpoint: purged, moved, or not mounted? Bring one "
+        f"back; or, to train from zero all the same, remove {run.metrics}"
     )
 
 

@@ -322,8 +322,6 @@ class Trainer:
             return
         if words := gone(self.run):
             raise CheckpointError(words)
-        if self.run.read_events("train", "saved"):
-            self.run.event("began_anew", "train")
 
     def _restore(self, fresh: bool) -> int:
         """Take up the newest intact checkpoint; the step it holds, 0 for a `fresh` start."""
@@ -343,7 +341,9 @@ class Trainer:
                     f"the checkpoints in {self.run.checkpoints} went away during the start; try again"
                 )
             self.engine.begin_anew()
-        if manifest is not None:
+            if self.world.first and self.run.read_events("train", "saved", "restored"):
+                self.run.event("began_anew", "train")
+        else:
             self.samples_consumed = int(manifest["samples_consumed"])
             read = partial(self.checkpointer.read, step)
             notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)

@@ -55,15 +55,18 @@ def standing(run: Run, stage: str) -> str:
     """
     if not STAGES[stage].trains:
         return stages.load(stage).progress(run).words
-    newest, repaired = max(saved_steps(run.checkpoints), default=0), 0
+    newest, repaired = 0, 0
     damaged: set[int] = set()
     for event in run.read_events(stage):
-        if event["event"] == "damaged":
+        if event["event"] == "began_anew":
+            newest = 0
+        elif event["event"] == "damaged":
             damaged.add(event["step"])
         elif event["event"] == "saved":
             newest = max(newest, event["step"])
             repaired += event["step"] in damaged
             damaged.discard(event["step"])
+    newest = max(newest, *saved_steps(run.checkpoints), 0)
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import gone, newest_step
+from pipeline.checkpoint.saved import gone, newest_step, saved_steps, set_aside
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
+from slurm.query.causes import standing
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 
@@ -45,17 +46,44 @@ def test_before_the_first_save_a_training_begins_where_it_stands(tmp_path: Path)
     run.event("began_anew", "train")
     run.metrics.write_text("{}\n")
     assert gone(run) is None
-    run.event("saved", "train", step=2, seconds=1.0)
-    assert gone(run) is not None
+    run.event("restored", "train", step=2, seconds=1.0, lost_steps=0)  # a copy was put back
+    assert "step 2 was saved" in str(gone(run))
     (run.checkpoints / "damaged-step-00000002").mkdir(parents=True)
     assert gone(run) is None, "the restore has words of its own"
 
 
-def test_a_corrected_config_means_to_begin_anew(tmp_path: Path) -> None:
+def test_what_began_anew_gets_ahead_with_each_save(tmp_path: Path) -> None:
+    """Else its first crash would end the chain: nothing new before the step that the other one had reached."""
+    run = make_run(tmp_path, overrides=STEPS)
+    run.event("saved", "train", step=50_000, seconds=1.0)
+    run.event("began_anew", "train")
+    stood = []
+    for step in (100, 200, 300):
+        stood.append(standing(run, "train"))
+        run.event("saved", "train", step=step, seconds=1.0)
+    assert len({*stood, standing(run, "train")}) == 4
+
+
+def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=STEPS)
     run.event("saved", "train", step=2, seconds=1.0)
     run.metrics.write_text("{}\n")
-    run.change(["stages.train.time=00:30:00"])
-    assert gone(run) is not None, "not resume, which may change what shapes no result"
-    corrected = Run.create(load_config(write_config(tmp_path), (*STEPS, "optimizer.lr=0.5")))
-    assert corrected.path == run.path and gone(corrected) is None
+    for key in ("stages.train.time=00:30:00", "optimizer.lr=0.5"):
+        corrected = Run.create(load_config(write_config(tmp_path), (*STEPS, key)))
+        assert corrected.path == run.path and gone(corrected) is not None
+
+
+def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
+    """Nor is it said that something began; who removes what is told begins anew."""
+    run = make_run(tmp_path, overrides=STEPS)
+    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    for step in saved_steps(run.checkpoints):
+        set_aside(run.checkpoints, step)
+    with pytest.raises(AssertionError, match=r"(?s)no checkpoint is intact.* remove .*damaged-\* and .*metrics.jsonl"):
+        run_ranks(2, stage_rank, run.path, "train")
+    assert not run.read_events("train", "began_anew")
+    for folder in run.checkpoints.glob("damaged-*"):
+        shutil.rmtree(folder)
+    run.metrics.unlink()
+    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert len(run.read_events("train", "began_anew")) == 1
