@@ -8,7 +8,8 @@ Repetitions are interleaved, each loader once per round, and a ratio is the medi
 same samples in the same order, and that is checked. A loader is compared with the raw loop that delivers the same: the
 shards' own uint16 arrays, or what a training step takes, a pair of int64 tensors (inputs, targets). Nothing consumes
 the batches: who takes them so fast reads them himself (`Batches`), and a row of its own says what it costs where the
-thread reads them all the same, which is the worst case for it, 2,560 batches in a tenth of a second.
+thread reads them all the same, which is the worst case for it, 2,560 batches in a tenth of a second. A training waits
+between its batches, so that its thread reads: this is measured with a step that sleeps, too.
 
 Besides, what an epoch asks of the file system, by strace in a process of its own; and the first batch of a run that
 begins at 90 % of an epoch of 10⁹ tokens beside that of one that begins at 0, in pairs, from making the sampler on.
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ from pipeline.data.order import sample_indices
 from pipeline.data.samples import TokenDataset
 
 SHARDS = 8
+STEP_S = 1e-3
 ASKS = "open,openat,stat,lstat,newfstatat,statx,access,fstat,lseek,getdents64,readlink"
 CPU = torch.device("cpu")
 ARRAYS, PAIRS = "uint16 array", "int64 pair"
 RAW = ("raw memmap, per sample", "raw memmap, whole batch")
+THREADED = "the same, its thread reads"
 ONCE = "raw memmap, whole batch, widened once"  # inputs and targets are views of it, as ours are
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -125,8 +128,27 @@ def loaders(spans: list[ShardEntry], flat: Path) -> dict[tuple[str, str], Callab
             DataLoader(whole_batch, batch_sampler=order.tolist(), collate_fn=lambda batch: batch)
         ),
         (PAIRS, "Sluice, sampler and `Batches`"): batches,
-        (PAIRS, "the same, its thread reads"): lambda: batches(Threaded),
+        (PAIRS, THREADED): lambda: batches(Threaded),
     }
+
+
+def beside_steps(spans: list[ShardEntry], read: Callable[[], Iterator[Pair]], repetitions: int) -> tuple[float, float]:
+    """CPU seconds of an epoch whose every batch is followed by a step that sleeps, less those of sleeping: of the raw
+    loop `read`, and of our sampler and `Batches`, whose first epoch (its memory is new) is left out. Medians."""
+    dataset = TokenDataset(spans, LENGTH)
+    sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
+    found: list[list[float]] = []
+    with Batches(dataset, sampler, CPU) as reader:
+        ours = ((batch["tokens"][:, :-1], batch["tokens"][:, 1:]) for batch in reader)
+        for _ in range(repetitions + 1):
+            found.append([])
+            for batches in (repeat(None), read(), ours):
+                start = time.process_time()
+                for _batch in islice(batches, SAMPLES // BATCH):
+                    time.sleep(STEP_S)
+                found[-1].append(time.process_time() - start)
+    idle, raw, own = (statistics.median(values) for values in zip(*found[1:], strict=True))
+    return raw - idle, own - idle
 
 
 def same(batch: Any, expected: np.ndarray) -> bool:
@@ -234,6 +256,7 @@ def main() -> None:
                 seconds[key].append(time.process_time() - start)
         opens = {opened[str(span.file)] for span in spans}
         peers = peers_of(arguments.peers, Path(folder), flat) if arguments.peers else {}
+        waiting = beside_steps(spans, all_loaders[PAIRS, RAW[1]], repetitions)
         asked, (at_0, at_90, ratio) = asked_of_the_disk(Path(folder)), first_batches(Path(folder))
     rows = []
     for (kind, name), values in seconds.items():
@@ -248,9 +271,11 @@ def main() -> None:
     next(row for row in rows if row[0].startswith("Sluice, sampler"))[-1] += (
         f"; {statistics.median(a / b for a, b in once):.2f} of it widened once"
     )
+    threaded = statistics.median(seconds[PAIRS, THREADED])
     for name, value in peers.items():
         limit = 0.25 if name.startswith("Hugging") else 0.1
-        per_sample, target = f"{value / SAMPLES * 1e6:.1f}", f"Sluice is {ours / value:.3f} of it (≤ {limit})"
+        per_sample = f"{value / SAMPLES * 1e6:.1f}"
+        target = f"Sluice is {ours / value:.3f} of it (≤ {limit}), its thread {threaded / value:.3f}"
         rows.append([name, PAIRS, f"{value:.3f}", "", per_sample, "", "", target])
     write_table(
         "loader",
@@ -261,7 +286,9 @@ def main() -> None:
         f"`benchmarks/loader.py`. torch {torch.__version__}, numpy {np.__version__}.\n\n"
         f"Of the file system an epoch asks, for the {SHARDS} shards and {SAMPLES:,} samples, in all: {asked}. "
         f"The first batch at 0 took {at_0 * 1e3:.2f} ms of CPU, at 90 % of an epoch of 10⁹ tokens "
-        f"{at_90 * 1e3:.2f} ms: {ratio:.2f} × (≤ 1.2).",
+        f"{at_90 * 1e3:.2f} ms: {ratio:.2f} × (≤ 1.2).\n\n"
+        f"With a step of {STEP_S * 1e3:g} ms asleep behind each batch, as trainings read: {waiting[1]:.3f} s for the "
+        f"epoch, the raw whole batch {waiting[0]:.3f} s: {waiting[1] / waiting[0]:.2f} ×.",
         [
             "loader",
             "delivers",

@@ -32,7 +32,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     """Check every shard once, split over the ranks. Raises InputError, on all ranks, naming the file.
 
     Type, place and length of its arrays are compared with the manifest, too: they are read as they stand there.
-    `how`: as `data.verify`. What was hashed and found right is noted with size, time and inode, and with `cached` not
+    `how`: as `data.verify`. With `cached`, what was hashed and found right is noted with size, time and inode, and not
     read again as long as it has them.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)

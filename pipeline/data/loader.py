@@ -146,7 +146,7 @@ class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
         }
 
     def _take_block(self) -> None:
-        """Wait for the next block; raise what ended the thread."""
+        """The next block; raise what ended reading."""
         if self._closed:
             raise StopIteration
         start = time.perf_counter()

@@ -3,7 +3,8 @@
 Training starts on shared storage. On each node the first rank copies file after file, hashing each on its way, and
 gives a copy its name when it is whole and has the hash of the manifest; every rank of the node looks once a second and
 reads what is there from then on. The samples are the same: where they are read changes nothing else. Whatever fails (no
-such folder, no room, a disk that breaks) is told once a node, and training goes on where it reads.
+such folder, no room, a disk that breaks, more copies than half the files that a process may open) is told once a node,
+and training goes on where it reads.
 
     DISK/sluice-KEY/users          each rank holds a shared lock on it: who gets it alone removes the folder
     DISK/sluice-KEY/SHA256-START   a copy; of a part of a file, with a hole before it, so that it stands where it stood
@@ -16,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import resource
 import shutil
 import socket
 import threading
@@ -52,6 +54,11 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         self._waiting: dict[str, list[int]] = {}
         for number, entry in enumerate(dataset.entries):
             self._waiting.setdefault(_name(entry), []).append(number)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # each copy holds a descriptor, also of a file's part
+        too_many = list(self._waiting)[most:]
+        for name in too_many:
+            del self._waiting[name]
+        self._more = {"too_many_files_by": len(too_many)} if too_many else {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sluice-local-copies", daemon=True)
         if disk is not None:
@@ -109,7 +116,13 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             size += end - start
             self._move(name)
         seconds = round(time.monotonic() - began, 1)
-        tell(files=sum(1 for _ in self._folder.glob("*-*")), bytes=size, seconds=seconds, no_room_for=left_out)
+        tell(
+            files=sum(1 for _ in self._folder.glob("*-*")),
+            bytes=size,
+            seconds=seconds,
+            no_room_for=left_out,
+            **self._more,
+        )
 
     def _copied(self, source: Path, target: Path, start: int, end: int) -> str:
         """Copy these bytes of a file; their sha256. Raises InterruptedError where this is closed meanwhile."""

@@ -202,7 +202,7 @@ def test_a_consumer_in_a_hurry_reads_himself(dataset: TokenDataset, monkeypatch:
         for _ in range(9):
             next(batches)
         assert readers.count(batches._thread) <= Batches.DEPTH + 2, "those that it had begun"
-        assert readers[-5:] == [threading.main_thread()] * 5
+        assert readers.count(threading.main_thread()) >= 9 - Batches.DEPTH - 2
         now += 1.0
         next(batches)
         wait_until_full(batches)
@@ -221,7 +221,7 @@ def test_whoever_reads_batches_come_in_their_order(steps: list[float], there: in
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-        patch.setattr(Batches, "BLOCK_BYTES", 128)
+        patch.setattr(Batches, "BLOCK_BYTES", 4 * 1024)  # of at most four batches
         dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
         expected = [dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(there, len(steps)))]
         found: list[Any] = []
@@ -233,4 +233,5 @@ def test_whoever_reads_batches_come_in_their_order(steps: list[float], there: in
                     assert isinstance(error, OSError if fails else StopIteration)
                     break
                 now += step
-    assert found == expected or (fails and found == expected[: len(found)])
+    whole = len(expected) - (3 if fails else 0)  # of the block that fails the batches before are lost
+    assert found == expected[: len(found)] and len(found) >= whole

@@ -76,6 +76,17 @@ def until(met: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def test_no_more_copies_than_descriptors(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Told = []
+    dataset = make_dataset(tmp_path / "data")
+    expected = all_of(dataset)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    with copies(dataset, tmp_path / "data", disk, told), beside(dataset, tmp_path / "data", disk) as other:
+        until(lambda: bool(told) and not other._waiting)
+        assert all_of(dataset) == expected
+    assert (told[0]["files"], told[0]["no_room_for"], told[0]["too_many_files_by"]) == (2, 0, 1)
+
+
 def all_of(dataset: TokenDataset) -> list[list[int]]:
     return [list(row) for row in dataset.read(np.arange(len(dataset)))["tokens"].tolist()]
 
