@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
         found = find_run(asked.target, asked.overrides, place)
         if not watched:  # the supervisor asked already
             found.refuse_foreign()
+            found.refuse_cancelled()
         run = found
         if not watched and place.rank == 0:
             if run.lock(asked.stage) is None:

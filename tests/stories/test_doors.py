@@ -370,6 +370,9 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> Non
     assert process.returncode == Exit.STOPPED
     again = submit(tmp_path, "tiny.yaml")
     assert again.returncode == Exit.USER_ERROR and "was cancelled" in again.stderr
+    command = [sys.executable, "-m", "pipeline", "train", str(run)]  # as a template without a supervisor has it
+    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
+    assert by_hand.returncode == Exit.USER_ERROR and "was cancelled" in by_hand.stderr
     assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
