@@ -8,7 +8,8 @@ found by its absence (slurm/supervise/failures.py).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
 times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a
-collective may take before it fails by itself.
+collective may take before it fails by itself. Time in which the whole process stood (Slurm suspended the job) is not
+counted.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
 
 LEAST_S, TIMES, MOST_S = 300.0, 20.0, 6000.0
+LATE_S = 1.0
+"""A thread that wakes later than so was stopped with its process (`scontrol suspend`): that time counts for nothing."""
 OTHERS_S = 3.0
 """How long, beyond the longest step, a rank that noticed waits before it leaves: the others then write their files, too
 (one that is stuck early in a step has been in its phase for longer than those that wait for it)."""
@@ -85,10 +88,14 @@ class Watchdog:
         return self.limits.hang_s or min(MOST_S, max(LEAST_S, TIMES * self._longest_s))
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, self.limit_s("step") / 4)):
+        stood, looked, seen = 0.0, time.monotonic(), self._now
+        while not self._closed.wait(every := min(1.0, self.limit_s("step") / 4)):
             self.flag.look()
-            step, number, phase, since = self._now
-            seconds = time.monotonic() - since
+            now, last = time.monotonic(), looked
+            stood = (stood if seen is self._now else 0.0) + max(0.0, now - last - every - LATE_S)
+            looked, seen = now, self._now
+            step, number, phase, since = seen
+            seconds = now - since - stood
             if seconds > self.limit_s(phase):
                 report = threading.Thread(target=self._report, args=(step, number, phase, seconds), daemon=True)
                 report.start()
