@@ -90,6 +90,12 @@ class StorageError(UserError):
     code = Exit.STORAGE
 
 
+class LostMountError(StorageError):
+    """This node lost its connection to a parallel file system, or its disk failed; other nodes may be well."""
+
+    code = Exit.BAD_NODE
+
+
 class NonFiniteError(UserError):
     """A loss or gradient that is not a number."""
 
@@ -128,7 +134,11 @@ _STORAGE_ERRNOS = {
     errno.ENFILE: "too many files are open on this machine: try again later, or on another one",
     errno.EIO: "input/output error: the storage itself failed",
     errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
+    errno.ENOTCONN: "the file system's server is not connected",
+    errno.ESHUTDOWN: "the file system's server has evicted this node",
 }
+LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+"""What a node answers that lost its connection to a parallel file system."""
 
 
 def refuse_no_more_files(error: BaseException) -> None:
@@ -151,8 +161,10 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
         if isinstance(seen, StorageError):
             return seen
         if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
-            where = seen.filename or path or "a file of the run"
-            return StorageError(f"cannot use {where}: {_STORAGE_ERRNOS[seen.errno]}")
+            name = seen.filename or path
+            if name or seen.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):  # sockets' errors, too, but without a name
+                kind = LostMountError if seen.errno in LOST_MOUNT else StorageError
+                return kind(f"cannot use {name or 'a file of the run'}: {_STORAGE_ERRNOS[seen.errno]}")
         if isinstance(seen, shutil.Error) and isinstance(seen.args[0], list):  # copytree: all files' errors, as text
             for source, copy, words in seen.args[0]:
                 number = re.match(r"\[Errno (\d+)\]", words)

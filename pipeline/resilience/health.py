@@ -8,7 +8,6 @@ training's own group. A node that fails is a NodeError: the supervisor notes it,
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from socket import gethostname
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import NodeError, PeerLostError, StorageError
+from pipeline.base.errors import LOST_MOUNT, NodeError, PeerLostError, StorageError
 from pipeline.base.place import Place
 from pipeline.comm import groups
 from pipeline.run.directory import Run
@@ -30,8 +29,6 @@ PATIENCE = 3 * TOGETHER
 """How long the others wait for rank 0, which may be waiting itself: the time-out of their group."""
 LEAST_FREE_BYTES, LEAST_FREE_INODES = 16 << 20, 100
 _SIZE = 256
-_LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
-"""What a node answers that lost its connection to a parallel file system; others may be well."""
 
 
 def check(run: Run, place: Place, world: groups.World) -> None:
@@ -75,7 +72,7 @@ def _check_files(run: Run, host: str) -> None:
         if file.read_bytes() != content:
             raise NodeError(f"{host}: what is read from {run.path} is not what was written")
     except OSError as error:
-        if error.errno in _LOST_MOUNT:
+        if error.errno in LOST_MOUNT:
             raise NodeError(f"{host}: {run.path} cannot be used there: {error}") from error
         raise
     finally:

@@ -21,6 +21,7 @@ from pipeline.checkpoint.saved import newest_step, saved_steps, step_name
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.run.failure import explain
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank, write_config
 from tests.train.test_exact import STEPS, interrupted, lines, new_run
@@ -208,6 +209,20 @@ def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
         raised(RuntimeError("[enforce fail at inline_container.cc]"), False),
     ):
         assert "cannot use some/file: permission denied" in str(storage_error(found))
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [
+        (errno.ESHUTDOWN, "runs/a", Exit.BAD_NODE),  # as of a Lustre client that was evicted
+        (errno.EIO, None, Exit.BAD_NODE),
+        (errno.ENOTCONN, None, Exit.CRASHED),  # a socket's
+        (errno.ENOSPC, "runs/a", Exit.STORAGE),
+    ],
+)
+def test_a_node_that_lost_its_file_system_is_a_bad_node(number: int, name: str | None, code: Exit) -> None:
+    found, message = explain(OSError(number, os.strerror(number), name))
+    assert found == code and (name is None or name in message)
 
 
 def test_a_typo_in_the_config_is_one_message(tmp_path: Path) -> None:
