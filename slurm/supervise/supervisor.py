@@ -34,8 +34,13 @@ from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
 from slurm.track.beside import followers
 
 POLL_S = 0.05
+LOCK_POLL_S = 1.0
+"""Each look is work for the file system's server."""
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
+LOCK_WAIT_S = 900.0
+"""How long to wait for the ranks of the attempt before, which Slurm holds for ended: one may hang in the kernel, on a
+file system that is away, and the locks of a node that died may go late."""
 ANSWER_WAIT_S = 600.0
 """How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
 STOP_GRACE_S = 600.0
@@ -69,17 +74,32 @@ class Supervisor:
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
-        run, stage = self.run, self.stage
-        # on Slurm the run of this job before it may still be ending; here, somebody else is at work
-        lock = run.lock(stage, self.task, self.row.patience_s if self.on_slurm else 1.0)
-        if lock is None:
-            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        run, stage, lock = self.run, self.stage, self._lock()
         with nullcontext() if self._one_of_many() else followers(run, stage, self.nodes, self.on_slurm):
             ended, progress = self._attempts(lock)
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
             return ended.code if progress is None else self._leave(ended, progress)
 
-    def _attempts(self, lock: int) -> tuple[Ended, bool | None]:
+    def _lock(self) -> int | None:
+        """The stage's lock; None where the attempt that this job is to go on from keeps it, or a stop comes meanwhile.
+
+        Raises UserError where somebody else has it.
+        """
+        run, stage, job = self.run, self.stage, self.place.job_id or ""
+        before = job if self.place.restart_count else causes.predecessor_of(run, stage, job)
+        last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
+        goes_on = self.batch and last is not None and last == before
+        patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
+        lock, deadline = run.lock(stage, self.task), time.monotonic() + patience_s
+        while lock is None and time.monotonic() < deadline and not (goes_on and (self.flag or _request(run))):
+            time.sleep(LOCK_POLL_S)
+            lock = run.lock(stage, self.task, 0.0)
+        if lock is None and not goes_on:
+            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        return lock
+
+    def _attempts(self, lock: int | None) -> tuple[Ended, bool | None]:
         """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
         None where it ends here."""
         run, stage = self.run, self.stage
@@ -114,8 +134,8 @@ class Supervisor:
             self._write_goes_on("retried", ended.code, progress)
             print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
 
-    def _attempt(self, lock: int, before: str) -> Ended:
-        """Start the ranks, once, and tell how that ended. `before`: how the stage stood."""
+    def _attempt(self, lock: int | None, before: str) -> Ended:
+        """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
         size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
         if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
@@ -125,6 +145,8 @@ class Supervisor:
             "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(), slurm_job=place.job_id,
             restarts=place.restart_count, standing=before, **self.identity,
         )  # fmt: skip
+        if lock is None:
+            return self._locked_out(attempt)
         for report in reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
@@ -154,6 +176,16 @@ class Supervisor:
         elif self.on_slurm:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
+        return ended
+
+    def _locked_out(self, attempt: int) -> Ended:
+        """The attempt before did not let go: a person or Slurm stopped the wait, or its node is taken for dead."""
+        asked = _take_request(self.run) or self.flag.reason
+        holder = self.run.holder(self.stage) or "nobody any more"
+        message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
+        facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
+        ended = Ended(Exit.STOPPED if asked else Exit.NODE_FAILURE, asked, facts)
+        self._ask_slurm(ended)
         return ended
 
     def _one_of_many(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import write_json
 from pipeline.base.place import TIME_LEFT
 from pipeline.base.signals import StopFlag
@@ -192,3 +192,93 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
     told = run.read_events("train")[-1]
     assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
     assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]
+
+
+class Clock:
+    """Hours that pass at once, in a supervisor's eyes: `act` is called with each second that it slept until."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[float], None] = lambda second: None) -> None:
+        self.now, self.slept, self.act = 0.0, list[float](), act
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+        self.act(self.now)
+
+
+def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0) -> list[Any]:
+    """Make it one of a batch job; what it did with what waits for that, and how it left for another attempt."""
+    did: list[Any] = []
+    one.on_slurm = one.batch = True
+    one.nodes, one.job = ("n1",), job
+    one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
+    monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda *words: None)
+    monkeypatch.setattr(supervisor.topology, "mismatch", lambda *words: None)
+    monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
+    monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
+    monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
+
+    def leave(self: Supervisor, ended: supervisor.Ended, progress: bool) -> Exit:
+        did.append((ended.code.name, progress))
+        return ended.code
+
+    monkeypatch.setattr(Supervisor, "_leave", leave)
+    return did
+
+
+@pytest.mark.parametrize("kind", ["requeued", "successor"])
+def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its process hangs in the kernel, say: nothing that waits may be cancelled for that."""
+    before, job = ("5", "5") if kind == "requeued" else ("5", "6")
+    run.event("started", "train", attempt=1, slurm_job=before, job_id=before, restarts=0, standing="step 0")
+    if kind == "successor":
+        run.event("submitted", "train", job_id=job, executor="slurm", after=[before], kind="afternotok")
+    assert run.lock("train") is not None
+    one = supervised(run, monkeypatch, start=lambda *words: pytest.fail("no two at once"))
+    did, clock = in_job(one, monkeypatch, job, restarts=int(kind == "requeued")), Clock(monkeypatch)
+    assert one.supervise() == Exit.NODE_FAILURE
+    assert did == [("NODE_FAILURE", False)], "back into the queue, nothing cancelled"
+    assert 900 <= clock.now < 910 and min(clock.slept) >= 1.0, "a flock is a request to the file system's server"
+    told = run.read_events("train")[-1]
+    assert (told["event"], told["cause"], told["attempt"]) == ("failed", "node_failure", 2)
+    assert f"pid {os.getpid()}" in told["message"] and not told.get("final")
+
+
+def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    held = run.lock("train") or 0
+    one = supervised(run, monkeypatch, code=Exit.OUT_OF_MEMORY)
+    did = in_job(one, monkeypatch, "5", restarts=1)
+    clock = Clock(monkeypatch, lambda second: os.close(held) if second == 600 else None)
+    assert one.supervise() == Exit.OUT_OF_MEMORY, "of ranks that started"
+    assert 600 <= clock.now < 605 and "no ranks were started" not in run.read_events("train")[-1]["message"]
+    assert did == ["cancelled what waits"], "as after any lack of memory without a new checkpoint"
+
+
+def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    assert run.lock("train") is not None
+    one = supervised(run, monkeypatch)
+    did, clock = in_job(one, monkeypatch, "5", restarts=1), Clock(monkeypatch, lambda second: one.flag._set(15))
+    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == [("STOPPED", False)]
+    one = supervised(run, monkeypatch)
+    did, clock = in_job(one, monkeypatch, "5", restarts=2), Clock(monkeypatch, lambda second: run.stop_file.touch())
+    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == ["cancelled what waits"]
+    assert run.read_events("train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
+
+
+def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requeued or not: the attempt that holds it is none of this job's."""
+    run.event("started", "train", attempt=1, slurm_job="9", job_id="9", restarts=0, standing="step 0")
+    assert run.lock("train") is not None
+    for restarts in (0, 1):
+        one = supervised(run, monkeypatch)
+        in_job(one, monkeypatch, "5", restarts)
+        clock = Clock(monkeypatch)
+        with pytest.raises(UserError, match="already running"):
+            one.supervise()
+        assert 60 <= clock.now < 70 and len(run.read_events("train")) == 1
