@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ file system that is away, and the locks of a node that died may go late."""
 ANSWER_WAIT_S = 600.0
 """How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
 STOP_GRACE_S = 600.0
-"""How long the ranks may take to save and leave once they were asked to."""
+"""How long the ranks may take to leave once they were asked to, beside the save (`recovery.save_s`)."""
 PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
@@ -208,7 +209,7 @@ class Supervisor:
         gone: list[Left] = []
         failed: list[Left] = []
         asked: str | None = None
-        deadline, next_look = math.inf, 0.0
+        deadline, next_look, grace_s = math.inf, 0.0, STOP_GRACE_S + run.config.recovery.save_s
         while ranks.running:
             clock = time.monotonic()
             if asked is None and clock >= next_look:
@@ -216,7 +217,7 @@ class Supervisor:
                 asked = _request(run) or self.flag.reason
                 if asked is not None:
                     ranks.send(signal.SIGTERM)
-                    deadline = min(deadline, clock + STOP_GRACE_S)
+                    deadline = min(deadline, clock + grace_s)
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
             if self.batch and self.row.trains:
@@ -227,7 +228,7 @@ class Supervisor:
             if clock >= deadline:
                 ranks.kill()
                 if not failed:
-                    words = f"the ranks were asked to stop, had not left after {STOP_GRACE_S:.0f} s, and were killed"
+                    words = f"the ranks were asked to stop, had not left after {grace_s:.0f} s, and were killed"
                     return Ended(Exit.HANG, asked, {"message": words})
             time.sleep(POLL_S)
         if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
@@ -257,7 +258,8 @@ class Supervisor:
         if self.on_slurm and asked not in attempts.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id or "")
             more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
-        self._tell("stopping", by=asked, **more)
+        with suppress(OSError):  # the ranks may still save
+            self._tell("stopping", by=asked, **more)
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         return causes.cause_in_slurm(code, facts, self.place, ",".join(self.nodes), self.since, self.run.config.site)
@@ -346,11 +348,20 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
         raise
 
 
+@cache
+def _say_once(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
 def _request(run: Run) -> str | None:
-    """A person's request in the run directory."""
-    if run.cancelled_file.exists():
-        return "cancelled"
-    return "stop file" if run.stop_file.exists() else None
+    """A person's request in the run directory; None where the file system does not say: that is no reason to stop."""
+    try:
+        if run.cancelled_file.exists():
+            return "cancelled"
+        return "stop file" if run.stop_file.exists() else None
+    except OSError as error:
+        _say_once(f"cannot see whether a stop was asked for; looking again and again ({error})")
+        return None
 
 
 def _take_request(run: Run) -> str | None:
@@ -358,9 +369,8 @@ def _take_request(run: Run) -> str | None:
 
     Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
     """
-    try:
+    stop = None
+    with suppress(OSError):
         run.stop_file.unlink()
         stop = "stop file"
-    except FileNotFoundError:
-        stop = None
-    return "cancelled" if run.cancelled_file.exists() else stop
+    return "cancelled" if _request(run) == "cancelled" else stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pipeline.run.failure import report_error
 from pipeline.run.stages import Progress
 from slurm.query.job import JobFacts
 from slurm.query.states import JobState
-from slurm.supervise import supervisor
+from slurm.supervise import evaluations, succession, supervisor
 from slurm.supervise.launch import Left
 from slurm.supervise.supervisor import Supervisor
 from tests.support.ranks import place
@@ -102,7 +103,6 @@ def test_what_waits_in_vain_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
 ) -> None:
     from slurm.query import states
-    from slurm.supervise import succession
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
         run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
@@ -132,7 +132,6 @@ def test_what_waits_in_vain_is_cancelled(
 
 def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from slurm.submit import sbatch
-    from slurm.supervise import succession
 
     for stage, job, kind, after in (
         ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
@@ -282,3 +281,94 @@ def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pyte
         with pytest.raises(UserError, match="already running"):
             one.supervise()
         assert 60 <= clock.now < 70 and len(run.read_events("train")) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
+def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """As of a Lustre client that was evicted: the ranks, on other nodes, may have seen nothing of it."""
+    stat, away = Path.stat, [True]
+
+    def evicted(self: Path, **options: Any) -> os.stat_result:
+        if away[0] and self in (run.stop_file, run.cancelled_file):
+            raise OSError(number, os.strerror(number), str(self))
+        return stat(self, **options)
+
+    one = supervised(run, monkeypatch, looks=30, code=Exit.DONE, act=lambda look: away.append(away.pop() and look < 30))
+    monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: "no" if away[0] else None))
+    monkeypatch.setattr(Path, "stat", evicted)
+    monkeypatch.setattr(Run, "refuse_cancelled", lambda self: None)  # which was before
+    assert one.supervise() == Exit.DONE
+    assert capsys.readouterr().err.count("whether a stop was asked for") == 1, "said once"
+
+
+def test_a_stop_is_passed_on_though_its_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tell = supervised(run, monkeypatch), Supervisor._tell
+
+    def full(self: Supervisor, event: str, **facts: Any) -> None:
+        if event == "stopping":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        tell(self, event, **facts)
+
+    monkeypatch.setattr(Supervisor, "_tell", full)
+    one.flag._set(15)
+    assert one.supervise() == Exit.STOPPED
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(2300.0, Exit.STOPPED), (2600.0, Exit.HANG)])
+def test_ranks_that_were_asked_to_stop_may_save_for_as_long_as_a_save_may_take(
+    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: Exit
+) -> None:
+    """`recovery.save_s` is 1800: beyond it the ranks themselves call it a hang (pipeline/resilience/watchdog.py)."""
+    clock = Clock(monkeypatch)
+    one = supervised(run, monkeypatch, looks=20, act=lambda look: clock.sleep(seconds / 20))
+    one.flag._set(15)
+    assert one.supervise() == code
+    assert code == Exit.STOPPED or "2400 s" in run.read_events("train")[-1]["message"]
+
+
+def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, clock, tried = evaluations.Evaluations(run), Clock(monkeypatch), list[float]()
+    fails: list[Exception] = [
+        UserError("sbatch refused"), FileNotFoundError(2, "no sbatch"), RuntimeError("no sense"), OSError(116, "stale"),
+        OSError(116, "stale"),
+    ]  # fmt: skip
+
+    def submit(*words: Any, **more: Any) -> None:
+        tried.append(clock.now)
+        if fails:
+            raise fails.pop(0)
+
+    monkeypatch.setattr(evaluations, "time", supervisor.time)
+    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
+    monkeypatch.setattr(evaluations, "steps_of", lambda *words: 9)
+    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
+    one.wanted = True
+    while clock.now < 7200:
+        one.look()
+        clock.sleep(1.0)
+    assert tried == [0, 60, 180, 420, 900, 1860], "a minute later, then ever later, until it goes"
+    told = [e["message"] for e in run.read_events("evaluate", "evaluation_not_submitted")]
+    assert [words.split(":")[0] for words in told] == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
+
+
+def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.event("submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
+    refused, submitted = [UserError("sbatch refused the job: too many jobs")], list[Any]()
+
+    def submit(run: Run, stage: str, after: list[str], *, kind: str) -> None:
+        if refused:
+            raise refused.pop()
+        submitted.append((stage, after, kind))
+
+    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {})
+    monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
+    assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
+    assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
+    assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
