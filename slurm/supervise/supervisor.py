@@ -42,8 +42,11 @@ REQUEUED_WAIT_S = 120.0
 LOCK_WAIT_S = 900.0
 """How long to wait for the ranks of the attempt before, which Slurm holds for ended: one may hang in the kernel, on a
 file system that is away, and the locks of a node that died may go late."""
-ANSWER_WAIT_S = 600.0
-"""How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
+ANSWER_WAIT_S, NEAR_END_S = 3600.0, 300.0
+"""How long at least, and until when before the job's time ends, to ask a controller that does not answer whether the
+job was cancelled, before it is requeued."""
+ANSWER_POLL_S = 60.0
+"""The longest pause between two such questions."""
 STOP_GRACE_S = 600.0
 """How long the ranks may take to leave once they were asked to, beside the save (`recovery.save_s`)."""
 PEERS_LEAVE_S = 5.0
@@ -307,7 +310,7 @@ class Supervisor:
         killed.
         """
         job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
-        facts = slurm_job.job_facts(job, ANSWER_WAIT_S)
+        facts, asked_s = self._facts_at_last(signals)
         exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         way = causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
@@ -315,11 +318,16 @@ class Supervisor:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             ended, why_not = Ended(Exit.CANCELLED, facts={"message": message}), ""
         elif way == Way.UNKNOWN:
-            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
+            why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
         elif way == Way.SUCCESSOR and not self._one_of_many():
             why_not = succession.hand_over(self.run, self.stage, job)
         elif way == Way.REQUEUE and not slurm_job.requeue(job, restarts, exclude):
-            why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
+            answers = slurm_job.job_facts(job) is not None
+            if answers != (facts is not None):  # the controller came or went in between
+                return self._leave(ended, progress)
+            why_not = f"Slurm did not answer for {asked_s:.0f} s, and so could not be asked to requeue the job"
+            if answers:
+                why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
         if why_not is not None:
             self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
@@ -327,10 +335,25 @@ class Supervisor:
         by_slurm = {"by": "slurm"} if way in (Way.BACK, Way.LEAVE) else {}
         event = "handed_over" if way == Way.SUCCESSOR else "requeued"
         self._write_goes_on(event, ended.code, progress, **by_slurm)
-        deadline = time.monotonic() + (REQUEUED_WAIT_S if way in (Way.BACK, Way.REQUEUE) else 0)
-        while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
-            time.sleep(POLL_S)
+        if way in (Way.BACK, Way.REQUEUE):
+            self._rest(REQUEUED_WAIT_S, signals)  # Slurm ends this run of the job with TERM
         return ended.code
+
+    def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobFacts | None, float]:
+        """What Slurm says of the job, asked until it answers; for how many seconds that was. A signal, as a controller
+        that is back sends, is a reason to ask at once."""
+        job, began, pause_s = self.place.job_id or "", time.monotonic(), 0.5
+        until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
+        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < until:
+            self._rest(pause_s, signals)
+            pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.count
+        return facts, time.monotonic() - began
+
+    def _rest(self, seconds: float, signals: int) -> None:
+        """Wait so long, or until there were more than so many signals."""
+        deadline = time.monotonic() + seconds
+        while self.flag.count == signals and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def leave_nothing_waiting(self, *, done: bool) -> None:
         """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -210,7 +211,7 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     """Make it one of a batch job; what it did with what waits for that, and how it left for another attempt."""
     did: list[Any] = []
     one.on_slurm = one.batch = True
-    one.nodes, one.job = ("n1",), job
+    one.nodes, one.job = ["n1"], job
     one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda *words: None)
@@ -372,3 +373,86 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
     assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
     assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
     assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "words"), [("exit 1", "it did not say why"), ("echo accepted, perhaps", "accepted, perhaps")]
+)
+def test_an_sbatch_that_says_little_is_a_refusal_in_words(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, words: str
+) -> None:
+    from slurm.submit.sbatch import submit
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    with pytest.raises(UserError, match=words):
+        submit(run, "train", [], kind="afternotok")
+
+
+RUNNING = JobFacts("RUNNING", 0, False, None, True)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "back_s", "ends"),
+    [
+        (None, 3000.0, "requeued"), (None, math.inf, "did not answer for 36"), (600.0, 3000.0, "requeued"),
+        (36000.0, 30000.0, "requeued"), (36000.0, math.inf, "did not answer for 357"),
+    ],
+)  # fmt: skip
+def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, left_s: float | None, back_s: float, ends: str
+) -> None:
+    """An hour at least: without a controller the job's limit is not kept. Only one that answers can refuse."""
+    clock, asked = Clock(monkeypatch), list[float]()
+
+    def facts(*words: object) -> JobFacts | None:
+        asked.append(clock.now)
+        return RUNNING if clock.now >= back_s else None
+
+    one = supervised(run, monkeypatch)
+    one.place, one.ends = replace(place(0, 1, 1), job_id="5"), left_s
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", facts)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: clock.now >= back_s)
+    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    told = run.read_events("train")[-1]
+    assert ends in f"{told['event']} {told.get('message')}"
+    assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
+
+
+def test_a_signal_wakes_who_waits_for_the_controller(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is back ends at once a job whose time is over: KILL comes half a minute behind TERM."""
+    one = supervised(run, monkeypatch)
+
+    def signal_at_1000(second: float) -> None:
+        if second >= 1000 and not one.flag.count:
+            one.flag._handle(15, None)
+
+    clock = Clock(monkeypatch, signal_at_1000)
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: RUNNING if clock.now >= 1000 else None)
+    assert one._facts_at_last(0)[0] == RUNNING and clock.now < 1001
+
+
+def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, clock, requeues = supervised(run, monkeypatch), Clock(monkeypatch), list[float]()
+    one.place = replace(place(0, 1, 1), job_id="5")
+
+    def requeue(*words: object) -> bool:
+        requeues.append(clock.now)
+        return clock.now >= 1000
+
+    away = lambda: bool(requeues) and clock.now < 1000  # noqa: E731
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: None if away() else RUNNING)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: False)
+    one._leave(supervisor.Ended(Exit.CRASHED), True)
+    assert "refused to requeue" in run.read_events("train")[-1]["message"]
