@@ -158,8 +158,10 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
         return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"{stage}: sbatch refused the job: {_reason(error)}") from error
+    except submitit.core.utils.FailedSubmissionError as error:
+        raise UserError(f"{stage}: {str(error).splitlines()[0]}") from error
 
 
 def _reason(error: Exception) -> str:
     """The lines of sbatch's own complaint."""
-    return "; ".join(SBATCH_ERROR.findall(str(error))) or str(error).splitlines()[-1]
+    return "; ".join(SBATCH_ERROR.findall(str(error))) or (str(error).splitlines() or ["it did not say why"])[-1]

@@ -7,7 +7,9 @@ what is left; nothing depends on these.
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.saved import saved_steps
@@ -16,6 +18,8 @@ from pipeline.run.directory import Run
 from slurm.query.states import claims, query, since_submitted
 
 LOOK_EVERY_S = 2.0
+AGAIN_S, AGAIN_AT_MOST_S = 60.0, 3600.0
+"""How long after a look that failed the next one comes: twice as long after each that fails in a row."""
 
 
 class Evaluations:
@@ -26,7 +30,7 @@ class Evaluations:
         self.wanted = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
         before = [e for e in run.read_events("evaluate", "submitted") if "step" in e]
         self._last_step = max((int(e["step"]) for e in before), default=0)
-        self._next = 0.0
+        self._next, self._again_s, self._told = 0.0, AGAIN_S, ""
 
     def one_of_many(self, job_id: str) -> bool:
         """Whether a job is such an evaluation: another checkpoint may have come while it ran, and that is no fault."""
@@ -36,10 +40,23 @@ class Evaluations:
         return "step" in since_submitted(told, job_id)[0]
 
     def look(self) -> None:
-        """Submit one job if there is a new checkpoint; called often, looks seldom."""
+        """Submit one job if there is a new checkpoint; called often, looks seldom. What fails is tried again later."""
         if not self.wanted or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LOOK_EVERY_S
+        try:
+            self._submit_newest()
+            self._again_s = AGAIN_S
+        except Exception as error:  # some sites take no jobs from compute nodes; whatever it is, the training goes on
+            self._next, self._again_s = time.monotonic() + self._again_s, min(2 * self._again_s, AGAIN_AT_MOST_S)
+            message = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
+            if message != self._told:
+                self._told = message
+                print(f"no evaluation could be submitted; trying again later: {message}", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    self.run.event("evaluation_not_submitted", "evaluate", message=message)
+
+    def _submit_newest(self) -> None:
         newest = next(iter(saved_steps(self.run.checkpoints)), 0)
         if not self._last_step < newest < (steps_of(self.run.config, self.run.data) or 0):
             return
@@ -47,10 +64,5 @@ class Evaluations:
 
         last = [one for event, one in claims(self.run) if event["stage"] == "evaluate" and "step" in event][-1:]
         after = [job.job_id for job in query(last).values() if job.active]
-        try:
-            submit(self.run, "evaluate", after, kind="afterany", step=newest)
-        except UserError as error:  # some sites take no jobs from compute nodes; the chain's evaluation does it all
-            self.wanted = False
-            self.run.event("evaluation_not_submitted", "evaluate", step=newest, message=str(error))
-            return
+        submit(self.run, "evaluate", after, kind="afterany", step=newest)
         self._last_step = newest

@@ -17,6 +17,8 @@ waits for it, with and without requeue. `resume` submits those again.
 
 from __future__ import annotations
 
+import sys
+
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.place import Place
 from pipeline.run.directory import Run
@@ -61,10 +63,9 @@ def _claims(run: Run) -> dict[str, Claim]:
 def take_over(run: Run, stage: str, place: Place) -> str | None:
     """What a successor does first; a reason where it must not go on. Nothing in a job that is none.
 
-    Its own successor is submitted before anything else: this job, too, may die at any moment.
+    Its own successor is submitted before anything else: this job, too, may die at any moment. Where Slurm takes none
+    now, the job trains all the same, and asks once more when it is stopped (:func:`hand_over`).
     """
-    from slurm.submit.sbatch import submit
-
     job = place.job_id or ""
     if (predecessor := predecessor_of(run, stage, job)) is None:
         return None
@@ -74,8 +75,8 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
     waiting = _waiting(run, predecessor, further=False)
     children = [waits.job_id for waits, kind in waiting if kind != "afternotok"]
-    if place.restart_count == 0:
-        submit(run, stage, [job], kind="afternotok")
+    if place.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
+        print(f"{stage}: {why_not}; asking again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
         states.call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
@@ -83,7 +84,7 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
 
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
-    """See to it that `job`, about to end, has a successor; the reason where Slurm takes no job from here."""
+    """See to it that `job` has a successor; the reason where Slurm takes no job from here."""
     from slurm.submit.sbatch import submit
 
     told = since_submitted(run.read_events(stage, "submitted"), job)
@@ -91,7 +92,7 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
         return None
     try:
         submit(run, stage, [job], kind="afternotok")
-    except UserError as error:
+    except (UserError, OSError) as error:
         return f"no successor could be submitted ({error})"
     return None
 

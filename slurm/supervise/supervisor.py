@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,20 @@ from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
 from slurm.track.beside import followers
 
 POLL_S = 0.05
+LOCK_POLL_S = 1.0
+"""Each look is work for the file system's server."""
 REQUEST_POLL_S = 0.5
 REQUEUED_WAIT_S = 120.0
-ANSWER_WAIT_S = 600.0
-"""How long to ask a controller that does not answer whether the job was cancelled, before it is requeued."""
+LOCK_WAIT_S = 900.0
+"""How long to wait for the ranks of the attempt before, which Slurm holds for ended: one may hang in the kernel, on a
+file system that is away, and the locks of a node that died may go late."""
+ANSWER_WAIT_S, NEAR_END_S = 3600.0, 300.0
+"""How long at least, and until when before the job's time ends, to ask a controller that does not answer whether the
+job was cancelled, before it is requeued."""
+ANSWER_POLL_S = 60.0
+"""The longest pause between two such questions."""
 STOP_GRACE_S = 600.0
-"""How long the ranks may take to save and leave once they were asked to."""
+"""How long the ranks may take to leave once they were asked to, beside the save (`recovery.save_s`)."""
 PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
@@ -69,17 +78,32 @@ class Supervisor:
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
-        run, stage = self.run, self.stage
-        # on Slurm the run of this job before it may still be ending; here, somebody else is at work
-        lock = run.lock(stage, self.task, self.row.patience_s if self.on_slurm else 1.0)
-        if lock is None:
-            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        run, stage, lock = self.run, self.stage, self._lock()
         with nullcontext() if self._one_of_many() else followers(run, stage, self.nodes, self.on_slurm):
             ended, progress = self._attempts(lock)
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
             return ended.code if progress is None else self._leave(ended, progress)
 
-    def _attempts(self, lock: int) -> tuple[Ended, bool | None]:
+    def _lock(self) -> int | None:
+        """The stage's lock; None where the attempt that this job is to go on from keeps it, or a stop comes meanwhile.
+
+        Raises UserError where somebody else has it.
+        """
+        run, stage, job = self.run, self.stage, self.place.job_id or ""
+        before = job if self.place.restart_count else causes.predecessor_of(run, stage, job)
+        last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
+        goes_on = self.batch and last is not None and last == before
+        patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
+        lock, deadline = run.lock(stage, self.task), time.monotonic() + patience_s
+        while lock is None and time.monotonic() < deadline and not (goes_on and (self.flag or _request(run))):
+            time.sleep(LOCK_POLL_S)
+            lock = run.lock(stage, self.task, 0.0)
+        if lock is None and not goes_on:
+            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+        return lock
+
+    def _attempts(self, lock: int | None) -> tuple[Ended, bool | None]:
         """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
         None where it ends here."""
         run, stage = self.run, self.stage
@@ -114,8 +138,8 @@ class Supervisor:
             self._write_goes_on("retried", ended.code, progress)
             print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
 
-    def _attempt(self, lock: int, before: str) -> Ended:
-        """Start the ranks, once, and tell how that ended. `before`: how the stage stood."""
+    def _attempt(self, lock: int | None, before: str) -> Ended:
+        """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
         size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
         if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
@@ -125,6 +149,8 @@ class Supervisor:
             "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(), slurm_job=place.job_id,
             restarts=place.restart_count, standing=before, **self.identity,
         )  # fmt: skip
+        if lock is None:
+            return self._locked_out(attempt)
         for report in reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
@@ -156,6 +182,16 @@ class Supervisor:
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
 
+    def _locked_out(self, attempt: int) -> Ended:
+        """The attempt before did not let go: a person or Slurm stopped the wait, or its node is taken for dead."""
+        asked = _take_request(self.run) or self.flag.reason
+        holder = self.run.holder(self.stage) or "nobody any more"
+        message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
+        facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
+        ended = Ended(Exit.STOPPED if asked else Exit.NODE_FAILURE, asked, facts)
+        self._ask_slurm(ended)
+        return ended
+
     def _one_of_many(self) -> bool:
         """Whether another job does what this one leaves: behind a task of shard, or one checkpoint's evaluation."""
         return self.task is not None or self.evaluations.one_of_many(self.job)
@@ -176,7 +212,7 @@ class Supervisor:
         gone: list[Left] = []
         failed: list[Left] = []
         asked: str | None = None
-        deadline, next_look = math.inf, 0.0
+        deadline, next_look, grace_s = math.inf, 0.0, STOP_GRACE_S + run.config.recovery.save_s
         while ranks.running:
             clock = time.monotonic()
             if asked is None and clock >= next_look:
@@ -184,7 +220,7 @@ class Supervisor:
                 asked = _request(run) or self.flag.reason
                 if asked is not None:
                     ranks.send(signal.SIGTERM)
-                    deadline = min(deadline, clock + STOP_GRACE_S)
+                    deadline = min(deadline, clock + grace_s)
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
             if self.batch and self.row.trains:
@@ -195,7 +231,7 @@ class Supervisor:
             if clock >= deadline:
                 ranks.kill()
                 if not failed:
-                    words = f"the ranks were asked to stop, had not left after {STOP_GRACE_S:.0f} s, and were killed"
+                    words = f"the ranks were asked to stop, had not left after {grace_s:.0f} s, and were killed"
                     return Ended(Exit.HANG, asked, {"message": words})
             time.sleep(POLL_S)
         if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
@@ -225,7 +261,8 @@ class Supervisor:
         if self.on_slurm and asked not in attempts.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id or "")
             more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
-        self._tell("stopping", by=asked, **more)
+        with suppress(OSError):  # the ranks may still save
+            self._tell("stopping", by=asked, **more)
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         return causes.cause_in_slurm(code, facts, self.place, ",".join(self.nodes), self.since, self.run.config.site)
@@ -273,7 +310,7 @@ class Supervisor:
         killed.
         """
         job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
-        facts = slurm_job.job_facts(job, ANSWER_WAIT_S)
+        facts, asked_s = self._facts_at_last(signals)
         exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
         way = causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
@@ -281,11 +318,16 @@ class Supervisor:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             ended, why_not = Ended(Exit.CANCELLED, facts={"message": message}), ""
         elif way == Way.UNKNOWN:
-            why_not = f"Slurm did not say within {ANSWER_WAIT_S:.0f} s whether the job was cancelled"
+            why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
         elif way == Way.SUCCESSOR and not self._one_of_many():
             why_not = succession.hand_over(self.run, self.stage, job)
         elif way == Way.REQUEUE and not slurm_job.requeue(job, restarts, exclude):
-            why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
+            answers = slurm_job.job_facts(job) is not None
+            if answers != (facts is not None):  # the controller came or went in between
+                return self._leave(ended, progress)
+            why_not = f"Slurm did not answer for {asked_s:.0f} s, and so could not be asked to requeue the job"
+            if answers:
+                why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
         if why_not is not None:
             self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
@@ -293,10 +335,25 @@ class Supervisor:
         by_slurm = {"by": "slurm"} if way in (Way.BACK, Way.LEAVE) else {}
         event = "handed_over" if way == Way.SUCCESSOR else "requeued"
         self._write_goes_on(event, ended.code, progress, **by_slurm)
-        deadline = time.monotonic() + (REQUEUED_WAIT_S if way in (Way.BACK, Way.REQUEUE) else 0)
-        while self.flag.count == signals and time.monotonic() < deadline:  # Slurm ends this run of the job with TERM
-            time.sleep(POLL_S)
+        if way in (Way.BACK, Way.REQUEUE):
+            self._rest(REQUEUED_WAIT_S, signals)  # Slurm ends this run of the job with TERM
         return ended.code
+
+    def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobFacts | None, float]:
+        """What Slurm says of the job, asked until it answers; for how many seconds that was. A signal, as a controller
+        that is back sends, is a reason to ask at once."""
+        job, began, pause_s = self.place.job_id or "", time.monotonic(), 0.5
+        until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
+        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < until:
+            self._rest(pause_s, signals)
+            pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.count
+        return facts, time.monotonic() - began
+
+    def _rest(self, seconds: float, signals: int) -> None:
+        """Wait so long, or until there were more than so many signals."""
+        deadline = time.monotonic() + seconds
+        while self.flag.count == signals and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def leave_nothing_waiting(self, *, done: bool) -> None:
         """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
@@ -314,11 +371,20 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
         raise
 
 
+@cache
+def _say_once(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
 def _request(run: Run) -> str | None:
-    """A person's request in the run directory."""
-    if run.cancelled_file.exists():
-        return "cancelled"
-    return "stop file" if run.stop_file.exists() else None
+    """A person's request in the run directory; None where the file system does not say: that is no reason to stop."""
+    try:
+        if run.cancelled_file.exists():
+            return "cancelled"
+        return "stop file" if run.stop_file.exists() else None
+    except OSError as error:
+        _say_once(f"cannot see whether a stop was asked for; looking again and again ({error})")
+        return None
 
 
 def _take_request(run: Run) -> str | None:
@@ -326,9 +392,8 @@ def _take_request(run: Run) -> str | None:
 
     Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
     """
-    try:
+    stop = None
+    with suppress(OSError):
         run.stop_file.unlink()
         stop = "stop file"
-    except FileNotFoundError:
-        stop = None
-    return "cancelled" if run.cancelled_file.exists() else stop
+    return "cancelled" if _request(run) == "cancelled" else stop

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pipeline.base.files import read_jsonl
+from pipeline.base.files import flock, read_jsonl
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.exclusion import remember_bad_node
@@ -42,8 +44,8 @@ def shared(folder: Path, calm: Path, overrides: Sequence[str] = WITHOUT_REQUEUE)
     return prepared(folder, config, overrides)
 
 
-def queue(cluster: Cluster) -> str:
-    return cluster.run(["squeue", "-h"], timeout=60).stdout.strip()
+def queue(cluster: Cluster, *options: str) -> str:
+    return cluster.run(["squeue", "-h", *options], timeout=60).stdout.strip()
 
 
 def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
@@ -61,6 +63,22 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert digest(Run(tmp_path / "runs/tiny")) == digest(Run(calm / "runs/tiny"))
+
+
+def test_a_successor_waits_for_a_lock_that_goes_late(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    """As of a process that hangs in the kernel: for longer than a job waits for one that is none of its own."""
+    run = shared(tmp_path, calm)
+    assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    preempt(cluster)
+    with open(run / "jobs/train/lock", "r+b") as lock:
+        wait_for("the first job's end", lambda: flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB), 60)
+        wait_for("the successor", lambda: job_of(run, "train") in queue(cluster, "-tR"), 90)
+        time.sleep(75)
+        assert events(run, "train").count("started") == 1 and job_of(run, "evaluate") in queue(cluster)
+    wait_for("the evaluation", lambda: evaluated(run), 120)
+    wait_for("an empty queue", lambda: not queue(cluster))
+    assert events(run, "train").count("started") == 2 and events(run, "train").count("took_over") == 1
 
 
 def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

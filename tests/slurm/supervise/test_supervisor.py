@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import write_json
 from pipeline.base.place import TIME_LEFT
 from pipeline.base.signals import StopFlag
@@ -21,7 +23,7 @@ from pipeline.run.failure import report_error
 from pipeline.run.stages import Progress
 from slurm.query.job import JobFacts
 from slurm.query.states import JobState
-from slurm.supervise import supervisor
+from slurm.supervise import evaluations, succession, supervisor
 from slurm.supervise.launch import Left
 from slurm.supervise.supervisor import Supervisor
 from tests.support.ranks import place
@@ -102,7 +104,6 @@ def test_what_waits_in_vain_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
 ) -> None:
     from slurm.query import states
-    from slurm.supervise import succession
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
         run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
@@ -132,7 +133,6 @@ def test_what_waits_in_vain_is_cancelled(
 
 def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from slurm.submit import sbatch
-    from slurm.supervise import succession
 
     for stage, job, kind, after in (
         ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
@@ -192,3 +192,267 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
     told = run.read_events("train")[-1]
     assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
     assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]
+
+
+class Clock:
+    """Hours that pass at once, in a supervisor's eyes: `act` is called with each second that it slept until."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[float], None] = lambda second: None) -> None:
+        self.now, self.slept, self.act = 0.0, list[float](), act
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+        self.act(self.now)
+
+
+def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0) -> list[Any]:
+    """Make it one of a batch job; what it did with what waits for that, and how it left for another attempt."""
+    did: list[Any] = []
+    one.on_slurm = one.batch = True
+    one.nodes, one.job = ["n1"], job
+    one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
+    monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda *words: None)
+    monkeypatch.setattr(supervisor.topology, "mismatch", lambda *words: None)
+    monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
+    monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
+    monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
+
+    def leave(self: Supervisor, ended: supervisor.Ended, progress: bool) -> Exit:
+        did.append((ended.code.name, progress))
+        return ended.code
+
+    monkeypatch.setattr(Supervisor, "_leave", leave)
+    return did
+
+
+@pytest.mark.parametrize("kind", ["requeued", "successor"])
+def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its process hangs in the kernel, say: nothing that waits may be cancelled for that."""
+    before, job = ("5", "5") if kind == "requeued" else ("5", "6")
+    run.event("started", "train", attempt=1, slurm_job=before, job_id=before, restarts=0, standing="step 0")
+    if kind == "successor":
+        run.event("submitted", "train", job_id=job, executor="slurm", after=[before], kind="afternotok")
+    assert run.lock("train") is not None
+    one = supervised(run, monkeypatch, start=lambda *words: pytest.fail("no two at once"))
+    did, clock = in_job(one, monkeypatch, job, restarts=int(kind == "requeued")), Clock(monkeypatch)
+    assert one.supervise() == Exit.NODE_FAILURE
+    assert did == [("NODE_FAILURE", False)], "back into the queue, nothing cancelled"
+    assert 900 <= clock.now < 910 and min(clock.slept) >= 1.0, "a flock is a request to the file system's server"
+    told = run.read_events("train")[-1]
+    assert (told["event"], told["cause"], told["attempt"]) == ("failed", "node_failure", 2)
+    assert f"pid {os.getpid()}" in told["message"] and not told.get("final")
+
+
+def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    held = run.lock("train") or 0
+    one = supervised(run, monkeypatch, code=Exit.OUT_OF_MEMORY)
+    did = in_job(one, monkeypatch, "5", restarts=1)
+    clock = Clock(monkeypatch, lambda second: os.close(held) if second == 600 else None)
+    assert one.supervise() == Exit.OUT_OF_MEMORY, "of ranks that started"
+    assert 600 <= clock.now < 605 and "no ranks were started" not in run.read_events("train")[-1]["message"]
+    assert did == ["cancelled what waits"], "as after any lack of memory without a new checkpoint"
+
+
+def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    assert run.lock("train") is not None
+    one = supervised(run, monkeypatch)
+    did, clock = in_job(one, monkeypatch, "5", restarts=1), Clock(monkeypatch, lambda second: one.flag._set(15))
+    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == [("STOPPED", False)]
+    one = supervised(run, monkeypatch)
+    did, clock = in_job(one, monkeypatch, "5", restarts=2), Clock(monkeypatch, lambda second: run.stop_file.touch())
+    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == ["cancelled what waits"]
+    assert run.read_events("train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
+
+
+def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requeued or not: the attempt that holds it is none of this job's."""
+    run.event("started", "train", attempt=1, slurm_job="9", job_id="9", restarts=0, standing="step 0")
+    assert run.lock("train") is not None
+    for restarts in (0, 1):
+        one = supervised(run, monkeypatch)
+        in_job(one, monkeypatch, "5", restarts)
+        clock = Clock(monkeypatch)
+        with pytest.raises(UserError, match="already running"):
+            one.supervise()
+        assert 60 <= clock.now < 70 and len(run.read_events("train")) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
+def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """As of a Lustre client that was evicted: the ranks, on other nodes, may have seen nothing of it."""
+    stat, away = Path.stat, [True]
+
+    def evicted(self: Path, **options: Any) -> os.stat_result:
+        if away[0] and self in (run.stop_file, run.cancelled_file):
+            raise OSError(number, os.strerror(number), str(self))
+        return stat(self, **options)
+
+    one = supervised(run, monkeypatch, looks=30, code=Exit.DONE, act=lambda look: away.append(away.pop() and look < 30))
+    monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: "no" if away[0] else None))
+    monkeypatch.setattr(Path, "stat", evicted)
+    monkeypatch.setattr(Run, "refuse_cancelled", lambda self: None)  # which was before
+    assert one.supervise() == Exit.DONE
+    assert capsys.readouterr().err.count("whether a stop was asked for") == 1, "said once"
+
+
+def test_a_stop_is_passed_on_though_its_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tell = supervised(run, monkeypatch), Supervisor._tell
+
+    def full(self: Supervisor, event: str, **facts: Any) -> None:
+        if event == "stopping":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        tell(self, event, **facts)
+
+    monkeypatch.setattr(Supervisor, "_tell", full)
+    one.flag._set(15)
+    assert one.supervise() == Exit.STOPPED
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(2300.0, Exit.STOPPED), (2600.0, Exit.HANG)])
+def test_ranks_that_were_asked_to_stop_may_save_for_as_long_as_a_save_may_take(
+    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: Exit
+) -> None:
+    """`recovery.save_s` is 1800: beyond it the ranks themselves call it a hang (pipeline/resilience/watchdog.py)."""
+    clock = Clock(monkeypatch)
+    one = supervised(run, monkeypatch, looks=20, act=lambda look: clock.sleep(seconds / 20))
+    one.flag._set(15)
+    assert one.supervise() == code
+    assert code == Exit.STOPPED or "2400 s" in run.read_events("train")[-1]["message"]
+
+
+def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, clock, tried = evaluations.Evaluations(run), Clock(monkeypatch), list[float]()
+    fails: list[Exception] = [
+        UserError("sbatch refused"), FileNotFoundError(2, "no sbatch"), RuntimeError("no sense"), OSError(116, "stale"),
+        OSError(116, "stale"),
+    ]  # fmt: skip
+
+    def submit(*words: Any, **more: Any) -> None:
+        tried.append(clock.now)
+        if fails:
+            raise fails.pop(0)
+
+    monkeypatch.setattr(evaluations, "time", supervisor.time)
+    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
+    monkeypatch.setattr(evaluations, "steps_of", lambda *words: 9)
+    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
+    one.wanted = True
+    while clock.now < 7200:
+        one.look()
+        clock.sleep(1.0)
+    assert tried == [0, 60, 180, 420, 900, 1860], "a minute later, then ever later, until it goes"
+    told = [e["message"] for e in run.read_events("evaluate", "evaluation_not_submitted")]
+    assert [words.split(":")[0] for words in told] == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
+
+
+def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.event("submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
+    refused, submitted = [UserError("sbatch refused the job: too many jobs")], list[Any]()
+
+    def submit(run: Run, stage: str, after: list[str], *, kind: str) -> None:
+        if refused:
+            raise refused.pop()
+        submitted.append((stage, after, kind))
+
+    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
+    monkeypatch.setattr(succession.states, "query", lambda jobs: {})
+    monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
+    assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
+    assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
+    assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "words"), [("exit 1", "it did not say why"), ("echo accepted, perhaps", "accepted, perhaps")]
+)
+def test_an_sbatch_that_says_little_is_a_refusal_in_words(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, words: str
+) -> None:
+    from slurm.submit.sbatch import submit
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    with pytest.raises(UserError, match=words):
+        submit(run, "train", [], kind="afternotok")
+
+
+RUNNING = JobFacts("RUNNING", 0, False, None, True)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "back_s", "ends"),
+    [
+        (None, 3000.0, "requeued"), (None, math.inf, "did not answer for 36"), (600.0, 3000.0, "requeued"),
+        (36000.0, 30000.0, "requeued"), (36000.0, math.inf, "did not answer for 357"),
+    ],
+)  # fmt: skip
+def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, left_s: float | None, back_s: float, ends: str
+) -> None:
+    """An hour at least: without a controller the job's limit is not kept. Only one that answers can refuse."""
+    clock, asked = Clock(monkeypatch), list[float]()
+
+    def facts(*words: object) -> JobFacts | None:
+        asked.append(clock.now)
+        return RUNNING if clock.now >= back_s else None
+
+    one = supervised(run, monkeypatch)
+    one.place, one.ends = replace(place(0, 1, 1), job_id="5"), left_s
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", facts)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: clock.now >= back_s)
+    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    told = run.read_events("train")[-1]
+    assert ends in f"{told['event']} {told.get('message')}"
+    assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
+
+
+def test_a_signal_wakes_who_waits_for_the_controller(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is back ends at once a job whose time is over: KILL comes half a minute behind TERM."""
+    one = supervised(run, monkeypatch)
+
+    def signal_at_1000(second: float) -> None:
+        if second >= 1000 and not one.flag.count:
+            one.flag._handle(15, None)
+
+    clock = Clock(monkeypatch, signal_at_1000)
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: RUNNING if clock.now >= 1000 else None)
+    assert one._facts_at_last(0)[0] == RUNNING and clock.now < 1001
+
+
+def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, clock, requeues = supervised(run, monkeypatch), Clock(monkeypatch), list[float]()
+    one.place = replace(place(0, 1, 1), job_id="5")
+
+    def requeue(*words: object) -> bool:
+        requeues.append(clock.now)
+        return clock.now >= 1000
+
+    away = lambda: bool(requeues) and clock.now < 1000  # noqa: E731
+    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: None if away() else RUNNING)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
+    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: False)
+    one._leave(supervisor.Ended(Exit.CRASHED), True)
+    assert "refused to requeue" in run.read_events("train")[-1]["message"]
