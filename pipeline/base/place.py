@@ -269,6 +269,11 @@ def in_allocation(env: Env) -> bool:
     return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
 
 
+def in_batch(env: Env) -> bool:
+    """Whether this is a batch job's script or was started by it, and no shell of salloc's: a signal is Slurm's."""
+    return in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
+
+
 @contextmanager
 def outside_job(*more: str) -> Iterator[None]:
     """Without the variables of the job that this process runs in, and `more`: sbatch hands the environment on.
