@@ -28,7 +28,7 @@ SAVES = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), 
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[bytes]]:
     """A process that saves for a second when it is told to stop, and leaves with 5."""
-    child = subprocess.Popen([sys.executable, "-c", f"{SAVES}; time.sleep(60)"], stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", f"{SAVES}; time.sleep(8)"], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline()
     yield child
     child.kill()
