@@ -269,15 +269,21 @@ def in_allocation(env: Env) -> bool:
     return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
 
 
-@contextmanager
-def outside_job(*more: str) -> Iterator[None]:
-    """Without the variables of the job that this process runs in, and `more`: sbatch hands the environment on.
+def in_batch(env: Env) -> bool:
+    """Whether this is a batch job's script or was started by it, and no shell of salloc's: a signal is Slurm's."""
+    return in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
 
-    There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. SLURM_CONF stays.
+
+@contextmanager
+def outside_job(*keep: str) -> Iterator[None]:
+    """Without the variables of the job that this process runs in: sbatch hands the environment on.
+
+    There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. Without a person's
+    SBATCH_*, too, which overrule what a script says (sbatch(1)), but for those to `keep`. SLURM_CONF stays.
     """
     before = dict(os.environ)
-    own = ("SLURM_", "SLUICE_", "PMI")
-    theirs = [name for name in before if (name.startswith(own) and name != "SLURM_CONF") or name in more]
+    own = ("SLURM_", "SLUICE_", "PMI", "SBATCH_")
+    theirs = [name for name in before if name.startswith(own) and name not in ("SLURM_CONF", *keep)]
     try:
         for name in theirs:
             del os.environ[name]

@@ -33,7 +33,7 @@ from slurm.page import sections
 from slurm.page.page import page, table
 from slurm.page.pictures import timeline
 from slurm.query.jobs import uses_slurm
-from slurm.query.states import Claim, array_of, call, claims, cluster_name, seconds
+from slurm.query.states import Claim, accounted, array_of, claims, cluster_name, seconds
 from slurm.show import profiles
 from slurm.show.expected import expected_words
 from slurm.show.follow import clock
@@ -65,9 +65,8 @@ def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
     here = cluster_name()
     known = {(array_of(one.job_id), one.name) for one in jobs if one.cluster in (None, here)}
     ids, columns = ",".join(sorted({job for job, _ in known})) if here else "", "JobID,Start,End,JobName"
-    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", ids, "-o", columns) if ids else None
     found = []
-    for line in (listed or "").splitlines():
+    for line in (accounted(ids, columns) if ids else "").splitlines():
         job, start, end, name = line.split("|", 3)
         if known.isdisjoint((array_of(job), which) for which in (name, "")):
             continue  # another one that had this id

@@ -62,14 +62,14 @@ def at_submission(runs: Sequence[Run], stage: str) -> str | None:
 
 def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
     """What a job's ExcNodeList must become before it runs again, maybe ""; None where it may stay as it is."""
-    now = expand_hostlist(facts.excluded) if facts.excluded else []
-    if not (nodes := _nodes(facts.partition)):  # Slurm is silent
+    now, noted = expand_hostlist(facts.excluded) if facts.excluded else [], list(_noted(run))
+    if not noted or not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
-    ours = {_short(e["host"], nodes) for e in _noted(run)}
+    ours = {_short(e["host"], nodes) for e in noted}
     own = str(run.config.site_of(stage).sbatch.get("exclude") or "")
     named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
-    wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage)) if ours else kept
+    wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
     return None if set(wanted) == set(now) else ",".join(dict.fromkeys(wanted))
 
 

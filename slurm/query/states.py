@@ -16,7 +16,8 @@ such a silence, whatever was answered before: its jobs may be there. All calls o
 
 squeue is asked for this user's jobs only (`--me`): of all its filters that one (and a single job id) is
 applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
-does not know are passed over, but for an only one, which makes it fail.
+does not know are passed over, but for an only one, which makes it fail. Very many ids are left out, and picked here;
+sacct, which knows years, is asked for them in parts.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ ENDED = {
 """States that a job does not leave again; the rest are of jobs that run or may still run. There are many, some for
 moments only: a running job that is being told of its time limit or its preemption is SIGNALING (seen on Slurm 22.05).
 Source: https://slurm.schedmd.com/job_state_codes.html"""
+_OF_A_PERSON = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
+"""Variables that filter or change what Slurm's commands show and do: they are for a person's own calls."""
+_MANY = 500
+"""From so many ids on squeue is asked without them: one argument holds 128 KiB (execve(2), MAX_ARG_STRLEN)."""
+_PART = 5_000
+"""How many ids sacct is asked for at once."""
 _MARK = "sluice "
 _PUT_BACK = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
 """How accounting says that a run of a job ended after which there may be another, submitted at that moment."""
@@ -146,7 +153,8 @@ def call(*command: str, timeout_s: float | None = None, none: re.Pattern[str] | 
     """
     try:
         timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_PERSON)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     empty = none is not None and none.search(done.stderr) is not None
@@ -254,8 +262,9 @@ class _Look:
 
     def ask_controller(self, asked: Iterable[Claim], *filters: str) -> None:
         """Take what squeue shows, or its silence. Where one run had an id twice, it is the job submitted last."""
-        columns = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k"
-        command = ("squeue", "-h", "-r", "-t", "all", "-o", columns, *filters, "-j", _ids(asked))
+        columns, asked = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k", dict.fromkeys(asked)
+        command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
+        command += ["-j", _ids(asked)] if len(asked) < _MANY else []
         listed = call(*command, timeout_s=self._left_s(), none=words.NO_SUCH_JOB)
         if listed is None:
             self.found |= {one: [JobState(one.job_id, FORGOTTEN, SILENT)] for one in asked}
@@ -276,8 +285,7 @@ class _Look:
         nothing: of jobs that a controller lost it never hears. Half of the time is left for one more squeue."""
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
         runs: dict[Claim, dict[str, JobState]] = {}
-        command = ("sacct", "-n", "-P", "-X", "-D", "-j", _ids(asked), "-o", columns)
-        listed = call(*command, timeout_s=self._left_s() / 2)
+        listed = accounted(_ids(asked), columns, timeout_s=self._left_s() / 2)
         for job in sorted(_rows(listed), key=lambda job: job.submitted):
             for one in self._of(job.job_id):
                 before = runs.setdefault(one, {}).get(job.job_id)
@@ -295,6 +303,14 @@ class _Look:
         found = self.found.get(one) or [JobState(one.job_id, FORGOTTEN)]
         first = min(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
         return replace(first, job_id=one.job_id)
+
+
+def accounted(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
+    """What sacct prints of jobs (`1,2`), each run of one in a row; asked in parts, within one time limit."""
+    each, until = ids.split(","), time.monotonic() + timeout_s
+    parts = [each[first : first + _PART] for first in range(0, len(each), _PART)]
+    command = ("sacct", "-n", "-P", "-X", "-D", "-o", columns, "-j")
+    return "".join(call(*command, ",".join(part), timeout_s=max(0.0, until - time.monotonic())) or "" for part in parts)
 
 
 def cancel(jobs: Iterable[JobState]) -> None:

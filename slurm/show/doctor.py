@@ -207,7 +207,10 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield Finding("file locks", "flock works", "two jobs cannot run the same stage at once")
+        meaning = "on this machine two jobs cannot run the same stage at once"
+        if kind in NETWORK_FILE_SYSTEMS:
+            meaning += "; on two nodes only if the mount shares locks (Lustre: flock, not localflock): ask the admins"
+        yield Finding("file locks", "flock works", meaning)
     except OSError as error:
         meaning = "two jobs may run the same stage at once; on NFS, events.jsonl may lose lines, too"
         yield Finding("file locks", str(error), meaning, "note")

@@ -3,7 +3,8 @@
 A stage that is done is left alone; one that somebody else is running is followed, and a stop that
 comes meanwhile ends all who follow: nobody starts again what a person stopped. Ctrl-C or SIGTERM asks the
 running stage to stop (once), waits for its save and prints the command that goes on; a second Ctrl-C only stops
-watching: the stage goes on with its save by itself.
+watching: the stage goes on with its save by itself. In a batch job (chain.sbatch) it is Slurm that signals: the stage
+is told, and followed to its end, for it goes on when the job is put back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from pipeline.base.command import command
 from pipeline.base.errors import Exit
-from pipeline.base.place import in_allocation
+from pipeline.base.place import in_allocation, in_batch
 from pipeline.base.signals import StopFlag
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -61,7 +62,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
     from slurm.submit.local_job import submit_local
 
     say = partial(console.print, soft_wrap=True)
-    work, asked = stages.load(stage), False
+    work, asked, batch = stages.load(stage), False, in_batch(os.environ)
     job: Any = None
 
     def going() -> bool:
@@ -70,11 +71,9 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         alive = not job.done() if job else run.holder(stage) is not None
         if not alive:
             return False
-        if flag and not asked:
-            asked = True
-            ask_to_stop(run, stage)
+        if flag and not asked and (asked := ask_to_stop(run, stage, batch)):
             say("stopping: the stage saves at its next step boundary …")
-        return flag.count < 2
+        return batch or flag.count < 2
 
     while True:
         run.refuse_cancelled()
@@ -89,7 +88,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
             say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
         job = None if holder else submit_local(run, stage)
         seconds = follow(run, stage, going, console)
-        if flag.count > 1:
+        if flag.count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return Exit.STOPPED
         events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
@@ -101,14 +100,18 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         return tell(run, stage, told, seconds, job, say)
 
 
-def ask_to_stop(run: Run, stage: str) -> None:
-    """Ask a running stage to save and leave: a request in the run directory, and one TERM to its supervisor.
+def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
+    """Ask a running stage to save and leave: a request in the run directory, and one TERM to its supervisor. False
+    where that was not reached.
 
-    The file reaches a supervisor that is only just starting; the signal reaches one that runs at once.
+    The file reaches a supervisor that is only just starting; the signal reaches one that runs at once. In a `batch` job
+    there is no file: it stands for a person's stop, after which nothing goes on by itself.
     """
-    run.request(run.stop_file)
+    if not batch:
+        run.request(run.stop_file)
     if holder := run.holder(stage):
         holder.terminate()
+    return holder is not None or not batch
 
 
 def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> Exit:

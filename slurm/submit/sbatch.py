@@ -31,6 +31,8 @@ from slurm.query.topology import planned_mismatch
 from slurm.query.words import SBATCH_ERROR
 from slurm.submit.local_job import become
 
+_WHO_AND_WHERE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
+
 
 def job_name(config: Config, stage: str) -> str:
     """The name of a stage's jobs; squeue shows eight letters."""
@@ -126,6 +128,12 @@ def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
+def kept_variables(config: Config, stage: str) -> list[str]:
+    """Of a person's SBATCH_* those that name who pays or where a stage runs, where the config does not say."""
+    said = config.site_of(stage).model_dump(exclude={"sbatch"}) | config.site_of(stage).sbatch
+    return [f"SBATCH_{name.upper()}" for name in _WHO_AND_WHERE if said.get(name) is None]
+
+
 def submit(
     run: Run, stage: str, after: Sequence[str], *, kind: str, tasks: int = 1, points: Sequence[Run] = (), **more: Any
 ) -> str:
@@ -152,8 +160,7 @@ def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequ
     if (avoided := at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
     try:
-        # a person's SBATCH_EXPORT would overrule what the script says
-        with outside_job(*(["SBATCH_EXPORT"] if exported(site) else [])), executor.batch():
+        with outside_job(*kept_variables(run.config, stage)), executor.batch():
             jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
         return str(jobs[0].job_id)
     except submitit.core.utils.FailedJobError as error:

@@ -79,7 +79,9 @@ def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkey
     monkeypatch.setattr(exclusion, "call", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
     facts = JobFacts("RUNNING", 0, False, None, True, partition="low", excluded="n[0-1]")
     assert exclusion.at_submission([run], "train") == "n[0-1]"
-    assert exclusion.at_requeue(run, "train", facts) is None
+    with monkeypatch.context() as silent:
+        silent.setattr(exclusion, "call", lambda *words: pytest.fail("the whole partition is asked for"))
+        assert exclusion.at_requeue(run, "train", facts) is None
     remember_bad_node(run, "n1", "device memory")
     remember_bad_node(run, "n5", "device memory")
     assert set(str(exclusion.at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}

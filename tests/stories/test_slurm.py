@@ -350,6 +350,21 @@ def test_the_chain_template(tmp_path: Path, cluster: Cluster) -> None:
     assert "× the unigram" in (tmp_path / "log").read_text()
 
 
+def test_a_chain_that_an_admin_puts_back_goes_on(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
+    """Slurm's TERM reaches submit.py, which is the batch script: no person stopped anything."""
+    config = slow(tmp_path, calm, "chained")
+    run = prepared(tmp_path, config)
+    options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
+    job = sbatch(cluster, tmp_path, *options, str(config), *NODES)
+    wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
+    cluster.output(["scontrol", "requeue", job])
+    wait_for("the end", lambda: "done" in events(run, "train"), 120)
+    told = Run.open(run).read_events("train")
+    assert "stop file" not in [e.get("by") for e in told] + [e.get("cause") for e in told]
+    assert [e["restarts"] for e in told if e["event"] == "started"] == [0, 1]
+    assert digest(Run(tmp_path / "runs/chained")) == digest(Run(calm / "runs/tiny"))
+
+
 def preempt(cluster: Cluster) -> None:
     """A short job of a higher partition wants all nodes."""
     command = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"]

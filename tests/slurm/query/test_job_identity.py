@@ -338,7 +338,7 @@ def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, m
 
 def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
-    monkeypatch.setattr(report, "call", lambda *command: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "accounted", lambda *asked: f"1|{times}|s-train\n1_0|{times}|r-train\n")
     monkeypatch.setattr(report, "cluster_name", lambda: "here")
     assert [ran.job_id for ran in report.job_runs([OURS])] == ["1_0"]
     assert report.job_runs([dataclasses.replace(OURS, cluster="there")]) == []

@@ -587,6 +587,13 @@ def test_doctor_judges_file_systems(tmp_path: Path, nodes: int, kind: str, unsee
     assert next(file_system(tmp_path, nodes, kind, unseen)).verdict == verdict
 
 
+@pytest.mark.parametrize(("kind", "shared"), [("lustre", True), ("nfs4", True), ("ext4", False)])
+def test_doctor_asks_locks_of_one_machine_only(tmp_path: Path, kind: str, shared: bool) -> None:
+    """Lustre's localflock would give the same answer on every node."""
+    locks = next(found for found in file_system(tmp_path, 9, kind, "") if found.what == "file locks")
+    assert locks.meaning.startswith("on this machine") and ("not localflock" in locks.meaning) == shared
+
+
 def test_doctor_says_what_a_machine_without_slurm_offers(tmp_path: Path) -> None:
     """torch is asked in a process of its own, never in this one."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (A Kind of MPI) 9.1'\n")
