@@ -164,6 +164,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         *(f"site.secrets={secrets}", "site.pass=[PASSED]", "site.export=none", "stages.evaluate.partition=high"),
     )
     shell = {"PASSED": "hunter2, 'too'", "LEFT": "behind", "SBATCH_EXPORT": "NIL"}
+    shell |= {"SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "7", "SQUEUE_PARTITION": "no"}
     run = Run.create(load_config(config, overrides))
     door = run.code / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
@@ -184,8 +185,10 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         "ExcNodeList=n1",
         "CPUs/Task=2",
         "NtasksPerN:B:S:C=2:",
+        "Requeue=1",
     ):
         assert words in shown, shown
+    assert "TimeLimit=00:07:00" not in shown
     assert re.search(r"gres[:/]gpu:1", shown), "22.05 has a colon, 24.11 a slash"
     job_of_shard = next(e["job_id"] for e in run.read_events("shard") if e["event"] == "submitted")
     shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
