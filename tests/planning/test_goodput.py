@@ -91,7 +91,7 @@ def test_more_of_anything_bad_is_not_better(one: Conditions, interval: float) ->
 @given(jobs, st.floats(0.2, 5))
 def test_no_other_interval_is_better(one: Conditions, factor: float) -> None:
     best = best_interval_s(one)
-    assert effective_ratio(one, best) >= effective_ratio(one, best * factor) - 1e-7
+    assert effective_ratio(one, best) >= effective_ratio(one, best * factor) - 1e-5  # searched to 1e-4 of it
 
 
 @given(st.floats(2e4, 1e7), st.floats(0.1, 600), st.floats(0, 300))
