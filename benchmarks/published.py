@@ -105,8 +105,20 @@ def _machine(row: dict[str, str]) -> Machine:
     )
 
 
-def _precision(text: str) -> str:
-    return next((name for name in ("fp4", "fp8", "fp16", "fp32", "bf16") if name in text.lower()), "bf16")
+def parse_precision(text: str) -> str:
+    """Return the precision of the matrix products that `text` names, for example bf16 for "bf16+fp32grad".
+
+    Precisions of gradients, master weights, optimizer states or messages do not count. If several remain, the lowest
+    is the one that products use ("fp16/fp32 mixed"). Without any name it is bf16.
+    """
+    text = text.lower().replace("bfloat", "bf").replace("float", "fp")
+    others = r"grad|master|optim|state|reduc|accum|comm|gather|all"
+    found = re.findall(r"(fp4|fp8|fp16|bf16|fp32)[\s_-]*(\w*)", text)
+    products = [
+        name for name, use in found if not re.match(r"grad|master|optim|state|reduc|accum|comm|gather|all", use)
+    ]
+    order = ("fp4", "fp8", "fp16", "bf16", "fp32")
+    return min(products or [name for name, _ in found] or ["bf16"], key=order.index)
 
 
 def _schedule(text: str, virtual: int) -> str:
@@ -206,7 +218,7 @@ def row_of(row: dict[str, str]) -> Row:
         tied=row.get("tied_embeddings") == "1", tensor=tensor, pipeline=pipeline, context=context,
         expert=int(_number(row, "ep", 1)), replicate=max(1, data // shard), shard=shard, zero=zero,
         schedule=_schedule(row.get("schedule") or "", virtual), virtual_stages=virtual,
-        precision=_precision(row.get("precision") or "bf16"), recompute=_recompute(checkpointing, traits),
+        precision=parse_precision(row.get("precision") or "bf16"), recompute=_recompute(checkpointing, traits),
         split_sequence=tensor > 1 and row.get("sequence_parallel") != "no",
     )  # fmt: skip
     traits.pop("by_hand", None)

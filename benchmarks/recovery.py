@@ -31,6 +31,7 @@ from tests.chaos import faults
 from tests.chaos.driver import Story, small_disk
 from tests.cluster import Cluster, Options
 from tests.cluster.cluster import missing
+from tests.cluster.config import CRED_EXPIRE_S
 from tests.support.ranks import run_ranks
 
 STEP_S = 0.050
@@ -158,7 +159,12 @@ def restart_table(requeues: int) -> None:
         ["requeue → first new step", f"{total:.3f}", f"{total / needed:.2f} × (imports + rendezvous + load)"],
         ["of it without Slurm", f"{ours:.3f}", f"{ours / needed:.2f} × (imports + rendezvous + load)"],
     ]
-    note = f"{len(found)} preemptions of a tiny training, 4 nodes × 1 rank of the test cluster on one machine."
+    note = (
+        f"{len(found)} preemptions of a tiny training, 4 nodes × 1 rank of the test cluster on one machine. Its "
+        f"slurm.conf sets `AuthInfo=cred_expire={CRED_EXPIRE_S}`: Slurm holds a requeued job for cred_expire + 1 s, "
+        f"here {CRED_EXPIRE_S + 1} s. With Slurm's default (120 s) the first row and the total are about two minutes "
+        "longer."
+    )
     write_table("restart", "From a requeue to the first new step", note, ["part", "seconds (median)", "spread"], rows)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tests.cluster.machines import save
 
+CRED_EXPIRE_S = 5
+"""Lifetime of a job credential in seconds; Slurm's default is 120."""
 NODES = ("n1", "n2", "n3", "n4")
 CONTROL = "control"
 """The host name of the daemons that are not nodes."""
@@ -132,10 +134,10 @@ SlurmctldLogFile={directory}/log/slurmctld.log
 SlurmdLogFile={directory}/log/%n.log
 MailProg=/bin/true
 
-# The private munge. A requeued job waits cred_expire + 1 s, 121 s by default, so that its old credential is dead.
+# The private munge. A requeued job waits cred_expire + 1 s, by default 121 s, until its old credential has expired.
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={directory}/munge.socket,cred_expire=5
+AuthInfo=socket={directory}/munge.socket,cred_expire={CRED_EXPIRE_S}
 
 # No cgroups: the host's belong to the host, and a namespace already holds all that a node runs.
 ProctrackType=proctrack/linuxproc

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import fit, main, predicted, rank_of_layouts, without
-from benchmarks.published import rows_of
+from benchmarks.published import parse_precision, rows_of
 from pipeline.planning.predict import DEFAULT
 
 ROW = {
@@ -64,6 +64,24 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
     mixture, other = rows[10].work, rows[12].work
     assert (mixture.experts, mixture.active, mixture.expert) == (8, 2, 8) and 12e3 < mixture.ffn < 15e3
     assert other.experts * other.expert_weights * 32 == pytest.approx(27.6e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("bf16", "bf16"), ("bf16+fp32grad", "bf16"), ("BF16 + FP32 grads", "bf16"), 
+        ("bf16, fp32 master weights", "bf16"),        ("fp32-grad bf16", "bf16"), ("bf16/fp8-comm", "bf16"), ("fp8-amp(TE)", "fp8"), ("bf16+fp8", "fp8"),
+        ("fp16+fp32", "fp16"), ("bfloat16 (float32 reduce)", "bf16"), ("float8_e4m3", "fp8"), ("nvfp4", "fp4"),
+        ("fp32", "fp32"), ("tf32", "bf16"), ("", "bf16"),
+    ],
+)  # fmt: skip
+def test_precision_is_that_of_the_products(text: str, precision: str) -> None:
+    assert parse_precision(text) == precision
+
+
+def test_fp32_gradients_predict_the_same_throughput_as_bf16(tmp_path: Path) -> None:
+    rows, refused = rows_of(write(tmp_path / "f.csv", {}, {"precision": "bf16+fp32grad"}))
+    assert refused == [] and predicted(rows[0]) == predicted(rows[1])
 
 
 def test_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
