@@ -114,9 +114,7 @@ def parse_precision(text: str) -> str:
     text = text.lower().replace("bfloat", "bf").replace("float", "fp")
     others = r"grad|master|optim|state|reduc|accum|comm|gather|all"
     found = re.findall(r"(fp4|fp8|fp16|bf16|fp32)[\s_-]*(\w*)", text)
-    products = [
-        name for name, use in found if not re.match(r"grad|master|optim|state|reduc|accum|comm|gather|all", use)
-    ]
+    products = [name for name, use in found if not re.match(others, use)]
     order = ("fp4", "fp8", "fp16", "bf16", "fp32")
     return min(products or [name for name, _ in found] or ["bf16"], key=order.index)
 

@@ -69,9 +69,9 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "precision"),
     [
-        ("bf16", "bf16"), ("bf16+fp32grad", "bf16"), ("BF16 + FP32 grads", "bf16"), 
-        ("bf16, fp32 master weights", "bf16"),        ("fp32-grad bf16", "bf16"), ("bf16/fp8-comm", "bf16"), ("fp8-amp(TE)", "fp8"), ("bf16+fp8", "fp8"),
-        ("fp16+fp32", "fp16"), ("bfloat16 (float32 reduce)", "bf16"), ("float8_e4m3", "fp8"), ("nvfp4", "fp4"),
+        ("bf16", "bf16"), ("bf16+fp32grad", "bf16"), ("BF16 + FP32 grads", "bf16"), ("fp32-grad bf16", "bf16"),
+        ("bf16, fp32 master weights", "bf16"), ("bf16/fp8-comm", "bf16"), ("bfloat16 (float32 reduce)", "bf16"),
+        ("fp8-amp(TE)", "fp8"), ("bf16+fp8", "fp8"), ("float8_e4m3", "fp8"), ("nvfp4", "fp4"), ("fp16+fp32", "fp16"),
         ("fp32", "fp32"), ("tf32", "bf16"), ("", "bf16"),
     ],
 )  # fmt: skip
