@@ -33,13 +33,15 @@ from data_prep.inputs.lustre import stripe
 from data_prep.inputs.sources import Input
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
-from pipeline.base.files import append_line, read_jsonl, sha256_file
+from pipeline.base.files import append_line, read_jsonl, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, ShardEntry, load, refuse_no_sample
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
+SHARED = "pipeline/data/chat_template.py"
+"""Another module that shapes them, in the folder of `PACKAGE`. Copies of older code do not have it."""
 AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
 
 PROGRESS = "progress.jsonl"
@@ -132,7 +134,8 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @cached_property
     def code(self) -> str:
         """Hash of the code that does the work."""
-        return code_sha256(self.package)
+        found, shared = code_sha256(self.package), self.package.parent / SHARED
+        return sha256_json([found, sha256_file(shared)]) if shared.exists() else found
 
     def unit_path(self, unit: int) -> Path:
         """The manifest of a work unit."""

@@ -5,10 +5,8 @@
     messages    {"messages": [{"role": …, "content": …}]}  what the tokenizer's chat template makes of them; what it
                                                           writes of the assistant's messages is learned
 
-A chat template is a program of others, so it runs in Jinja's sandbox, with what transformers gives it
-(`utils/chat_template_utils.py`), but for the time of day: the same lines must give the same bytes. What it marks by
-`{% generation %}` is learned. One that marks nothing is asked for the dialogue up to before and after each answer; both
-must be how the whole begins.
+Chat templates are run by pipeline/data/chat_template.py. What one marks by `{% generation %}` is learned. One that
+marks nothing is asked for the dialogue up to before and after each answer; both must be how the whole begins.
 
 Template and special tokens come from the folder of `data.tokenizer.path`; `prepare` keeps them in `chat.json`.
 """
@@ -16,39 +14,18 @@ Template and special tokens come from the folder of `data.tokenizer.path`; `prep
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular, read_json
 from pipeline.config.datasets import DataConfig
-
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around what a template marks: characters that Unicode keeps for a program's own use."""
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class _Generation(Extension):
-    """The tag `{% generation %} … {% endgeneration %}`."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+from pipeline.data.chat_template import MARKS, ChatTemplate, ChatTemplateError, split_marks
 
 
 def chat_json(tokenizer: str | Path, eos_token: str) -> bytes:
@@ -101,20 +78,14 @@ class Dialogues:
 
     def __init__(self, chat: Mapping[str, Any]) -> None:
         """Raises jinja2.TemplateError for a template that is none."""
-        world = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        world.filters["tojson"] = _to_json
-        world.globals["raise_exception"] = _refuse
-        self.template, self.tokens = world.from_string(chat["template"]), chat["tokens"]
-        self.marks = _MARKED.search(chat["template"]) is not None
-        self.forbidden = [*chat["special"], _OPEN, _CLOSE]
+        self.template = ChatTemplate(chat["template"], chat["tokens"])
+        self.forbidden = [*chat["special"], *MARKS]
 
     def read(self, value: dict[str, Any]) -> Record:
         """The record of a line's object. Raises Rejected where it has no dialogue, or one that teaches nothing."""
         messages = self._checked(value)
-        text, learned = _unmarked(self._written(messages))
-        if not self.marks:
+        text, learned = split_marks(self._written(messages))
+        if not self.template.has_marks:
             learned = self._answers(messages, text)
         if not learned:
             raise Rejected("no message of the role 'assistant': nothing to learn")
@@ -142,11 +113,10 @@ class Dialogues:
         return found
 
     def _written(self, messages: Sequence[Mapping[str, str]], to_be_answered: bool = False) -> str:
-        given = {**self.tokens, "messages": list(messages), "add_generation_prompt": to_be_answered}
         try:
-            return self.template.render(given, tools=None, documents=None)
-        except Exception as error:  # whatever a program of others raises: it does not take this dialogue
-            raise Rejected(f"the chat template does not take it: {shorten(str(error), 200)}") from None
+            return self.template.render(messages, to_be_answered)
+        except ChatTemplateError as error:
+            raise Rejected(f"the chat template does not take it: {error}") from None
 
     def _answers(self, messages: Sequence[Mapping[str, str]], text: str) -> list[tuple[int, int]]:
         """Where the assistant's messages stand in the whole `text`."""
@@ -160,22 +130,3 @@ class Dialogues:
                 )
             found.append((len(before), len(after)))
         return found
-
-
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text without marks, and where in it what they enclosed stands."""
-    plain, found = "", []
-    for number, part in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", text)):
-        if number % 2 and part:
-            found.append((len(plain), len(plain) + len(part)))
-        plain += part
-    return plain, found
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Jinja's own would write HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import submit
-from data_prep.inputs.folder import PACKAGE, PROGRESS, code_sha256
+from data_prep.inputs.folder import PACKAGE, PROGRESS, SHARED, code_sha256
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import Exit, InputError, UserError
 from pipeline.base.files import seal, sha256_json
@@ -111,7 +111,7 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     assert first in {Path(path).name for path in read} and not (folder / "shards" / first).exists()
     assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl", *PREPARED, first} | {
         path.name
-        for path in PACKAGE.rglob("*.py")  # the hash of the code is part of the key
+        for path in (*PACKAGE.rglob("*.py"), Path(SHARED))  # the hash of the code is part of the key
     }
     assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).progress() == (0, 0, None)
     monkeypatch.undo()
@@ -330,6 +330,21 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
     shutil.copy(PACKAGE / "text/units.py", copy / "text/units.py")
     (copy / "inputs/lustre.py").rename(copy / "inputs/other.py")
     assert code_sha256(copy) != original
+
+
+def test_the_code_that_runs_chat_templates_is_part_of_the_key(tmp_path: Path, data: DataConfig) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "data_prep", ignore=shutil.ignore_patterns("__pycache__"))
+    shared = tmp_path / SHARED
+
+    def key() -> str:
+        return TextFolder(data, tmp_path, tmp_path / "data_prep").key
+
+    before = key()
+    shared.parent.mkdir(parents=True)
+    shutil.copy(PACKAGE.parent / SHARED, shared)
+    assert before != key() == TextFolder(data, tmp_path).key
+    shared.write_text(shared.read_text() + "# another rule\n")
+    assert key() not in (before, TextFolder(data, tmp_path).key)
 
 
 def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:
