@@ -230,6 +230,10 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "cosine", "linear", "wsd", "own"] = "cosine"
     """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay); `own`: the whole
     course is what `learning_rate` of `model.target` says."""
+    schedule_counts_from: Literal[0, 1] = 1
+    """Number that the schedule gives the first step. `1`: the last of the steps has the last rate. `0`: each step has
+    the rate that the scheduler of transformers gives it: the first step of a warm-up has rate 0, and the last step is
+    one step before the end of the decay."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """Last part of the training in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -252,6 +256,11 @@ class OptimizerConfig(Section):
     def _keys_are_used(self) -> OptimizerConfig:
         unused = set().union(*USED_BY.values()) - USED_BY[self.name]
         refuse_changed(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
+        if self.schedule == "own" and self.schedule_counts_from != 1:
+            raise ValueError(
+                f"schedule_counts_from ({self.schedule_counts_from}) has no effect: schedule is own, and your "
+                "`learning_rate` gets the steps from 1; remove the key"
+            )
         return self
 
 

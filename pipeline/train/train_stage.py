@@ -44,10 +44,20 @@ def progress(run: Run) -> Progress:
 
 
 def note(run: Run) -> str | None:
-    """That the learning rate rises again, as after a larger `train.steps`: the schedule goes by the last step."""
+    """What the learning rate does that a person may not expect: the last step is at 0, or the rate rises again.
+
+    It rises after a larger `train.steps`, because the schedule goes by the last step.
+    """
     optimizer, steps, last = run.config.optimizer, steps_of(run.config, run.data), last_object(run.metrics, metric)
     step, before = (last["step"], last.get("lr")) if last else (0, None)
-    if optimizer.schedule == "own" or not before or not steps or not optimizer.warmup_steps <= step < steps:
+    if optimizer.schedule == "own" or not steps or step >= steps:
+        return None
+    if last is None and steps > 1 and learning_rate(optimizer, steps, steps) == 0:
+        return (
+            f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended: "
+            "optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
+        )
+    if not before or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
         return None
     if (lr := learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -204,7 +205,7 @@ def test_lean_adamw_compiles_once_for_all_steps(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=5e-2)
 
 
-def rates(scheduler_of: type, steps: int, lr: float, **options: float) -> list[float]:
+def rates(scheduler_of: type, steps: int, lr: float, **options: Any) -> list[float]:
     """Rates of a torch scheduler before each of its steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = scheduler_of(optimizer, **options)
@@ -235,6 +236,57 @@ def test_schedules_are_those_of_torch(warmup: int, after: int, ratio: float, lr:
     linear = rates(lr_scheduler.LinearLR, after + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=after)
     assert ours("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
     assert ours("constant", warmup + 1, steps) == pytest.approx([lr] * after)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(0.01, 1), st.floats(1e-6, 1.0))
+def test_counted_from_0_schedules_are_those_of_transformers(
+    warmup: int, after: int, ratio: float, fraction: float, lr: float
+) -> None:
+    """All steps; counted from 1, which stays the default, the rates are the same one step earlier."""
+    from transformers import optimization as theirs
+
+    steps = warmup + after
+    decay = min(after, max(1, round(fraction * steps)))
+    factors = {
+        "constant": theirs.get_constant_schedule_with_warmup,
+        "linear": theirs.get_linear_schedule_with_warmup,
+        "cosine": theirs.get_cosine_with_min_lr_schedule_with_warmup,
+        "wsd": theirs.get_wsd_schedule,
+    }
+    options: dict[str, dict[str, Any]] = {
+        "constant": {},
+        "linear": {"num_training_steps": steps},
+        "cosine": {"num_training_steps": steps, "min_lr_rate": ratio},
+        "wsd": {"num_training_steps": steps, "num_decay_steps": decay, "min_lr_ratio": ratio, "decay_type": "linear"},
+    }
+    for schedule, scheduler_of in factors.items():
+        low = 0.0 if schedule == "linear" else ratio  # transformers' linear schedule has no smallest rate
+        expected = rates(scheduler_of, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
+        for counts_from in (0, 1):
+            given_config = {"lr": lr, "min_lr_ratio": low, "warmup_steps": warmup, "decay_fraction": fraction}
+            config = OptimizerConfig(**given_config, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
+            found = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+            first = warmup if schedule == "wsd" else 0  # transformers' wsd warms up from the smallest rate, not from 0
+            wanted = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
+            assert found[first:] == wanted, (schedule, counts_from)
+    linear = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule="linear", schedule_counts_from=0)
+    expected = rates(theirs.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup)
+    above = [ratio * lr + (1 - ratio) * rate for rate in expected]
+    found = [learning_rate(linear, step, steps) for step in range(1, steps + 1)]
+    assert found[:warmup] == pytest.approx(expected[:warmup]) and found[warmup:] == pytest.approx(above[warmup:])
+
+
+def test_without_the_key_steps_are_counted_from_1() -> None:
+    """As in runs that were made before the key existed, to the last bit; so they resume unchanged."""
+    config = OptimizerConfig(lr=0.3, min_lr_ratio=0.0, warmup_steps=3, schedule="linear")
+    assert [learning_rate(config, step, 7) for step in range(1, 8)] == [
+        *(0.3 * step / 3 for step in (1, 2, 3)),
+        *(0.3 * (1 - (1 - (7 - step) / 4)) for step in (4, 5, 6)),
+        0.0,
+    ]
+    with pytest.raises(ValueError, match="schedule_counts_from"):
+        OptimizerConfig(schedule="own", schedule_counts_from=0)
 
 
 def test_wsd_is_stable_then_falls() -> None:

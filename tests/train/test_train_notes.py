@@ -38,6 +38,22 @@ def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path,
     assert lr > 0.005
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_last_step_without_effect_is_noted_before_the_training(tmp_path: Path, schedule: str) -> None:
+    keys = (f"optimizer.schedule={schedule}", "stages.shard.tasks=1", "optimizer.min_lr_ratio=0.0")
+    run = make_run(tmp_path, "at_0", keys)
+    (told,) = notes(run)
+    assert "step 30" in told and "schedule_counts_from=0" in told
+    trained(run, 3, 30)
+    assert notes(run) == []
+    as_transformers = make_run(tmp_path, "above_0", (*keys, "optimizer.schedule_counts_from=0"))
+    assert notes(as_transformers) == []
+    warmup = as_transformers.config.optimizer.warmup_steps
+    for step in (warmup, warmup + 1):  # the peak is one step later, which is no rise to be noted
+        trained(as_transformers, step, 30)
+        assert warmup and notes(as_transformers) == []
+
+
 def test_a_finished_training_says_how_much_it_read(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     trained(run, 29, 30)
