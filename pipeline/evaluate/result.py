@@ -20,6 +20,10 @@ TEXT_FIGURES = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """What an evaluation on text has besides its loss."""
 TASK_FIGURES = (".accuracy", ".accuracy_norm", ".loss")
 """How the names of what tasks, and sources of a mixture, came to end; standard errors and counts stand beside them."""
+STANDARD_ERROR = "_stderr"
+"""How the names of standard errors end."""
+ITEMS = "items"
+"""How the names of the numbers of a task's items end, after a dot."""
 HELD_OUT = "held_out_"
 """What precedes the name of each figure that a training takes of held-out data (`train.evaluate_every`)."""
 
@@ -86,6 +90,17 @@ def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
     counts = ("tokens", "bytes") if "bits_per_byte" in result else ("samples", "entries")
     known = ("step", "checkpoint", "sha256", *counts)
     return {name: value for name, value in result.items() if name not in known}
+
+
+def measures_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation measured, by name: its figures without standard errors and without numbers of items."""
+    figures, of_text = figures_of(result), "bits_per_byte" in result
+    return {
+        name: value
+        for name, value in figures.items()
+        if not (name.endswith(STANDARD_ERROR) and name.removesuffix(STANDARD_ERROR) in figures)
+        and not (of_text and "." in name and not name.endswith(TASK_FIGURES))
+    }
 
 
 def held_out_words(line: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
+from pipeline.evaluate.result import ITEMS, STANDARD_ERROR
 from pipeline.evaluate.task_files import Item, read_task
 
 
@@ -55,10 +56,10 @@ class TaskFile:
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Figures by the file's name."""
-        found: dict[str, Any] = {"items": self.count}
+        found: dict[str, Any] = {ITEMS: self.count}
         for key in sums[0]:
             share = math.fsum(part[key] for part in sums) / self.count
-            found |= {key: share, f"{key}_stderr": math.sqrt(share * (1 - share) / max(1, self.count - 1))}
+            found |= {key: share, f"{key}{STANDARD_ERROR}": math.sqrt(share * (1 - share) / max(1, self.count - 1))}
         return {f"{self.name}.{key}": value for key, value in found.items()}
 
     def _ids(self, text: str) -> list[int]:

@@ -18,7 +18,7 @@ from pipeline.checkpoint.identity import source_of
 from pipeline.config.masking import masked
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
-from pipeline.evaluate.result import figures_of
+from pipeline.evaluate.result import ITEMS, STANDARD_ERROR, measures_of
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.machines import energy_kwh
@@ -42,14 +42,14 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     config, wanted = run.config, run.config.publish
     assert wanted is not None
     name = wanted.name or run.config.run.name
-    figures = {} if result is None else figures_of(result)
+    measures = {} if result is None else measures_of(result)
     front: dict[str, Any] = {"license": wanted.license} if wanted.license else {}
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):  # a folder of the Hub's cache
         front["base_model"] = "/".join(cached.groups())  # of another nobody knows the Hub's name
     task = {"type": "text-generation" if config.model.target is None else "other"}
-    metrics = [{"type": key, "name": key, "value": value} for key, value in figures.items()]
+    metrics = [{"type": key, "name": key, "value": value} for key, value in measures.items()]
     if metrics:
         told = {"task": task, "dataset": {"name": "held-out data of the run", "type": "held-out"}, "metrics": metrics}
         front["model-index"] = [{"name": name, "results": [told]}]
@@ -58,7 +58,7 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
         f"---\n{dump(front)}---" if front else "", f"# {name}", wanted.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
         f"Licence of the model: {wanted.license or 'not given'}. Of the data: {wanted.data_license or 'not given'}.",
-        "## Evaluation", _table(figures) if figures else "Not evaluated.", _list("Rules that it kept:", rules),
+        "## Evaluation", _table(result, measures) if result else "Not evaluated.", _list("Rules that it kept:", rules),
         "## Training", _list("", _training(run, steps)), _picture(folder, steps),
         "## Data", _list("", _data(run)),
         "## Config", f"What differs from the defaults:\n\n```yaml\n{dump(masked(sections))}```",
@@ -66,10 +66,17 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     write_atomic(folder / "README.md", "\n\n".join(part for part in text if part) + "\n")
 
 
-def _table(figures: Mapping[str, float]) -> str:
-    return "\n".join(
-        ["| figure | value |", "| --- | --- |", *(f"| {key} | {value:.6g} |" for key, value in figures.items())]
-    )
+def _table(result: Mapping[str, Any], measures: Mapping[str, float]) -> str:
+    """The measures of an evaluation as a table, with standard errors and numbers of items if it has any."""
+    rows = []
+    for name, value in measures.items():
+        error, items = result.get(f"{name}{STANDARD_ERROR}"), result.get(f"{name.rpartition('.')[0]}.{ITEMS}")
+        rows.append(
+            [name, f"{value:.6g}", "" if error is None else f"{error:.2g}", "" if items is None else f"{items:,}"]
+        )
+    titles = ["figure", "value", "standard error", "items"]
+    width = 4 if any(row[2] or row[3] for row in rows) else 2
+    return "\n".join(f"| {' | '.join(row[:width])} |" for row in [titles, ["---"] * 4, *rows])
 
 
 def _list(heading: str, entries: Sequence[str]) -> str:

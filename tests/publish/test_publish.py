@@ -23,6 +23,7 @@ from pipeline.base.files import sha256_file
 from pipeline.base.place import Place
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
+from pipeline.publish.card import write_card
 from pipeline.run.directory import Run
 from tests.support.ranks import PORTS, place, run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
@@ -92,6 +93,26 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
     assert publish(run) == Exit.DONE
     assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+
+
+def test_standard_errors_and_counts_are_no_metrics_of_a_card(wanted: Any, tmp_path: Path) -> None:
+    run = wanted()
+    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    measured = {"sums.accuracy": 0.25, "sums.accuracy_norm": 0.5, "items.accuracy": 0.75, "web.loss": 1.5}
+    beside = {"sums.accuracy_stderr": 0.09, "sums.accuracy_norm_stderr": 0.1, "sums.items": 2300, "items.items": 4}
+    write_card(run, tmp_path, 3, {**result, **measured, **beside}, [])
+    text = (tmp_path / "README.md").read_text()
+    metrics = yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]
+    names = {metric["name"] for metric in metrics}
+    assert names == {"loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", *measured}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    table = {name: cells for name, *cells in rows}
+    assert table["sums.accuracy"] == ["0.25", "0.09", "2,300"] and table["items.accuracy"] == ["0.75", "", "4"]
+    assert not beside.keys() & table.keys() and table["loss"] == [f"{result['loss']:.6g}", "", ""]
+    own = {"step": 3, "loss": 2.0, "error": 0.5, "error_stderr": 0.1, "samples": 10, "entries": 10}
+    write_card(run, tmp_path, 3, own, [])
+    (model,) = yaml.safe_load((tmp_path / "README.md").read_text().split("---")[1])["model-index"]
+    assert {metric["name"] for metric in model["results"][0]["metrics"]} == {"loss", "error"}
 
 
 def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_path: Path) -> None:
