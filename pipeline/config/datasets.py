@@ -139,7 +139,8 @@ class DataConfig(Section):
     """A Python function of your own, `MODULE:FUNCTION`, that is called with each document as a dict (the object of a
     line, or `text_field` and text); True keeps it. The module is one file, beside the config file or on the path."""
     max_rejected: Fraction = 0.001
-    """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept."""
+    """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept. On small inputs 5
+    are accepted, if at least half of all documents can be read; 0 accepts none."""
     verify: Literal["hashes", "cached", "sizes"] = "hashes"
     """What is checked of every shard when a training starts: its hash; `cached`: not again of a file that still has the
     size, time and inode that it had when it was right; `sizes`, where reading all data even once costs too much."""

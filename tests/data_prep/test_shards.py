@@ -372,6 +372,32 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     finalize(data.model_copy(update={"max_rejected": 10 / 54}), tmp_path / "data", quiet)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "limit", "accepted"),
+    [
+        (30, 1, 0.001, True),
+        (9, 5, 0.001, True),
+        (3, 3, 0.001, True),
+        (3, 4, 0.001, False),  # more than half
+        (60, 6, 0.001, False),
+        (30, 1, 0.0, False),
+    ],
+)
+def test_a_few_unreadable_documents_are_accepted_in_small_inputs(
+    good: int, bad: int, limit: float, accepted: bool, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts(good))
+    with open(path, "a") as file:
+        file.write("{broken\n" * bad)
+    data = config(str(path), max_rejected=limit, held_out=0.0)
+    if accepted:
+        assert run_tasks(data, tmp_path / "data").rejected_documents == bad
+        return
+    with pytest.raises(UserError, match=rf"{bad} of {good + bad} documents .*data\.max_rejected"):
+        run_tasks(data, tmp_path / "data")
+    assert len((tmp_path / "data/rejected.jsonl").read_text().splitlines()) == bad
+
+
 def test_held_out_fraction_is_about_right_and_depends_on_the_text_alone(tmp_path: Path) -> None:
     expected = [f"document {i}" for i in range(2000)] * 2  # each twice, far apart
     data = config([str(write_jsonl(tmp_path / "a.jsonl", expected))], held_out=0.1)
