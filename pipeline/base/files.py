@@ -39,21 +39,31 @@ def fsync(path: str | Path) -> None:
         os.close(fd)
 
 
+class FolderExistsError(UserError):
+    """Another process gave a folder the name that was wanted for one of ours."""
+
+
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, owner: str = "") -> Iterator[Path]:
     """A temporary folder beside `folder` to fill with files that are synced, which then takes its name by one rename.
 
     It is whole, or not there. Where the block fails nothing stays, not even of the folders above that were missing, and
-    the error goes on; a kill leaves `.NAME.….tmp`.
+    the error goes on; a kill leaves `.NAME.….tmp`. `owner`: a part of that temporary name, by which leftovers of one
+    owner can be told from what another process is still filling. Raises FolderExistsError if `folder` exists at the
+    end.
     """
     above = [path for path in folder.parents if not path.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary = folder.with_name(f".{folder.name}.{owner}{secrets.token_hex(4)}.tmp")
     try:
-        temporary.mkdir()
+        _make_inside(temporary)
         yield temporary
         fsync(temporary)
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise FolderExistsError(f"{folder} exists already: another process made it in the meantime") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # somebody else has put something there
@@ -61,6 +71,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 path.rmdir()
         raise
     fsync(folder.parent)
+
+
+def _make_inside(folder: Path) -> None:
+    """Make a folder and those above it. Another process that failed may remove the empty ones above at any moment."""
+    for attempt in range(100):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileNotFoundError:
+            if attempt == 99:
+                raise
+        else:
+            return
 
 
 @contextmanager

@@ -8,13 +8,21 @@
 
 The folder takes its name by one rename, after everything was synced: whatever is killed in between leaves one whole
 version or none. A rule that fails ends the stage before anything is written. A version that is there already is left
-as it is. Behind all that come an entry in a model registry (pipeline/publish/registry.py) and `publish.run`, a command
+as it is. Several runs may publish to one place at once: each fills a temporary folder of its own, the first rename
+wins, and a run whose weights are not those of the winner fails with an error that names the folder.
+
+Before an existing version is registered or handed to `publish.run`, all its files are compared with SHA256SUMS. The run
+directory notes the sizes and times that they had then, so that `missing` notices a later change without reading them.
+
+Behind all that come an entry in a model registry (pipeline/publish/registry.py) and `publish.run`, a command
 of the user's own; what ended well is noted in the run directory, so that a stage that is tried again does not repeat
 it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -24,7 +32,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.files import fsync, intact, new_folder, read_json, seal, sha256_file, write_atomic, write_json
+from pipeline.base.files import (
+    FolderExistsError,
+    fsync,
+    intact,
+    new_folder,
+    open_regular,
+    read_json,
+    seal,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, read_manifest, step_name
@@ -36,6 +55,9 @@ from pipeline.run.stages import Progress
 SEAL, SUMS = "sluice.json", "SHA256SUMS"
 _DONE = "published.json"
 """In the run directory: what ended well behind the newest version that has its name (see `_further`)."""
+_COMPARED = "compared"
+"""Its key for the version whose files were last compared with their hashes (see `_note_compared`)."""
+_SUMS_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _NOT_YET = {"registered": "publish.mlflow has no entry yet", "version": "publish.run has not ended well yet"}
 
 
@@ -46,13 +68,16 @@ def missing(run: Run) -> str | None:
         return "there is no checkpoint yet"
     if (lacking := _lacking(run, step)) is not None:
         return lacking or f"step {step} is not published"
+    if (changed := _changed_file(run, step)) is not None:
+        return f"{changed} has changed since it was published: its hash is not compared yet"
     return next((_NOT_YET[key] for key in _further(run, step)), None)
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
     step = newest_step(run.checkpoints)
-    return Progress(str(_version(run, step)) if step and _lacking(run, step) is None else "-")
+    published = step and _lacking(run, step) is None and _changed_file(run, step) is None
+    return Progress(str(_version(run, step)) if step and published else "-")
 
 
 def look(run: Run) -> None:
@@ -72,29 +97,26 @@ def look(run: Run) -> None:
 
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
-    from pipeline.publish.export import write_model
-
     wanted, step = _wanted(run), newest_step(run.checkpoints)
     if not step:
         raise UserError(f"{run.checkpoints} holds no intact checkpoint to publish; train first")
     version = _version(run, step)
-    if (lacking := _lacking(run, step)) is not None:
-        if lacking:
-            raise UserError(lacking)
-        result = read_result(run, step)
-        held = _held_rules(wanted, result, step)
-        for left in version.parent.glob(f".{version.name}.*.tmp"):  # by an attempt that was killed
-            shutil.rmtree(left)
-        with new_folder(version) as making:
-            print(write_model(run, making, str(step), wanted.dtype), flush=True)
-            _complete(run, making, step, result, held)
-        print(f"published {version}", flush=True)
+    if lacking := _lacking(run, step):
+        raise UserError(lacking)
+    if lacking is None:
+        _compare_hashes(version)
+    else:
+        _make(run, step, version)
+    _note_compared(run, version)
     for key, what in _further(run, step).items():
         if key == "registered":
             _register(run, version, step)
         elif code := subprocess.run(["bash", "-c", str(wanted.run)], cwd=version, check=False).returncode:
             raise UserError(f"publish.run ended with code {code} in {version}, which is published: {wanted.run}")
         write_json(run.path / _DONE, {**_object(run.path / _DONE), key: what})
+    if _changed_file(run, step) is not None:  # by publish.run
+        _compare_hashes(version)
+        _note_compared(run, version)
     return Exit.DONE
 
 
@@ -110,21 +132,111 @@ def _version(run: Run, step: int) -> Path:
     return wanted.to / (wanted.name or run.config.run.name) / step_name(step)
 
 
+def _make(run: Run, step: int, version: Path) -> None:
+    """Write the version, which is not there. Raises UserError if a rule fails, and if another run published different
+    weights under this name in the meantime."""
+    from pipeline.publish.export import write_model
+
+    wanted, result = _wanted(run), read_result(run, step)
+    held = _held_rules(wanted, result, step)
+    owner = sha256(str(run.path).encode()).hexdigest()[:12] + "-"  # the run's lock is held: what is left is nobody's
+    for left in version.parent.glob(f".{version.name}.{owner}*.tmp"):  # by an attempt that was killed
+        shutil.rmtree(left)
+    ours: dict[str, str] = {}
+    try:
+        with new_folder(version, owner) as making:
+            print(write_model(run, making, str(step), wanted.dtype), flush=True)
+            _complete(run, making, step, result, held)
+            ours = _read_sums(making)
+        print(f"published {version}", flush=True)
+    except FolderExistsError:
+        if lacking := _lacking(run, step):
+            raise UserError(lacking) from None
+        theirs = _read_sums(version)
+        if _weights_of(theirs) != _weights_of(ours):
+            raise UserError(
+                f"{version} was published by another run in the meantime, with other weights: give another "
+                "publish.name, or the same publish.dtype"
+            ) from None
+        _compare_hashes(version)
+        print(f"{version} was published by another run in the meantime, with the same weights", flush=True)
+
+
 def _lacking(run: Run, step: int) -> str | None:
-    """None where this checkpoint's version is there, "" where nothing is; else what is wrong with what is there."""
+    """None where this checkpoint's version is there, "" where nothing is; else what is wrong with what is there.
+
+    Sizes are compared, not hashes: `status` asks this, too.
+    """
     version = _version(run, step)
-    if not version.exists():
+    if not os.path.lexists(version):
         return ""
+    if not version.is_dir():
+        return f"{version} is no folder: give another publish.name or move it away"
     found = _object(version / SEAL)
     checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
     if not intact(found) or found.get("checkpoint") != checkpoint:
         return (
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
         )
-    held = {path.name: path.stat().st_size for path in version.iterdir()}
-    if odd := [name for name, size in found.get("files", {}).items() if held.get(name) != size]:
-        return f"{version / min(odd)} is not as it was published: move the version away, and it is made again"
+    out = "move the version away, and it is made again"
+    sizes = found.get("files")
+    if not isinstance(sizes, dict) or not all(isinstance(size, int) for size in sizes.values()):
+        return f"{version / SEAL}: 'files' should hold the size of each file: {out}"
+    if "README.md" not in sizes or not _weights_of(sizes):
+        return f"{version / SEAL}: 'files' names no README.md or no weights (*.safetensors): {out}"
+    for name, size in sorted(sizes.items()):
+        path = version / name
+        if "/" in name or not path.is_file() or path.stat().st_size != size:
+            return f"{path} is not as it was published: {out}"
+    if (sums := _read_sums(version)).keys() != {*sizes, SEAL}:
+        odd = min(sums.keys() ^ {*sizes, SEAL})
+        return f"{version / SUMS} does not hold one line for each published file ({odd}): {out}"
     return None
+
+
+def _read_sums(version: Path) -> dict[str, str]:
+    """The hashes in SHA256SUMS by file; none where it is missing, or a line is malformed."""
+    with suppress(OSError, UserError, UnicodeDecodeError), open_regular(version / SUMS) as file:
+        lines = file.read().decode().splitlines(keepends=True)
+        if all(found := [_SUMS_LINE.fullmatch(line) for line in lines]):
+            return {match[2]: match[1] for match in found if match}
+    return {}
+
+
+def _weights_of(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a table by file, what is of weights."""
+    return {name: value for name, value in files.items() if name.endswith(".safetensors")}
+
+
+def _compare_hashes(version: Path) -> None:
+    """Compare each file of a version with SHA256SUMS. Raises UserError naming the first that differs."""
+    for name, digest in sorted(_read_sums(version).items()):
+        if sha256_file(version / name) != digest:
+            raise UserError(
+                f"{version / name} is not as it was published: its hash is not that in {SUMS}. Move the version away, "
+                "and it is made again"
+            )
+
+
+def _note_compared(run: Run, version: Path) -> None:
+    """Note that the version's files have the hashes of SHA256SUMS, with the sizes and times that they have now."""
+    write_json(run.path / _DONE, {**_object(run.path / _DONE), _COMPARED: [str(version), _stamps(version)]})
+
+
+def _changed_file(run: Run, step: int) -> Path | None:
+    """A file of the version whose size or time is not the noted one; None where there is none, or no note."""
+    version, noted = _version(run, step), _object(run.path / _DONE).get(_COMPARED)
+    if not isinstance(noted, list) or noted[:1] != [str(version)]:  # published by another run, or by older code
+        return None
+    found = _stamps(version)
+    was = noted[1] if len(noted) == 2 and isinstance(noted[1], dict) else {}
+    return next((version / name for name in sorted(found) if was.get(name) != found[name]), None)
+
+
+def _stamps(version: Path) -> dict[str, list[int]]:
+    """Size and time (ns) of each file that SHA256SUMS names, and of SHA256SUMS."""
+    found = {name: (version / name).stat() for name in (*_read_sums(version), SUMS)}
+    return {name: [seen.st_size, seen.st_mtime_ns] for name, seen in found.items()}
 
 
 def _further(run: Run, step: int) -> dict[str, Any]:

@@ -33,7 +33,11 @@ def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str
     server, said = MlflowClient(tracking_uri=uri, registry_uri=uri), {key: str(value) for key, value in tags.items()}
     try:
         if not server.search_registered_models(f"name = '{model}'"):
-            server.create_registered_model(model)
+            try:
+                server.create_registered_model(model)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # by another run, since the search
+                    raise
         for known in server.search_model_versions(f"name = '{model}'"):
             if all(known.tags.get(key) == said[key] for key in _SAME):
                 return f"version {known.version} of {model} at {uri} is it already"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import requests
 import yaml
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.files import sha256_file
+from pipeline.base.files import seal, sha256_file, write_json
 from pipeline.base.place import Place
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
@@ -268,6 +269,144 @@ def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
         publish(run)
     with pytest.raises(UserError, match=r"rules.acuracy: .*no such figure; it has loss, perplexity"):
         publish_stage.look(wanted(rules={"acuracy": {"min": 0.5}}))
+
+
+def publish_together(where: Place, runs: list[Path], folder: Path) -> str:
+    """Publish one of the runs once the temporary folders of all of them are there; the error, if there is one."""
+    complete = publish_stage._complete
+
+    def wait_for_all(*arguments: Any) -> None:
+        deadline = time.monotonic() + 60
+        while len([*folder.glob(".step-*.tmp")]) < len(runs) and not (folder / "step-00000003").exists():
+            assert time.monotonic() < deadline, "a temporary folder is missing"
+            time.sleep(0.01)
+        complete(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(publish_stage, "_complete", wait_for_all)
+        try:
+            assert publish(Run.open(runs[where.rank])) == Exit.DONE
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtypes", [["fp32"] * 4, ["fp32", "bf16", "fp32", "bf16"]])
+def test_runs_that_publish_to_one_place_at_once(wanted: Any, tmp_path: Path, dtypes: list[str]) -> None:
+    """Those with the winner's weights succeed, the others name the folder, and nobody removes what another one fills"""
+    run, folder = wanted(), tmp_path / "models/tiny"
+    copies = []
+    for number, dtype in enumerate(dtypes):
+        shutil.copytree(run.path, tmp_path / f"copy-{number}", symlinks=True)
+        Run.open(tmp_path / f"copy-{number}").change([f"publish.dtype={dtype}"])
+        copies.append(tmp_path / f"copy-{number}")
+    told = run_ranks(4, publish_together, copies, folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+    won = json.loads((folder / "step-00000003/config.json").read_text())
+    winner = "bf16" if won.get("dtype", won.get("torch_dtype")) == "bfloat16" else "fp32"
+    for path, dtype, error in zip(copies, dtypes, told, strict=True):
+        if dtype == winner:
+            assert error == "" and publish_stage.missing(Run.open(path)) is None
+        else:
+            assert str(folder / "step-00000003") in error and "publish.name" in error
+    done = subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=folder / "step-00000003", timeout=30)
+    assert done.returncode == 0
+
+
+def test_leftovers_of_this_run_are_removed_and_no_others(wanted: Any, tmp_path: Path) -> None:
+    run = wanted()
+    folder = tmp_path / "models/tiny"
+    foreign = folder / ".step-00000003.0123456789ab-cdef.tmp"
+    foreign.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(publish_stage, "_complete", lambda *_: os._exit(KILLED))
+        if (child := os.fork()) == 0:
+            publish(run)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert len([*folder.glob(".step*.tmp")]) == 2
+    assert publish(run) == Exit.DONE
+    assert sorted(path.name for path in folder.iterdir()) == [foreign.name, "step-00000003"]
+
+
+def replace_folder(version: Path, target: str | None = None) -> None:
+    """Put a file, or a link to `target`, in the place of a version."""
+    shutil.rmtree(version)
+    if target is None:
+        version.touch()
+    else:
+        version.symlink_to(target)
+
+
+def forge(version: Path, **changes: Any) -> None:
+    """Write another sluice.json, with a hash that fits."""
+    write_json(version / "sluice.json", seal({**json.loads((version / "sluice.json").read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "match"),
+    [
+        (lambda v: (v / "sluice.json").write_text("[" * 990 + "]" * 990), "not of this run's checkpoint"),
+        (lambda v: (v / "sluice.json").write_text('{"sha256": '), "not of this run's checkpoint"),
+        (lambda v: forge(v, checkpoint="0" * 64), "not of this run's checkpoint"),
+        (lambda v: forge(v, files=["README.md"]), r"sluice\.json: 'files'"),
+        (lambda v: forge(v, files={"README.md": "1"}), r"sluice\.json: 'files'"),
+        (lambda v: forge(v, files={}), r"sluice\.json: 'files'"),
+        (lambda v: forge(v, files={"README.md": (v / "README.md").stat().st_size}), r"sluice\.json: 'files'"),
+        (lambda v: (v / "SHA256SUMS").write_text("no hash\n"), "SHA256SUMS"),
+        (lambda v: (v / "SHA256SUMS").write_bytes(b"\xff\n"), "SHA256SUMS"),
+        (lambda v: (v / "SHA256SUMS").unlink(), "SHA256SUMS"),
+        (replace_folder, "is no folder"),
+        (lambda v: replace_folder(v, "nowhere"), "is no folder"),
+    ],
+)  # fmt: skip
+def test_a_seal_that_is_malformed_or_forged_is_no_version(wanted: Any, tmp_path: Path, harm: Any, match: str) -> None:
+    run = wanted()
+    assert publish(run) == Exit.DONE
+    harm(version := tmp_path / "models/tiny/step-00000003")
+    assert re.search(match, publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
+    with pytest.raises(UserError, match=match) as told:
+        publish(run)
+    assert str(version) in str(told.value) and "move" in str(told.value)
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_altered_weights_of_the_same_size_are_not_registered(wanted: Any, tmp_path: Path, keep_time: bool) -> None:
+    """If the time was set back, `missing` cannot notice it, but nothing is done with the version."""
+    run = wanted(run=f"touch {tmp_path}/called; test -e {tmp_path}/works")
+    with pytest.raises(UserError, match=r"publish\.run ended with code 1"):
+        publish(run)
+    (tmp_path / "called").unlink()
+    weights = tmp_path / "models/tiny/step-00000003/model.safetensors"
+    seen, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    if keep_time:
+        os.utime(weights, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    else:
+        assert f"{weights} has changed" in (publish_stage.missing(run) or "")
+    (tmp_path / "works").touch()
+    with pytest.raises(UserError, match=r"model\.safetensors is not as it was published.*SHA256SUMS"):
+        publish(run)
+    assert not (tmp_path / "called").exists()
+    content[-1] ^= 1
+    weights.write_bytes(content)  # put back: only the time differs
+    assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    os.utime(weights)
+    assert publish_stage.missing(run) is not None
+    assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    content[-1] ^= 1
+    weights.write_bytes(content)  # after all was done
+    assert publish_stage.missing(run) is not None
+    with pytest.raises(UserError, match="is not as it was published"):
+        publish(run)
+
+
+def test_a_version_of_an_older_sluice_stays_published(wanted: Any) -> None:
+    run = wanted()
+    assert publish(run) == Exit.DONE
+    (run.path / "published.json").unlink(missing_ok=True)  # it noted no sizes and times
+    assert publish_stage.missing(run) is None and publish(run) == Exit.DONE
 
 
 def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:
