@@ -12,6 +12,7 @@ masked, so that too little is not.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config.sections import Config
@@ -24,10 +25,15 @@ _HARMLESS = re.compile(
 _RIGHT = {"site.pass.": re.compile(r"[A-Za-z_]\w*"), "site.secrets.": re.compile("None|~?/.*")}
 """What names a secret and is none; anything else in its place may be one."""
 _BEFORE_VALUE = re.compile(r"\s*(export\s+)?[\w./-]+(\s*[=:]\s*|\s+)(?=\S)")
-_SECRET = re.compile(
-    r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)[\w.-]*[\"']?\s*[=:\s]\s*\S|://",
-    re.IGNORECASE,
-)
+_SECRET_NAME = r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)"
+_SECRET = re.compile(rf"{_SECRET_NAME}[\w.-]*[\"']?\s*[=:\s]\s*\S|://", re.IGNORECASE)
+_MAY_HOLD_SECRETS = ("site.setup", "site.secrets", "site.pass")
+_SHELL = re.compile(r"[\s=]|://")
+"""What a line of shell, or a URL, has in it and the name of a partition has not."""
+_RANDOM = re.compile(r"(?=\w*\d)(?=\w*[A-Za-z])\w{16,}")
+"""Letters mixed with digits, as in a key that a program made."""
+_WORD = re.compile(r"[A-Za-z]+([-_.][A-Za-z]+)*[-_]?\d{0,4}|[\d:.-]+[A-Za-z]{0,3}")
+"""A word such as `gpu-long` or `h100`, a size or a time."""
 _USER = re.compile(r"(?<=://)\S*@")
 """User and password of a URL, as in track.mlflow.uri."""
 
@@ -54,6 +60,38 @@ def masked(values: Any, at: str = "") -> Any:
     if option and _SECRET.search(f"{at[:-1]}={values}"):
         return _MASK
     return _USER.sub(f"{_MASK}@", values) if isinstance(values, str) else values
+
+
+def masked_unknown(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any:
+    """Mask the value of a key that does not exist, unless it is harmless: the user looks for a misspelt key.
+
+    Args:
+        value: The value, as YAML gives it.
+        path: The key and the sections around it, such as `("site", "partiton")`.
+        meant: The keys that it may be misspelt from; those of its own section without that section's name.
+    """
+    section = "".join(f"{part}." for part in path[:-1])
+    near = [key if "." in key else f"{section}{key}" for key in meant]
+    if section != "site.":
+        return masked(value, f"{'site' if 'site' in near else [*near, section + path[-1]][0]}.")
+    strict = any(key in _MAY_HOLD_SECRETS for key in near)
+    return _masked_in_unknown(value, path[-1], strict, near[0] if near else None)
+
+
+def _masked_in_unknown(value: Any, name: str, strict: bool, near: str | None) -> Any:
+    """`masked_unknown` for a value under the key `name`; `strict`: mask it as a line of `site.setup`."""
+    if isinstance(value, dict):
+        strict |= near is None  # the names may be those of variables
+        return {key: _masked_in_unknown(one, str(key), strict, near) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_masked_in_unknown(one, name, strict, near) for one in value]
+    if re.search(_SECRET_NAME, name, re.IGNORECASE):
+        return _MASK
+    if not isinstance(value, str):
+        return value
+    if strict or _SHELL.search(value) or _RANDOM.search(value) or not (near or _WORD.fullmatch(value)):
+        return mask(value)
+    return masked(value, f"{near}.") if near else value
 
 
 def exposed(config: Config) -> str | None:

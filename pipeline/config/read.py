@@ -31,7 +31,7 @@ from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
 from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
-from pipeline.config.masking import masked
+from pipeline.config.masking import masked, masked_unknown
 from pipeline.config.schema import KeyPath, allowed, meant, valid_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
@@ -249,8 +249,10 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
             continue  # a branch of a union, which pydantic names in the path too
         at, value = (*at, part), value[part]
     kind, message = error["type"], error["msg"].removeprefix("Value error, ")
-    unknown = kind == "extra_forbidden" and at[0] == "site"  # maybe `setup`, misspelt
-    shown = show(masked(value, "site.setup." if unknown else f"{dotted(at)}."))
+    if kind == "extra_forbidden":
+        shown = show(masked_unknown(value, [str(part) for part in at], meant(at)))
+    else:
+        shown = show(masked(value, f"{dotted(at)}."))
     if kind == "missing":
         at = (*at, error["loc"][-1])
         return at, f"{where}: {dotted(at)} is missing; it should be {allowed(at)}"

@@ -292,7 +292,7 @@ modle: {}
             "run.yaml:9: optimizer.lr: Infinity should be a finite number greater than 0.0",
             "run.yaml:9: optimizer.schedule: [1] should be one of constant, cosine, linear, wsd, own",
             "run.yaml:10: site.account: 123 should be text or null; put it in quotes",
-            f'run.yaml:10: site.color: "*****": there is no such key; site has {SITE_KEYS}',
+            f'run.yaml:10: site.color: "red": there is no such key; site has {SITE_KEYS}',
             'run.yaml:11: stages.train.time: "00:00:00": a time limit is longer than nothing',
             "run.yaml:11: stages.evaluate.time: 20: for 20 minutes write 00:20:00",
             "run.yaml:12: parallel.data.replicat: 2: there is no such key; did you mean replicate? parallel.data has "

@@ -369,6 +369,15 @@ def test_secrets_of_the_setup_stay_where_jobs_need_them(tmp_path: Path) -> None:
     [
         ("site.setup=export GH_PAT=hunter2", '"export GH_PAT=*****" should be a list'),
         ("site.setpu=[curl -u me hunter2]", '["curl *****"]: there is no such key; did you mean setup'),
+        ("site.setups=[hunter2]", '["*****"]: there is no such key; did you mean setup'),
+        ("site.pasword=hunter2", '"*****": there is no such key; did you mean pass'),
+        ("site.secret=hunter2", '"*****": there is no such key; did you mean secrets'),
+        ("site.environment=[export A=hunter2]", '["export A=*****"]'),
+        ("site.env={A: hunter2}", '{"A": "*****"}'),
+        ("site.api_key=hunter2", '"*****": there is no such key'),
+        ("site.sbatc={spank-token: hunter2}", '"*****"}: there is no such key; did you mean sbatch'),
+        ("sitee={setup: [export A=hunter2]}", "did you mean site"),
+        ("stages.train.sbtach={spank-token: hunter2}", "did you mean sbatch"),
         ("site.setup=[{export GH_PAT: hunter2}]", "site.setup.0"),
         ("site..setup=[export GH_PAT=hunter2]", "write section.key=value"),
         ("stages.train.sbatch={spank-token: [hunter2]}", "should be text"),
@@ -376,6 +385,26 @@ def test_secrets_of_the_setup_stay_where_jobs_need_them(tmp_path: Path) -> None:
 )
 def test_a_mistake_in_the_setup_is_answered_without_it(tmp_path: Path, override: str, shown: str) -> None:
     refused(lambda: config(tmp_path, override), shown)
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("site.partiton=gpu-long", 'site.partiton: "gpu-long": there is no such key; did you mean partition'),
+        ("site.constrant=a100&nvlink", '"a100&nvlink": there is no such key; did you mean constraint'),
+        ("site.cpu_per_task=64", "64: there is no such key; did you mean cpus_per_task"),
+        ("site.requeu=false", "false: there is no such key; did you mean requeue"),
+        ("site.local_dsk=$TMPDIR", '"$TMPDIR": there is no such key; did you mean local_disk'),
+        ("site.sbatc={reservation: r1}", '{"reservation": "r1"}: there is no such key; did you mean sbatch'),
+        ("site.color=red", '"red": there is no such key'),
+        ("site.walltime=01:00:00", '"01:00:00": there is no such key'),
+        ("site.preamble=[module load cuda]", '["module load cuda"]: there is no such key'),
+    ],
+)
+def test_a_harmless_value_of_a_key_that_does_not_exist_is_shown(tmp_path: Path, override: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(tmp_path, override)
+    assert shown in str(raised.value)
 
 
 def test_who_may_read_the_setup_is_told(tmp_path: Path) -> None:
