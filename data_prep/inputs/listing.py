@@ -76,9 +76,28 @@ def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[
                 matches = [path for path in matches if not os.path.isdir(path)]
             paths = sorted(map(os.path.abspath, matches))
             if not paths:
+                _check_listable(source, pattern)
                 others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
                 raise UserError(f"data.source: {source!r} matches no file; name {', '.join(formats)} files{others}")
         yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
+
+
+def _check_listable(source: str, pattern: str) -> None:
+    """Raise UserError if permissions hide what an item of data.source names: a glob finds nothing there.
+
+    `pattern`: the item as a path, or as a glob, of which the fixed beginning is checked.
+    """
+    fixed = pattern
+    while glob.has_magic(fixed):
+        fixed = os.path.dirname(fixed)
+    try:
+        os.listdir(fixed or os.curdir)
+    except PermissionError as error:
+        raise UserError(
+            f"data.source: {source!r}: {fixed or os.curdir}: permission denied: check the owner and mode of the folders"
+        ) from error
+    except OSError:
+        return  # it does not exist, or is a file
 
 
 def files_in(folder: str, endings: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.base.command import command
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, storage_error
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.jobs import Submitted, jobs_of, uses_slurm
@@ -21,15 +21,19 @@ from slurm.show.status import Lookout, Row, grid
 
 
 def print_runs(root: Path, console: Console) -> None:
-    """How each run below `root` stands now; one that cannot be read is named, with the reason."""
+    """How each run below `root` stands now; one that cannot be read is named, with the reason.
+
+    Raises OSError if `root` exists and cannot be listed.
+    """
     found: dict[Run, list[Row]] = {}
     broken: list[Text] = []
-    for file in root.glob("*/config.yaml"):
-        run = Run(file.parent)
+    for folder in _folders(root):
         try:
-            found[run] = _rows(run, [])
+            run = Run(folder)
+            if run.config_file.exists():
+                found[run] = _rows(run, [])
         except (UserError, OSError) as error:
-            broken.append(Text(f"{run.name} cannot be read: {error}", style="red"))
+            broken.append(Text(f"{folder} cannot be read: {storage_error(error) or error}", style="red"))
     asked = [run for run, rows in found.items() if uses_slurm(run) and any(row.state != "done" for row in rows)]
     jobs = jobs_of([one for run in asked for one in (run, *points(run))])
     found |= {run: _rows(run, jobs) for run in asked}
@@ -41,6 +45,14 @@ def print_runs(root: Path, console: Console) -> None:
         console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
     for words in broken:
         console.print(words, soft_wrap=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    """The folders and links in `root`; none if there is no `root`. `Path.glob` would hide that it cannot be read."""
+    try:
+        return sorted(path for path in root.iterdir() if not path.is_file())
+    except FileNotFoundError:
+        return []
 
 
 def _rows(run: Run, jobs: Sequence[Submitted]) -> list[Row]:

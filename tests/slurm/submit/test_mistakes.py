@@ -36,9 +36,11 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import explain
 from pipeline.run.points import make_points
 from slurm.query import attempts
+from slurm.show.console import Plain
+from slurm.show.overview import print_runs
 from slurm.submit import here
 from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
-from tests.support.needs import lacking
+from tests.support.other_user import other_user
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, stage_rank, write_corpus
 
@@ -262,22 +264,28 @@ def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folde
 
 
 def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Asked as another user, for root may read everything."""
-    if os.geteuid() != 0:
-        lacking("being somebody else needs root")
     submit_py("tiny.yaml")
     submit_py("status runs/tiny")  # it imports what that user may not read, where Python is root's
     answer(capsys)
-    parents = [parent for parent in folder.parents if not parent.stat().st_mode & 1]
-    modes = {parent: parent.stat().st_mode for parent in parents}
-    for parent in (folder, *parents):
-        parent.chmod(0o755)
-    os.seteuid(1234)
-    try:
+    with other_user(folder):
         assert submit_py("status runs/tiny") == Exit.STORAGE
-    finally:
-        os.seteuid(0)
-        for parent, mode in modes.items():
-            parent.chmod(mode)
     assert "runs/tiny/config.yaml: permission denied: check the owner and mode of the folder" in answer(capsys)
     assert submit_py("status runs/tiny") == Exit.DONE
+
+
+def test_runs_that_may_not_be_read_are_not_taken_for_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit_py("status") == Exit.DONE and "no runs below runs" in answer(capsys)
+    submit_py("tiny.yaml")
+    submit_py("status")
+    answer(capsys)
+    Path("runs").chmod(0o711)
+    with other_user(folder):
+        assert submit_py("status") == Exit.STORAGE
+    shown = answer(capsys)
+    assert "runs: permission denied" in shown and "no runs" not in shown
+    Path("runs").chmod(0o755)
+    console = Plain(width=160, record=True)
+    with other_user(folder):
+        print_runs(Path("runs"), console)
+    shown = console.export_text()
+    assert "runs/tiny cannot be read" in shown and "permission denied" in shown and "no runs" not in shown

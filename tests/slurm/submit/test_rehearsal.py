@@ -17,6 +17,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from slurm.submit.rehearsal import rehearse
 from tests.support.needs import lacking
+from tests.support.other_user import other_user
 from tests.support.tiny import make_run, write_config
 
 OWN = """\
@@ -86,6 +87,17 @@ def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
             rehearse(config, False)
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize("source", ["texts/*.jsonl", "texts/corpus.jsonl", "texts"])
+def test_a_folder_of_texts_that_may_not_be_read(folder: Path, source: str) -> None:
+    (folder / "texts").mkdir()
+    (folder / "corpus.jsonl").rename(folder / "texts/corpus.jsonl")
+    config = load_config(Path("tiny.yaml"), [f"data.source={folder}/{source}", "run.root=/tmp"])
+    rehearse(config, False)
+    (folder / "texts").chmod(0o700)
+    with other_user(folder), pytest.raises(UserError, match=r"texts.*ermission denied"):
+        rehearse(config, False)
 
 
 def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:

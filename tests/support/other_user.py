@@ -1,0 +1,31 @@
+"""Doing something as a user without root's rights, who may not read what root keeps for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.needs import lacking
+
+OTHER_UID = 1234
+
+
+@contextmanager
+def other_user(folder: Path) -> Iterator[None]:
+    """Run the block as another user, who may reach `folder`; modes and user are restored afterwards."""
+    if os.geteuid() != 0:
+        lacking("being another user needs root")
+    modes = {parent: parent.stat().st_mode for parent in (folder, *folder.parents) if not parent.stat().st_mode & 1}
+    try:
+        for parent in modes:
+            parent.chmod(0o755)
+        os.seteuid(OTHER_UID)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    finally:
+        for parent, mode in modes.items():
+            parent.chmod(mode)
