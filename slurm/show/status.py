@@ -153,8 +153,9 @@ class Lookout:
         """These stages of a run; `before`: those of the sweep that they wait for."""
         rows: dict[str, Row] = {}
         for stage in names:
-            row = self._done.get((run.path, stage)) or self._row(run, stage)
             needed = {name: rows.get(name) or before[name] for name in STAGES[stage].needs}
+            behind = next((name for name in needed if self._is_behind(name, needed[name])), None)
+            row = self._done.get((run.path, stage)) or self._row(run, stage, behind)
             vain = [name for name, other in needed.items() if other.state != "done" and not other.going]
             if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
                 why = f"job {row.cells['job']} waits for {', '.join(vain)}"
@@ -171,7 +172,14 @@ class Lookout:
         self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
         self._seen, self._ask_at = seen, time.monotonic() + self._pause
 
-    def _row(self, run: Run, stage: str) -> Row:
+    @staticmethod
+    def _is_behind(stage: str, row: Row) -> bool:
+        """Whether what follows a stage cannot be done yet: the outputs so far may be of an earlier checkpoint."""
+        follows_training = STAGES[stage].trains or any(STAGES[name].trains for name in STAGES[stage].needs)
+        return follows_training and row.state != "done"
+
+    def _row(self, run: Run, stage: str, behind: str | None = None) -> Row:
+        """The row of a stage. `behind`: a stage before it that has checkpoints still to come."""
         work, events = stages.load(stage), run.read_events(stage)
         missing = getattr(work, "missing_at_a_glance", work.missing)(run)
         holder, far = run.holder(stage), work.progress(run)
@@ -180,6 +188,8 @@ class Lookout:
         job = shown.state if shown else None
         since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
+        if state == "done" and behind:
+            state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
         if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
             nodes = command("doctor", str(run.path.parent), "--check-nodes")
             why += f" and left no log: do nodes see the run? {nodes}"
@@ -206,6 +216,16 @@ class Lookout:
         }
         why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
         return Row(run, stage, state, why, going, cells, _slow(run, told.started, events) if running else "")
+
+
+def _judge_so_far(
+    run: Run, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
+) -> tuple[str, str, bool]:
+    """Like `judge`, for a stage that is done as far as the training has come: the training itself is not done."""
+    if held or (job is not None and (job.active or job.dead)):
+        return judge("the training is not done", held, events, job)
+    cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
+    return "cancelled" if cancelled or run.cancelled_file.exists() else "waiting", "", False
 
 
 def _shown(jobs: Sequence[Submitted]) -> Submitted | None:

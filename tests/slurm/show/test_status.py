@@ -311,6 +311,34 @@ def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: P
     assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
 
 
+@pytest.mark.parametrize(
+    ("job", "state"),
+    [
+        (None, "waiting"),
+        (JobState("4", "CANCELLED"), "cancelled"),
+        (JobState("4", "COMPLETED"), "waiting"),  # of an earlier checkpoint
+        (JobState("4", "PENDING", "Dependency"), "pending"),
+        (JobState("4", "PENDING", "DependencyNeverSatisfied"), "never"),
+        (JobState("4", "RUNNING"), "running"),
+    ],
+)
+def test_an_evaluation_is_not_done_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobState | None, state: str
+) -> None:
+    """Each checkpoint so far has its evaluation, and more checkpoints are to come."""
+    run = make_run(tmp_path)
+    monkeypatch.setattr(load("evaluate"), "missing", lambda run: None)
+    trains = Submitted(run.path, "train", "3", JobState("3", "RUNNING"))
+    jobs = [trains] if job is None else [trains, Submitted(run.path, "evaluate", "4", job)]
+    lookout = status.Lookout(run)
+    assert [row.state for row in lookout.judged(jobs)] == ["done", "done", "running", state]
+    if job is None:
+        run.request(run.cancelled_file)
+        assert [row.state for row in lookout.judged([])] == ["done", "done", "cancelled", "cancelled"]
+        monkeypatch.setattr(load("train"), "missing", lambda run: None)
+        assert [row.state for row in lookout.judged([])] == ["done"] * 4
+
+
 def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
