@@ -10,7 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +26,13 @@ from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_folder import ENDINGS
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
-from pipeline.base.files import append_line, flock, fsync, open_lock, read_jsonl, sha256_file, sha256_json
+from pipeline.base.files import append_line, flock, fsync, open_lock, parse, sha256_file, sha256_json
+from pipeline.base.ownership import current_umask, normalise, open_own_file, own_folder, require_own_folder
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS, ShardEntry
 
 _LOCK, _NOTES = ".lock", "copied.jsonl"
+_OURS = re.compile(r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}")
+"""Names of shards, of those that are being written (files.replacing), and of temporary files (tempfile)."""
 _NO_TOKENIZER = 1 << 32
 _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
@@ -92,25 +98,93 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
     """Write the tokens of `files` as shards in a new folder `to`; documents get their end-of-text token, where they
     have none and are not `packed`: rows that go on in the next. Files that were copied before an early end are kept.
 
-    Raises UserError for a folder that exists, or is being made, and as `look` and `scan` do.
+    Raises UserError for a folder that exists, or is being made, for a working folder that others may have filled, and
+    as `look` and `scan` do.
     """
-    if to.exists():
+    if os.path.lexists(to):
         raise UserError(f"--to {to}: it exists already: name a new folder")
+    folder = to.with_name(f".{to.name}.part")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    with own_folder(folder) as held:
+        _require_working_folder(held)
+        with open(open_lock(held / _LOCK), "rb") as lock:
+            if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(folder, held):
+                raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
+            _check_content(held)
+            words = f"{folder} will be {to} once it is whole; should this end before, the same command goes on"
+            print(words, flush=True)
+            made = _fill(held, files, encoder, tokenizer_sha256, packed)
+            try:
+                os.rename(folder, to)
+            except OSError as error:
+                raise UserError(f"--to {to}: cannot rename {folder} to it: {error.strerror}") from error
+            if not _is_same(to, held):
+                raise UserError(f"--to {to}: this is not what the import made: {folder} was replaced meanwhile")
+            normalise(held, current_umask())
+            fsync(to.parent)
+            for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
+                (held / name).unlink()
+    tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
+    print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
+    print(f"what they are: {command('data', 'inspect', str(to))}")
+
+
+def _is_same(path: Path, held: Path) -> bool:
+    """Whether `path` itself, not followed, is the folder that `held` leads to."""
+    try:
+        return os.path.samestat(path.lstat(), held.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _require_working_folder(folder: Path) -> None:
+    """Raise UserError if the folder holds something, but not the lock that an import makes first."""
+    if not os.path.lexists(folder / _LOCK):
+        for path in (*folder.iterdir(), *folder.glob(f"{SHARDS}/*")):
+            if path != folder / SHARDS:
+                raise _not_of_import(path)
+
+
+def _check_content(folder: Path) -> None:
+    """Raise UserError for what no import writes into its working folder: it would become data, or be deleted.
+
+    Names that begin with a dot are never data.
+    """
+    shards = folder / SHARDS
+    with suppress(FileExistsError):
+        shards.mkdir(mode=0o700)
+    require_own_folder(shards)
+    for path in (*folder.iterdir(), *shards.iterdir()):
+        is_ours = _is_own_shard(path) if path.parent == shards else path in (folder / _NOTES, shards)
+        if not is_ours and not path.name.startswith("."):
+            raise _not_of_import(path)
+
+
+def _not_of_import(path: Path) -> UserError:
+    return UserError(f"{path} was not written by an import: move it away, or choose another --to")
+
+
+def _is_own_shard(path: Path) -> bool:
+    """Whether this is an ordinary file of ours with a name that an import gives to shards and temporary files."""
+    found = path.lstat()
+    return bool(_OURS.fullmatch(path.name)) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _fill(
+    folder: Path, files: Sequence[str], encoder: Encoder, tokenizer_sha256: str, packed: bool
+) -> list[ShardEntry]:
+    """Copy what an earlier call did not copy, delete the shards that belong to none of `files`; return all shards."""
     kind, eos_id = np.dtype(encoder.dtype), np.array([encoder.eos_id], encoder.dtype)
     origin: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
-    folder, made = to.with_name(f".{to.name}.part"), list[ShardEntry]()
-    (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-    lock = os.fdopen(open_lock(folder / _LOCK))
-    if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-        raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
-    print(f"{folder} will be {to} once it is whole; should this end before, the same command goes on", flush=True)
-    told = {line["key"]: [ShardEntry(**one) for one in line["shards"]] for line in read_jsonl(folder / _NOTES)}
+    notes, made = _read_notes(folder / _NOTES), list[ShardEntry]()
     for number, path in enumerate(files):
-        source = origin | {"source": path[-1000:]}
+        source, prefix = origin | {"source": path[-1000:]}, f"tokens-{number:05d}"
         key = sha256_json([number, source, encoder.eos_id, packed, stamp(path), beside(path)])
-        entries, how = told.get(key, []), "copied before"
-        if not entries or any(one.problem(folder / one.file, hashes=False) for one in entries):
-            writer, file = ShardWriter(folder, f"tokens-{number:05d}", _SHARD, encoder.dtype, source), look(path)
+        entries, how = notes.get(key, []), "copied before"
+        if not entries or not all(_is_whole(folder, entry, prefix) for entry in entries):
+            writer, file = ShardWriter(folder, prefix, _SHARD, encoder.dtype, source), look(path)
             scan(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
             for document in file.documents(encoder.eos_id):
                 if len(document):
@@ -122,11 +196,28 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
         made += entries
         print(f"{path}: {how} ({number + 1} of {len(files)})", flush=True)
     for left_over in {*(folder / SHARDS).iterdir()} - {folder / one.file for one in made}:
-        left_over.unlink()
-    os.rename(folder, to)
-    fsync(to.parent)
-    for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
-        (to / name).unlink()
-    tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
-    print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
-    print(f"what they are: {command('data', 'inspect', str(to))}")
+        if _is_own_shard(left_over):
+            left_over.unlink()
+    return made
+
+
+def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
+    """Return the shards of each file that an earlier call copied, by the key of the file; make the notes if missing.
+
+    Raises UserError if others may have written them.
+    """
+    with suppress(FileExistsError):
+        path.touch(mode=0o600, exist_ok=False)
+    notes: dict[str, list[ShardEntry]] = {}
+    with open_own_file(path) as file:
+        for line in map(parse, file):
+            with suppress(TypeError, KeyError, ValueError):  # a line that a crash tore
+                notes[line["key"]] = [ShardEntry(**one) for one in line["shards"]]
+    return notes
+
+
+def _is_whole(folder: Path, entry: ShardEntry, prefix: str) -> bool:
+    """Whether a shard that the notes name is there, is one of ours, and has its size and hash."""
+    path = folder / entry.file
+    is_named_so = re.fullmatch(rf"{SHARDS}/{prefix}-\d+\.h5", entry.file) is not None
+    return is_named_so and path.exists() and _is_own_shard(path) and entry.problem(path) is None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.trust import normalise
+from pipeline.base.ownership import normalise
 from pipeline.config.user_model import UserModel
 
 CODE_ROOT = Path(__file__).resolve().parents[2]

@@ -36,7 +36,7 @@ from typing import Any
 from pipeline.base.command import command, did_you_mean
 from pipeline.base.errors import UserError, storage_error
 from pipeline.base.files import append_line, flock, open_lock, open_regular, seal, write_atomic
-from pipeline.base.trust import refuse_foreign
+from pipeline.base.ownership import refuse_foreign
 from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, overridden, point_configs
 from pipeline.config.sections import Config

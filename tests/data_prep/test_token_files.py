@@ -25,6 +25,7 @@ from data_prep.mixture_folder import MixtureFolder
 from data_prep.text.text_folder import TextFolder
 from data_prep.text.tokenizer import load_encoder, train_bpe
 from data_prep.tokens import megatron as megatron_index
+from data_prep.tokens import tokens_commands
 from data_prep.tokens.formats import look
 from data_prep.tokens.token_file import BARE, DocumentEnds, TokenFile, scan
 from data_prep.tokens.tokens_commands import main
@@ -33,7 +34,9 @@ from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
 from pipeline.data.samples import map_file
+from tests.support.needs import lacking
 
+NOBODY = 65534
 EOS = 0
 VOCAB = 300
 Documents = list[list[int]]
@@ -254,6 +257,185 @@ def test_an_import_that_ended_early_goes_on_and_says_so(
     assert copied("to") == [("a", "copied before"), ("b", "copied"), ("c", "copied")]
     assert files("to") == files("whole") and not part.exists()
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["shards"]
+
+
+def import_one(folder: Path, tokenizer: Path) -> None:
+    """Import a file of tokens into `folder/to`."""
+    nano_gpt(folder, encoded(tokenizer))
+    main("import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", False)
+
+
+def make_foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        lacking("giving a file to another user needs root")
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def is_link(part: Path, thesis: Path) -> None:
+    part.rmdir()
+    part.symlink_to(thesis)
+
+
+def links_to_thesis(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "shards").symlink_to(thesis / "shards")
+
+
+def is_foreign(part: Path, thesis: Path) -> None:
+    (part / "shards").mkdir()
+    make_foreign(part)
+
+
+def shards_are_foreign(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "shards").mkdir()
+    make_foreign(part / "shards")
+
+
+def others_may_write(part: Path, thesis: Path) -> None:
+    part.chmod(0o770)
+
+
+def others_may_write_shards(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "shards").mkdir()
+    (part / "shards").chmod(0o757)
+
+
+def others_may_write_notes(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "copied.jsonl").touch()
+    (part / "copied.jsonl").chmod(0o666)
+
+
+def notes_are_foreign(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "copied.jsonl").touch()
+    make_foreign(part / "copied.jsonl")
+
+
+def notes_are_a_link(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "copied.jsonl").symlink_to(thesis / "notes.txt")
+
+
+def holds_my_work(part: Path, thesis: Path) -> None:
+    (part / "shards").mkdir()
+    (part / "shards/tokens-00000-00.h5").write_text("mine")
+
+
+def working_folder_holds_my_file(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "shards").mkdir()
+    (part / "shards/chapter1.h5").write_text("mine")
+
+
+def working_folder_holds_my_folder(part: Path, thesis: Path) -> None:
+    (part / ".lock").touch()
+    (part / "shards/tokens-00000-00.h5").mkdir(parents=True)
+    (part / "shards/tokens-00000-00.h5/chapter").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        is_link, links_to_thesis, is_foreign, shards_are_foreign, others_may_write, others_may_write_shards,
+        others_may_write_notes, notes_are_foreign, notes_are_a_link, holds_my_work, working_folder_holds_my_file,
+        working_folder_holds_my_folder,
+    ],
+)  # fmt: skip
+def test_an_import_uses_no_folder_that_others_could_have_filled_and_deletes_nothing(
+    arrange: Callable[[Path, Path], None], tokenizer: Path, tmp_path: Path
+) -> None:
+    (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
+    for name in ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex", "../notes.txt"):
+        (thesis / name).write_text("mine")
+    (part := tmp_path / ".to.part").mkdir(mode=0o700)
+    arrange(part, thesis.parent)
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    for _ in range(2):
+        with pytest.raises(UserError, match=re.escape(str(part))) as error:
+            import_one(tmp_path, tokenizer)
+        assert "/proc/" not in str(error.value)
+        assert {path: path.read_text() for path in before} == before
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("moment", ["before the first shard", "before the left-overs are deleted"])
+def test_an_import_whose_folder_is_replaced_meanwhile_writes_and_deletes_nothing_elsewhere(
+    moment: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
+    for name in ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"):
+        (thesis / name).write_text("mine")
+
+    def replaced(*arguments: Any) -> Any:
+        if not (tmp_path / "moved").exists():
+            (tmp_path / ".to.part").rename(tmp_path / "moved")
+            (tmp_path / ".to.part").symlink_to(thesis.parent)
+        return original(*arguments)
+
+    name = "look" if moment == "before the first shard" else "append_line"
+    original = getattr(tokens_commands, name)
+    monkeypatch.setattr(tokens_commands, name, replaced)
+    with pytest.raises(UserError, match=r"/to: .*replaced"):
+        import_one(tmp_path, tokenizer)
+    assert {path.name: path.read_text() for path in thesis.iterdir()} == dict.fromkeys(
+        ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"), "mine"
+    )
+
+
+def test_notes_count_only_if_their_shards_hash_right(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.bin").write_bytes(struct.pack("<2H", VOCAB, EOS))
+    nano_gpt(tmp_path, documents := encoded(tokenizer))
+    files = [str(tmp_path / "n.bin"), str(tmp_path / "b.bin")]
+
+    def import_both() -> str:
+        main("import", files, str(tmp_path / "to"), str(tokenizer), "<|endoftext|>", False)
+        return capsys.readouterr().out
+
+    with pytest.raises(UserError, match=f"token 0 is {VOCAB}"):
+        import_both()
+    notes = tmp_path / ".to.part/copied.jsonl"
+    shard = tmp_path / ".to.part/shards/tokens-00000-00.h5"
+    shard.write_bytes(shard.read_bytes()[::-1])  # the size stays
+    with open(notes, "a") as file:
+        file.write('{"key": 1}\n[]\n{"key": "other", "shards": [{"file": 1}]}\n{"key')
+    np.array([5, EOS], "<u2").tofile(tmp_path / "b.bin")
+    assert "n.bin: copied (1 of 2)" in import_both()
+    with h5py.File(tmp_path / "to/shards/tokens-00000-00.h5") as opened:
+        assert opened["tokens"][:].tolist() == flat(documents)
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_the_working_folder_is_closed_and_the_whole_has_the_usual_modes(
+    umask: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a project folder of a group, whose members all have the umask 002; an import that ended resumes."""
+    tmp_path.chmod(0o2775)
+    original, calls = tokens_commands.append_line, [KeyboardInterrupt]
+
+    def interrupted(*arguments: Any) -> None:
+        modes = {name: (tmp_path / ".to.part" / name).stat().st_mode & 0o777 for name in ("", "shards", "copied.jsonl")}
+        assert modes == {"": 0o700, "shards": 0o700, "copied.jsonl": 0o600}
+        original(*arguments)
+        if calls:
+            raise calls.pop()
+
+    monkeypatch.setattr(tokens_commands, "append_line", interrupted)
+    before = os.umask(umask)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            import_one(tmp_path, tokenizer)
+        os.utime(tmp_path / "n.bin", (0, 0))
+        import_one(tmp_path, tokenizer)
+    finally:
+        os.umask(before)
+    for path, mode in ((".", 0o777), ("shards", 0o777), ("shards/tokens-00000-00.h5", 0o666)):
+        assert (tmp_path / "to" / path).stat().st_mode & 0o777 == mode & ~umask
+    assert (tmp_path / "to").stat().st_mode & 0o2000, "files of a project folder belong to its group"
 
 
 def test_a_file_that_is_named_twice_is_copied_once(

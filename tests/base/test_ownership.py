@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import Exit, UserError
+from pipeline.base.ownership import open_own_file, own_folder, require_own_folder
 from pipeline.config.read import load_config
 from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
@@ -188,3 +189,42 @@ def test_the_copied_code_takes_no_modes_from_the_checkout(
     assert modes.pop(run.code / "submit.py") == folder, "it was executable, and is"
     assert {mode for path, mode in modes.items() if path.is_dir()} == {folder}
     assert {mode for path, mode in modes.items() if not path.is_dir()} == {file}
+
+
+def test_a_folder_that_is_open_stays_the_same_and_errors_name_its_path(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").mkdir()
+    with own_folder(mine) as held:
+        mine.rename(tmp_path / "moved")
+        mine.mkdir()
+        (held / "file").write_text("in it")
+    assert (tmp_path / "moved/file").read_text() == "in it" and not list(mine.iterdir())
+    with pytest.raises(FileNotFoundError) as missing, own_folder(mine) as held:
+        (held / "none").read_text()
+    assert missing.value.filename == str(mine / "none")
+    with pytest.raises(UserError, match=re.escape(f"{mine}/inside is a symbolic link")), own_folder(mine) as held:
+        (held / "inside").symlink_to(tmp_path)
+        require_own_folder(held / "inside")
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/moved/file is not a folder")):
+        require_own_folder(tmp_path / "moved/file")
+    with pytest.raises(FileNotFoundError):
+        require_own_folder(tmp_path / "none")
+
+
+def test_a_file_is_our_own_or_is_not_opened(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").write_text("text")
+    with open_own_file(mine) as file:
+        assert file.read() == b"text"
+    (link := tmp_path / "link").symlink_to(mine)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path, problem in ((link, "symbolic link"), (pipe, "not an ordinary file"), (tmp_path, "not an ordinary file")):
+        with pytest.raises(UserError, match=f"{path} is .*{problem}"):
+            open_own_file(path)
+    mine.chmod(0o620)
+    with pytest.raises(UserError, match=rf"{mine} .*620.* written by others"):
+        open_own_file(mine)
+    mine.chmod(0o600)
+    if os.geteuid() != 0:
+        lacking("giving a file to somebody else needs root")
+    os.chown(mine, NOBODY, NOBODY)
+    with pytest.raises(UserError, match=rf"{mine} belongs to \w+ \(uid {NOBODY}\)"):
+        open_own_file(mine)

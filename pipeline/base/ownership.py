@@ -1,0 +1,154 @@
+"""Whose a file, a folder or a run directory is: what we execute, empty or delete must be our own.
+
+A path proves nothing: between a check of the path and its use, whoever may write a folder above can put something else
+there. So files and folders are opened first, never through a link, and the descriptor is checked.
+
+Jobs run a run's `code/`, read the pickles that submitit leaves in `jobs/`, and their shells run the lines of
+`site.setup` in its config. Whoever could write there could do what we can. So everything that executes a run asks
+first: is it ours (root's is root's), and can nobody else write to it?
+What only reads (status, report, logs, verify) works on anybody's run, and with the code that was started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+from pipeline.base.errors import UserError
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def refuse_foreign(run: Path) -> None:
+    """Raise UserError where anybody else may have written what the run in directory `run` executes."""
+    home = (run / "code").resolve().parent  # that of a point of a sweep is the sweep's
+    for path, reachable in _executed(run, home):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid != os.geteuid():
+            raise UserError(
+                f"{path} belongs to {_user(found.st_uid)}; what is in it would run as {_user(os.geteuid())}. Make a "
+                "run of your own, with another run.name or run.root; status, report, logs and verify can read this one"
+            )
+        if reachable and found.st_mode & _OTHERS_WRITE:
+            raise UserError(
+                f"{path} (of {_user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):o}) may be written by others, "
+                "and what is in it is executed: look whether it is as you left it, then: chmod -R go-w "
+                + shlex.quote(str(home))
+            )
+
+
+def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
+    """What to look at, and whether others can reach it: what is in a folder that is closed to them they cannot."""
+    reachable = False
+    for top in dict.fromkeys((run, home)):
+        yield top, True
+        reachable = bool(top.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
+        jobs = top / "jobs"
+        read = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
+        yield from ((path, reachable) for path in (jobs, *jobs.glob("*/"), *read))
+    yield home / "code", reachable
+    for folder, names, files in os.walk(home / "code") if reachable else ():
+        yield from ((Path(folder, name), True) for name in (*names, *files))
+
+
+@contextmanager
+def own_folder(path: Path) -> Iterator[Path]:
+    """Open the folder `path`; yield a path that leads to this very folder, even if `path` is renamed or replaced.
+
+    Errors that are raised in the block name `path` again. Raises UserError if `path` is a link or not a folder, does
+    not belong to us, or may be written by others.
+    """
+    fd = _open(path, os.O_RDONLY | os.O_DIRECTORY)
+    held = Path(f"/proc/self/fd/{fd}")
+    try:
+        _require_own(path, os.fstat(fd))
+        yield held
+    except UserError as error:
+        error.args = (str(error).replace(str(held), str(path)),)
+        raise
+    except OSError as error:
+        for name in ("filename", "filename2"):
+            if isinstance(found := getattr(error, name), str | os.PathLike):
+                setattr(error, name, os.fspath(found).replace(str(held), str(path), 1))
+        raise
+    finally:
+        os.close(fd)
+
+
+def require_own_folder(path: Path) -> None:
+    """Raise UserError as `own_folder` does."""
+    with own_folder(path):
+        pass
+
+
+def open_own_file(path: Path) -> BufferedReader:
+    """Open the file `path` to read it.
+
+    Raises UserError if `path` is a link or not an ordinary file, does not belong to us, or may be written by others.
+    """
+    fd = _open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} is not an ordinary file: remove it")
+        _require_own(path, found)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open what `path` itself is. Raises UserError for a link and, with O_DIRECTORY, for anything but a folder."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR) or not os.path.lexists(path):
+            raise
+        what = "a symbolic link" if path.is_symlink() else "not a folder"
+        raise UserError(f"{path} is {what}: remove it") from error
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    """Raise UserError if what was found at `path` does not belong to us, or may be written by others."""
+    if found.st_uid != os.geteuid():
+        raise UserError(
+            f"{path} belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}: choose another name or folder"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise UserError(
+            f"{path} (mode {stat.S_IMODE(found.st_mode):o}) may be written by others: remove it, or check that it is "
+            f"as you left it, then: chmod -R go-w {shlex.quote(str(path))}"
+        )
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def current_umask() -> int:
+    """Return the umask of this process. Other threads must not create files meanwhile."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def normalise(tree: Path, umask: int) -> None:
+    """Give everything in `tree` the modes that new files have under `umask`; executables stay executable."""
+    for folder, _, files in os.walk(tree):
+        os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | 0o777 & ~umask)
+        for path in (Path(folder, name) for name in files):
+            path.chmod((0o777 if path.stat().st_mode & stat.S_IXUSR else 0o666) & ~umask)
