@@ -60,6 +60,8 @@ class Exit(IntEnum):
     """Stopped on request at a step boundary, everything saved: run again to go on (EX_TEMPFAIL)."""
     PEER_LOST = 76
     """Another rank went away; this rank has no fault of its own to report."""
+    REQUEUED = 77
+    """Slurm requeued the job, and nothing shows a preemption: somebody asked for it (`scontrol requeue`)."""
 
 
 class UserError(Exception):

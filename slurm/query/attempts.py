@@ -32,9 +32,14 @@ GOES_ON = ("requeued", "retried", "handed_over")
 """Events that say that the stage goes on by itself."""
 REQUESTS = {"cancelled", "stop file"}
 """Who asked for a stop, where it was a person."""
-_SHARED_BUDGETS = {Exit.STOPPED: "preempted", Exit.CRASHED: "crash", Exit.PEER_LOST: "crash"}
+_SHARED_BUDGETS = {
+    Exit.STOPPED: "preempted",
+    Exit.REQUEUED: "preempted",
+    Exit.CRASHED: "crash",
+    Exit.PEER_LOST: "crash",
+}
 """Of causes that have none of their own name."""
-_BLAMELESS = (Exit.PREEMPTED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
+_BLAMELESS = (Exit.PREEMPTED, Exit.REQUEUED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def ending(cause: Exit, *, final: bool) -> str:
     """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
     if final and cause != Exit.CANCELLED:
         return "failed"
-    name = "stopped" if cause == Exit.TIME_LIMIT else cause.name.lower()
+    name = "stopped" if cause in (Exit.TIME_LIMIT, Exit.REQUEUED) else cause.name.lower()
     return name if name in ENDS else "failed"
 
 

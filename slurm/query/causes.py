@@ -30,7 +30,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query import attempts, preemption
 from slurm.query.attempts import Attempts, budget_of, ending, refusal
-from slurm.query.job import ENDED_BY_SLURM, JobFacts, dead_nodes, job_facts
+from slurm.query.job import ENDED_BY_SLURM, JobFacts, accounted_state, dead_nodes, job_facts
 from slurm.query.states import FORGOTTEN, Claim, JobState, claim, query, since_submitted
 
 EARLY_S = 70.0
@@ -79,7 +79,7 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
     if facts is None:
         return Exit.STOPPED
     if facts.restarts > restarts:
-        return Exit.PREEMPTED
+        return Exit.PREEMPTED if facts.preempted else Exit.REQUEUED
     if facts.state in ENDED_BY_SLURM:
         return ENDED_BY_SLURM[facts.state]
     ending = facts.state == "COMPLETING"
@@ -116,13 +116,14 @@ def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: b
 
 
 def cause_in_slurm(
-    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig, *, preempted: bool
 ) -> tuple[Exit, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
     `nodes`, `since`: the allocation's nodes and start (Slurm forgets both once the job is back in the queue; by then a
     node that failed may be up again). Ranks that lost each other, or were killed, may be victims: of a dead node, or of
-    Slurm ending the job.
+    Slurm ending the job. `preempted`: whether there was a sign of a preemption before the job was requeued. Without
+    one, only accounting tells a preemption without grace from `scontrol requeue`.
     """
     if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
         return code, None
@@ -133,6 +134,9 @@ def cause_in_slurm(
     cause = stop_cause(facts, place.restart_count, site)
     if cause == Exit.STOPPED:
         return code, None
+    if cause == Exit.REQUEUED:
+        state = "PREEMPTED" if preempted else accounted_state(place.job_id or "", since)
+        cause = ENDED_BY_SLURM.get(state or "", cause)
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
 
 

@@ -2,8 +2,9 @@
 
 `scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
 preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
-without grace, after a node failure) `Restarts` is one more than this process was started with; a plain
-`scancel` shows neither. Until the last process of a job is gone its state is COMPLETING, whatever ended it: only
+without grace, after a node failure) `Restarts` is one more than this process was started with, and `PreemptTime` is not
+shown any more; a plain `scancel` shows neither. Until the last process of a job is gone its state is COMPLETING,
+whatever ended it: only
 accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period,
 or a time limit that came before the job's own (a reservation's end).
 """
@@ -98,6 +99,19 @@ def parse_facts(text: str) -> JobFacts:
         submitted=seconds(shown.get("SubmitTime", "")),
         exit_code=int(code) if (code := shown.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
+
+
+def accounted_state(job_id: str, start: str) -> str | None:
+    """Return how accounting says that one run of a job ended, such as PREEMPTED or REQUEUED; None if it does not say.
+
+    Args:
+        job_id: The job, or the task of an array, that was requeued since: it has a row for each of its runs.
+        start: When that run started, as Slurm writes it.
+    """
+    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
+    rows = (line.split("|") for line in listed.splitlines())
+    states = [cells[1].split(" ")[0] for cells in rows if len(cells) == 2 and cells[0] == start]
+    return states[-1] if states and states[-1] in (*ENDED_BY_SLURM, "REQUEUED") else None
 
 
 def dead_nodes(nodes: str, since: str = "") -> list[str]:

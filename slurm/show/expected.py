@@ -31,7 +31,7 @@ from slurm.show.status import grid
 
 _NO_FAILURE = (
     "done", "running", "preempted", "time_limit", "stopped", "cancelled", "stop file", "user_error", "bad_input",
-    "storage", "bad_checkpoint",
+    "storage", "bad_checkpoint", "requeued",
 )  # fmt: skip
 """Ends of attempts that are planned, a person's, or a person's to mend; all others count as failures."""
 _ASSUMED: dict[str, tuple[float, str]] = {

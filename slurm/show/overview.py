@@ -39,8 +39,9 @@ def print_runs(root: Path, console: Console) -> None:
     found |= {run: _rows(run, jobs) for run in asked}
     cells = [_cells(run, found[run]) for run in sorted(found, key=_changed)]
     if cells:
-        head = ["run", "stage", "state", "step", "loss", "changed"]
-        console.print(grid([head, *cells], console.width), soft_wrap=True)
+        head = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
+        shown = [column for column in zip(head, *cells, strict=True) if any(column[1:]) or column[0] != "last stop"]
+        console.print(grid([*zip(*shown, strict=True)], console.width), soft_wrap=True)
     elif not broken:
         console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
     for words in broken:
@@ -68,7 +69,7 @@ def _cells(run: Run, rows: Sequence[Row]) -> list[str]:
     if row in of_points:
         step = f"{sum(point.state == 'done' for point in of_points)}/{len(of_points)} points"
     changed = datetime.fromtimestamp(_changed(run)).strftime("%Y-%m-%d %H:%M")
-    return [run.name, row.stage, row.state, step, row.cells["loss"], changed]
+    return [run.name, row.stage, row.state, step, row.cells["loss"], row.brief_stop, changed]
 
 
 def _changed(run: Run) -> float:

@@ -39,6 +39,7 @@ from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
 from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
 from slurm.query.words import HELD
 from slurm.show.follow import clock
+from slurm.show.last_stop import LastStop, find_last_stop
 from slurm.show.ledger import seconds
 
 LOOK_S = 2.0
@@ -46,7 +47,20 @@ PAUSE_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
 GPU_LOOK_S, _MOST_GPUS = 120.0, 3
 """GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
-_LEAST_WANTED = ("idle", "ending", "save", "ranks", "attempts", "nodes", "time", "steps", "loss", "job", "step")
+_LEAST_WANTED = (
+    "last stop",
+    "idle",
+    "ending",
+    "save",
+    "ranks",
+    "attempts",
+    "nodes",
+    "time",
+    "steps",
+    "loss",
+    "job",
+    "step",
+)
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
 IDLE_LOOKS = 5
 _MORE = r"(?<=units): |; "
@@ -71,6 +85,32 @@ class Row:
     """What the table shows besides stage and state, by the names of its columns."""
     slow: str
     """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
+    last_stop: LastStop | None = None
+    """How it last stopped, if it is not done."""
+
+    @property
+    def brief_stop(self) -> str:
+        """How it last stopped and continues: `requeued after preemption`; "" as for `state_and_stop`."""
+        stop = self.last_stop
+        if stop is None or self.state == "done" or (self.why and not self.going):
+            return ""
+        return _join(stop.continues or "stopped", stop.after)
+
+    @property
+    def state_and_stop(self) -> str:
+        """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`; "" if it
+        has not stopped, or `why` has more to say."""
+        stop = self.last_stop
+        if stop is None or not self.brief_stop:
+            return ""
+        if self.going:
+            reason = f" ({self.cells['reason']})" if self.cells["reason"] else ""
+            return _join(f"{self.stage} {self.state}{reason},", self.brief_stop, stop.details)
+        return _join(self.stage, self.state, "" if stop.cause == self.state else stop.after, stop.details)
+
+
+def _join(*words: str) -> str:
+    return " ".join(filter(None, words))
 
 
 def judge(
@@ -215,7 +255,9 @@ class Lookout:
             "time": clock(spent),
         }
         why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
-        return Row(run, stage, state, why, going, cells, _slow(run, told.started, events) if running else "")
+        slow = _slow(run, told.started, events) if running else ""
+        last = find_last_stop(events, job.job_id if job and job.active and job.state == "PENDING" else None)
+        return Row(run, stage, state, why, going, cells, slow, last if state != "done" else None)
 
 
 def _judge_so_far(
@@ -317,12 +359,22 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
+def stops_of_points(rows: Sequence[Row]) -> list[str]:
+    """How the points of a sweep last stopped, each way once."""
+    ways: dict[str, list[str]] = {}
+    for row in rows:
+        if row.brief_stop:
+            ways.setdefault(f"{row.stage} {row.state}, {row.brief_stop}", []).append(row.run.path.name)
+    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {words}" for words, names in ways.items()]
+
+
 def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: int | None = None) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
     used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
     cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
     lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
     lines += [Text(words, style="red") for words in failures(of_points)]
+    lines += [Text(words) for words in [*(row.state_and_stop for row in rows), *stops_of_points(of_points)] if words]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     everything = [*rows, *of_points]
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):

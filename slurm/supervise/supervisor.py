@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext, suppress
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ ANSWER_POLL_S = 60.0
 """The longest pause between two such questions."""
 STOP_GRACE_S = 600.0
 """How long the ranks may take to leave once they were asked to, beside the save (`recovery.save_s`)."""
+TOGETHER_S = 2.0
+"""Signals that are sent to all processes of a job at once reach them within this time."""
 PEERS_LEAVE_S = 5.0
 """After one rank failed, how long the others have to leave by themselves before they are killed."""
 
@@ -265,7 +268,26 @@ class Supervisor:
             self._tell("stopping", by=asked, **more)
 
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
-        return causes.cause_in_slurm(code, facts, self.place, ",".join(self.nodes), self.since, self.run.config.site)
+        nodes, site = ",".join(self.nodes), self.run.config.site
+        signs = self._saw_preemption()
+        return causes.cause_in_slurm(code, facts, self.place, nodes, self.since, site, preempted=signs)
+
+    def _saw_preemption(self) -> bool:
+        """Whether this attempt saw a preemption, of which Slurm shows nothing once it has requeued the job.
+
+        A preemption with grace time signals the ranks first, and the batch script with the signal of `--signal=B:`.
+        `scontrol requeue` sends TERM to all of them at once.
+        """
+        noted = (attempts.of(self.run, self.stage, self.task).stopping or {}).get("cause")
+        if noted in ("preempted", "time_limit"):
+            return bool(noted == "preempted")
+        if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
+            return True
+        asked = self.run.read_events(self.stage, "started", "stop_requested")[-1:]
+        if not asked or not str(asked[0].get("signal")).startswith("SIG"):
+            return False
+        age_s = 0.0 if self.flag.at is None else time.monotonic() - self.flag.at
+        return datetime.fromisoformat(asked[0]["time"]).timestamp() < time.time() - age_s - TOGETHER_S
 
     def _ask_slurm(self, ended: Ended) -> None:
         """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""

@@ -118,12 +118,12 @@ def preempt(scene: Scene) -> str:
 
 
 def preempt_without_grace(scene: Scene) -> str:
-    """The same where the site gives no time at all."""
+    """The same where the site gives no time at all. Without accounting nothing tells it from `scontrol requeue`."""
     scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
     preempt(scene)
     scene.wait("the preemption", lambda: not scene.runs(), 60)
     scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=1"])
-    return "preempted"
+    return "requeued"
 
 
 def crash_a_node(scene: Scene) -> str:

@@ -66,7 +66,9 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
     [
         (shown(preempt="2026-11-21T05:42:25"), Exit.PREEMPTED),
         (shown(state="PREEMPTED"), Exit.PREEMPTED),
-        (shown(state="COMPLETING", restarts=1), Exit.PREEMPTED),
+        (shown(state="COMPLETING", restarts=1), Exit.REQUEUED),
+        (shown(state="PENDING", restarts=1), Exit.REQUEUED),
+        (shown(state="COMPLETING", restarts=1, preempt="2026-11-21T05:42:25"), Exit.PREEMPTED),
         (shown(), Exit.STOPPED),
         (shown(ran="00:07:30"), Exit.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
         (shown(ran="00:07:10"), Exit.STOPPED),
@@ -90,6 +92,30 @@ def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: Exit) -> None:
 def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
     facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
     assert stop_cause(facts, 0, SiteConfig(requeue=False)) == Exit.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("accounting", "preempted", "cause"),
+    [
+        ("Start2|PREEMPTED\nStart1|REQUEUED\nStart3|RUNNING\n", False, Exit.REQUEUED),
+        ("Start2|REQUEUED\nStart1|PREEMPTED\n", False, Exit.PREEMPTED),
+        ("Start1|NODE_FAIL\n", False, Exit.NODE_FAILURE),
+        ("Start1|RUNNING\n", False, Exit.REQUEUED),  # it lags
+        ("Start1|RUNNING\n", True, Exit.PREEMPTED),
+        (None, False, Exit.REQUEUED),
+        (None, True, Exit.PREEMPTED),
+    ],
+)
+@pytest.mark.parametrize("code", [Exit.STOPPED, Exit.CRASHED])
+def test_a_requeue_that_somebody_asked_for_is_no_preemption(
+    monkeypatch: pytest.MonkeyPatch, accounting: str | None, preempted: bool, cause: Exit, code: Exit
+) -> None:
+    monkeypatch.setattr(job, "call", lambda *words, **_: accounting if words[0] == "sacct" else None)
+    facts = shown(state="COMPLETING", restarts=1)
+    where = replace(place(0, 1, 1), job_id="12")
+    found, said = recovery.cause_in_slurm(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
+    assert found == cause and (said is None) == (code == Exit.STOPPED)
+    assert budget_of(found) in ("preempted", "node_failure"), "a requeue is no crash"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +227,15 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
 
 
-CAUSES = [Exit.PREEMPTED, Exit.NODE_FAILURE, Exit.TIME_LIMIT, Exit.OUT_OF_MEMORY, Exit.CRASHED, Exit.HANG]
+CAUSES = [
+    Exit.PREEMPTED,
+    Exit.REQUEUED,
+    Exit.NODE_FAILURE,
+    Exit.TIME_LIMIT,
+    Exit.OUT_OF_MEMORY,
+    Exit.CRASHED,
+    Exit.HANG,
+]
 
 
 @settings(deadline=None, max_examples=200)
@@ -223,7 +257,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
     for cause, progress in stops:
         key = budget_of(cause)
         row = 0 if progress else row + 1
-        blameless = cause in (Exit.PREEMPTED, Exit.NODE_FAILURE)
+        blameless = cause in (Exit.PREEMPTED, Exit.REQUEUED, Exit.NODE_FAILURE)
         may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
         assert (refusal(attempts.read(events), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,39 @@ def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeyp
     one = supervised(run, monkeypatch, act=lambda n: run.event("stop_requested", "train", signal="SIGINT"))
     one.supervise()
     assert run.read_events("train")[-1]["cause"] == "SIGINT"
+
+
+@pytest.mark.parametrize(
+    ("noted", "reason", "stopped_s", "preempted"),
+    [
+        (None, "SIGTERM", 0.0, False),
+        (None, "SIGTERM", 15.0, True),  # its ranks were signalled at the start of the grace time
+        (None, "SIGUSR2", None, True),  # --signal=B:
+        ("preempted", "SIGTERM", None, True),
+        ("time_limit", "SIGUSR2", 15.0, False),
+        ("requeued", "SIGTERM", None, False),
+        (None, None, None, False),
+    ],
+)
+def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
+    run: Run, monkeypatch: pytest.MonkeyPatch, noted: str | None, reason: str | None, stopped_s: float | None,
+    preempted: bool,
+) -> None:  # fmt: skip
+    """`stopped_s`: how long before the supervisor got its signal the ranks noticed a stop."""
+    one = supervised(run, monkeypatch)
+    run.event("started", "train", attempt=1, task=None)
+    if stopped_s is not None:
+        run.event("stop_requested", "train", step=7, signal="SIGUSR2")
+    one.flag.reason, one.flag.at = reason, time.monotonic() + (stopped_s or 0.0)
+    now = time.time() + (stopped_s or 0.0)
+    monkeypatch.setattr(supervisor.time, "time", lambda: now)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.at)
+    if noted:
+        run.event("stopping", "train", by=reason, cause=noted)
+    one.place = replace(place(0, 1, 1), job_id="12")
+    requeued = JobFacts("COMPLETING", 1, False, 100.0, True)
+    cause = one._cause(Exit.STOPPED, requeued)[0]
+    assert cause == (Exit.PREEMPTED if preempted else Exit.REQUEUED)
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
