@@ -19,8 +19,8 @@ from slurm.show.console import Plain
 from slurm.show.last_stop import find_last_stop
 from tests.support.tiny import make_run, write_config
 
-SUBMITTED = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
-STARTED = {"event": "started", "task": None, "job_id": "3", "slurm_job": "3"}
+SUBMITTED: dict[str, Any] = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
+STARTED: dict[str, Any] = {"event": "started", "task": None, "job_id": "3", "slurm_job": "3"}
 SAVED = {"event": "saved", "step": 1210}
 AT_1215 = {"event": "stop_requested", "step": 1215, "signal": "SIGUSR2"}
 REQUEUED = {"event": "requeued", "task": None}
@@ -30,8 +30,8 @@ def ended(event: str, cause: str) -> dict[str, Any]:
     return {"event": event, "task": None, "cause": cause}
 
 
-PREEMPTED = [SUBMITTED, STARTED, SAVED, AT_1215, ended("preempted", "preempted"), REQUEUED]
-RESTORED = [STARTED, {"event": "restored", "step": 1215}]
+PREEMPTED: list[dict[str, Any]] = [SUBMITTED, STARTED, SAVED, AT_1215, ended("preempted", "preempted"), REQUEUED]
+RESTORED: list[dict[str, Any]] = [STARTED, {"event": "restored", "step": 1215}]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_stage_that_is_done_has_no_last_stop() -> None:
 
 
 def test_tasks_of_an_array_are_told_apart() -> None:
-    first, second = ({"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1))
-    events = [SUBMITTED, first, second, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
+    tasks: list[dict[str, Any]] = [{"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1)]
+    events = [SUBMITTED, *tasks, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
     stop = find_last_stop(events, None)
     assert stop is not None and (stop.cause, stop.attempts, stop.continues) == ("preempted", 1, "requeued")
     assert find_last_stop([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}], None) is None
