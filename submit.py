@@ -117,8 +117,8 @@ def resume(
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
-    data.max_rejected, data.verify, data.mixture.weights, train.profile_every, and enlarge train.steps; before a
-    training has saved, any key."""
+    checkpoint.*, data.max_rejected, data.verify, data.mixture.weights, evaluate.every, model.init_files, run.name,
+    run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
     from slurm.query.site_variables import refuse_unready

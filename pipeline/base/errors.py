@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def printable(text: str) -> str:
     """What a terminal may get of a text that anybody may have written: control characters, which could clear the
     screen, fake what stands there or turn its direction, become `?`; tabs and line ends stay."""
     return _CONTROL.sub("?", text)
+
+
+MOST_PROBLEMS = 20
+"""The number of problems that one message lists."""
+
+
+def limit_lines(lines: Sequence[str], most: int = MOST_PROBLEMS) -> list[str]:
+    """Return the first `most` of `lines`, and `and N more` if there are more."""
+    more = len(lines) - most
+    return [*lines[:most], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 class Exit(IntEnum):

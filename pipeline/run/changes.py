@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.command import command, command_again
-from pipeline.base.errors import UserError
+from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.config.datasets import LEAVE_SHARDS
 from pipeline.config.masking import masked
+from pipeline.config.read import COMMAND_LINE, config_from_mapping, overridden
 from pipeline.config.sections import Config
 
-_ANY_TIME = (
-    "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "data.max_rejected",
-    "data.verify", "data.mixture.weights", "train.profile_every",
+CHANGEABLE = (
+    "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "checkpoint.", "data.max_rejected",
+    "data.verify", "data.mixture.weights", "evaluate.every", "model.init_files", "run.name", "run.root",
+    "train.log_every", "train.profile_every",
 )  # fmt: skip
-"""What `resume` takes at any time besides a longer training."""
-_OF_NO_RESULT = (
-    *_ANY_TIME, "checkpoint.", "evaluate.every", "train.log_every", "run.name", "run.root", "model.init_files",
-)  # fmt: skip
+"""Beginnings of the keys that shape no result: `resume` accepts them at any time, and also a longer training."""
+
+
+def changeable_keys() -> list[str]:
+    """Return what `resume` may change at any time, as messages and docs write it: `site.*`, `train.log_every`."""
+    return [f"{key}.*" if key == "publish" else f"{key}*" if key.endswith(".") else key for key in CHANGEABLE]
 
 
 def trained(run: Path) -> str | None:
@@ -50,7 +54,7 @@ def _step(path: Path) -> int:
 def made_with(run: Path, key: str) -> str | None:
     """What is in the run's folder that another value of a key would make wrong; None where nothing is."""
     section, _, name = key.partition(".")
-    if key.startswith(_OF_NO_RESULT):
+    if key.startswith(CHANGEABLE):
         return None
     if key == "run.sharing":
         return "config.yaml with the mode that it says"
@@ -70,42 +74,75 @@ def _larger(old: Config, new: Config) -> str | None:
     return None
 
 
+def made_with_old(run: Path, key: str, old: Config, new: Config) -> str | None:
+    """Return what the value of `key` in `new` would make wrong in the run's folder, or None.
+
+    This is `made_with`, and the weights of steps that a mixture has already been trained on.
+    """
+    if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
+        step = _step(Path(made))
+        same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
+        return None if same else f"{made}, and only weights of later steps may change"
+    return made_with(run, key)
+
+
 def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
     """What the config `new` of the run `name` in folder `run` corrects, in words by keys.
 
     Raises UserError where something was made with the old one, with what can be done instead.
     """
     found = differences(old, new)
-    kept = dict.fromkeys(made for key in found if (made := made_with(run, key)))
-    if not kept:
-        return found
+    made = {key: made_with_old(run, key, old, new) for key in found}
+    if kept := dict.fromkeys(filter(None, made.values())):
+        longer = _larger(old, new)
+        refused = [key for key, what in made.items() if what and key != longer]
+        free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
+        lines = limit_lines([f"{key}: {words}" for key, words in found.items()])
+        raise UserError(
+            "\n  ".join([f"{name} exists with another config:", *lines])
+            + f"\nwhat it has was made with its own: {', '.join(limit_lines(list(kept)))}"
+            + "".join(f"\n{line}" for line in _ways_to_resume(name, old, new, refused))
+            + f"\nfor another run beside it: {command_again(f'run.name={new.run.name}-{free}')}"
+        )
+    return found
+
+
+def _ways_to_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
+    """Yield the command that resumes the run `name` with all of `new` but the `refused` keys, and what it leaves out.
+
+    The command is checked: if its keys do not make a valid config without the others, a plain `resume` is shown.
+    """
+    found = differences(old, new)
     values = flatten(new.model_dump(mode="json"))
-    shown = {key: value for key, value in values.items() if key in found and value == masked({key: value})[key]}
-    takes = [key for key in shown if key.startswith(_ANY_TIME) or key == _larger(old, new)]
-    free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
-    raise UserError(
-        "\n  ".join([f"{name} exists with another config:", *(f"{key}: {words}" for key, words in found.items())])
-        + f"\nwhat it has was made with its own: {', '.join(kept)}"
-        + f"\nto go on with it: {command('resume', name, *(f'{key}={json.dumps(shown[key])}' for key in takes))}"
-        + f"\nfor another run beside it: {command_again(f'run.name={new.run.name}-{free}')}"
-    )
+    accepted = [key for key in found if key not in refused]
+    shown = {key: values[key] for key in accepted if key in values and values[key] == masked({key: values[key]})[key]}
+    overrides, problem, left = [f"{key}={json.dumps(value)}" for key, value in shown.items()], "", accepted
+    try:
+        changed = config_from_mapping(overridden(old.model_dump(mode="json"), overrides), COMMAND_LINE)
+    except ConfigError as error:
+        overrides, problem = [], str(error).split("\n")[0]
+    else:
+        still = differences(changed, new)
+        left = [key for key in accepted if key in still]
+    yield f"to go on with it: {command('resume', name, *overrides)}"
+    if problem:
+        yield f"{', '.join(limit_lines(accepted))}: resume accepts this only together with the rest: {problem}"
+    elif left:  # a secret, or a key that is gone from a mapping
+        yield f"add yourself, because it is not shown or cannot be removed by key=value: {', '.join(limit_lines(left))}"
+    if refused:
+        yield f"resume does not accept: {', '.join(limit_lines(list(refused)))}"
 
 
 def refuse_more(run: Path, old: Config, new: Config) -> None:
     """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
-    kinds = ", ".join(f"{key}*" if key.endswith(".") else key for key in _ANY_TIME)
     longer = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, words in differences(old, new).items():
-        made = made_with(run, key)
-        if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
-            step = _step(Path(made))
-            same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
-            made = None if same else f"{made}, and only weights of later steps may change"
+        made = made_with_old(run, key, old, new)
         if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
-                f"larger {longer}, and {kinds}. For anything else start a new run: its config under "
-                "another run.name"
+                f"larger {longer}, and {', '.join(changeable_keys())}. For anything else start a new run: its config "
+                "under another run.name"
             )
 
 

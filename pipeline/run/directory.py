@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.command import command, did_you_mean
-from pipeline.base.errors import UserError, storage_error
+from pipeline.base.errors import UserError, limit_lines, storage_error
 from pipeline.base.files import append_line, flock, open_lock, open_regular, seal, write_atomic
 from pipeline.base.ownership import refuse_foreign
 from pipeline.config.masking import masked
@@ -90,6 +90,10 @@ class Run:
         self.profile_file, self.profile_taken = self.path / "profile", self.path / "profile.taken"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
+        self._read_at = (0, 0)
+        """The state of changes.jsonl that the config is of."""
+        self._changed: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
+        """What `changed_keys` found, with the state of changes.jsonl that it read."""
         self.corrections: dict[str, str] = {}
         """What the config that it was rehearsed with corrects, in words by keys."""
 
@@ -206,12 +210,46 @@ class Run:
     def config(self) -> Config:
         """The config as it holds now: config.yaml with all changes applied."""
         if self._config is None:
+            self._read_at = self._changes_stamp()
             values = load_config(self.config_file).model_dump(mode="json")
             for change in lines.read_all(self.changes, lines.change):
                 values = change.get("submitted") or merge(values, change["set"])
             changed = f" with {self.changes.name}" if self.changes.exists() else ""
             self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
+
+    def refresh(self) -> dict[str, str]:
+        """Read the config again if another process changed it, and return what changed, in words by dotted keys.
+
+        Processes that follow a run call it. A stage keeps the config that it started with.
+        """
+        if not self.config_file.exists() or self._read_at == self._changes_stamp():
+            return {}
+        before, self._config = self.config, None
+        self.__dict__.pop("user_model", None)
+        return changes.differences(before, self.config)
+
+    def _changes_stamp(self) -> tuple[int, int]:
+        """Return size and modification time of changes.jsonl; zeros if there is none."""
+        with suppress(FileNotFoundError):
+            state = self.changes.stat()
+            return state.st_size, state.st_mtime_ns
+        return 0, 0
+
+    def changed_keys(self) -> dict[str, str]:
+        """Return what changes.jsonl changes, in words such as `200 → 300` by dotted keys. Secrets are masked."""
+        stamp = self._changes_stamp()
+        if stamp != self._changed[0]:
+            found = changes.differences(load_config(self.config_file), self.config) if self.changes.exists() else {}
+            self._changed = stamp, found
+        return self._changed[1]
+
+    def describe_changes(self) -> str:
+        """Return the values in effect that differ from those in config.yaml, on one line; "" if none differ."""
+        found = [f"{key}: {words}" for key, words in self.changed_keys().items()]
+        return (
+            f"in effect, unlike in config.yaml ({self.changes.name}): {'; '.join(limit_lines(found))}" if found else ""
+        )
 
     def change(self, overrides: Sequence[str], new_code: bool = False) -> None:
         """Apply `resume RUN key=value …`: what makes nothing wrong that is there, and a larger `train.steps`.
@@ -231,7 +269,7 @@ class Run:
         change = changes.difference(*(one.model_dump(mode="json") for one in (self.config, config)))
         append_line(self.changes, json.dumps(seal({"time": now(), "set": change, **more})))
         self.event("changed", set=masked(changes.flatten(change)))
-        self._config = config
+        self._config, self._read_at = config, self._changes_stamp()
 
     def _corrected(self, config: Config) -> dict[str, str]:
         """What `config` corrects, in words by keys; nothing where it was submitted before, whatever `resume` changed.

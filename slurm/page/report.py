@@ -182,7 +182,7 @@ def print_report(run: Run, console: Console) -> None:
     accounts, causes = _accounts(found.attempts), _causes(training) if len(training) > 1 else []
     points = point_table(run, lookout.points)
     results, odd = all_results(run)
-    told = [*failures(lookout.points), *_told(run, found, training)]
+    told = [*filter(None, [run.describe_changes()]), *failures(lookout.points), *_told(run, found, training)]
     told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
     for part in (run.title, *(grid(cells, console.width) for cells in (accounts, causes, points) if cells), *told):
         console.print(part, soft_wrap=True)

@@ -32,8 +32,8 @@ _NEWS = {
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `1:02:03` or `02:03`."""
-    return str(timedelta(seconds=int(seconds + 0.5))).removeprefix("0:")
+    """Seconds as `1:02:03` or `02:03`; less than none as `00:00`."""
+    return str(timedelta(seconds=max(0, int(seconds + 0.5)))).removeprefix("0:")
 
 
 def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
@@ -59,6 +59,8 @@ def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) ->
             tell()
             if time.monotonic() >= next_look:
                 next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
+                for key, change in run.refresh().items():
+                    console.print(f"{stage:9} changed from elsewhere: {key}: {change}", soft_wrap=True)
                 far = stages.load(stage).progress(run)
                 words = far.running + ("" if far.left_s is None else f"  {clock(far.left_s)} left")
                 bar.update(task, completed=far.done, total=far.total or None, description=words)

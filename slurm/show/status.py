@@ -167,7 +167,9 @@ class Lookout:
         self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
 
     def look(self) -> list[Row]:
-        """The stages as they stand now."""
+        """The stages as they stand now, with the config as it is now."""
+        if self.run.refresh():
+            self._done.clear()
         events = self.run.read_events()
         if len(events) != self._events or time.monotonic() >= self._ask_at:
             self._events = len(events)
@@ -380,6 +382,7 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
         causes = [row.why[1:].partition(")")[0] for row in everything if row.state == "failed"]
         lines.append(Text(f"to go on: {retry_command(run, causes[0] if causes else None)}"))
+    lines += [Text(words) for words in (run.describe_changes(),) if words]
     if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))
     points = point_table(run, of_points)

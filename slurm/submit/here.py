@@ -76,6 +76,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         return batch or flag.count < 2
 
     while True:
+        run.refresh()
         run.refuse_cancelled()
         holder = run.holder(stage)
         if holder is None and work.missing(run) is None:
@@ -88,6 +89,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
             say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
         job = None if holder else submit_local(run, stage)
         seconds = follow(run, stage, going, console)
+        run.refresh()
         if flag.count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return Exit.STOPPED
