@@ -125,6 +125,12 @@ class MixtureFolder(DataFolder[Any, Any]):
         first = manifests[0]
         if any(one.tokenizer_sha256 != first.tokenizer_sha256 for one in manifests):
             raise UserError("data.mixture: the tokenizer changed while its sources were prepared: start a new run")
+        if len({one.bos_ids for one in manifests}) > 1:
+            log(
+                "warning: data.mixture: documents of some sources begin with the tokens that the tokenizer adds, those "
+                f"of others do not. Prompts of tasks and of `generate` are given as in {parts[0].name}: set "
+                "data.add_special_tokens"
+            )
         sums = {
             key: sum(getattr(one, key) for one in manifests)
             for key, field in Manifest.model_fields.items()

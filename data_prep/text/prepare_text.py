@@ -64,10 +64,11 @@ def tokenizer_and_plan(
     if wanted.path is None:
         content = train_bpe(sample, wanted.vocab_size, wanted.eos_token).encode()
     else:
-        load_encoder(wanted.path, wanted.eos_token)  # complains about the file that the user named
+        # complains about the file that the user named
+        load_encoder(wanted.path, wanted.eos_token, data.add_special_tokens)
         content = wanted.path.read_bytes()
     write_atomic(folder / "tokenizer.json", content)
-    encoder = load_encoder(folder / "tokenizer.json", wanted.eos_token)
+    encoder = load_encoder(folder / "tokenizer.json", wanted.eos_token, data.add_special_tokens)
     if wanted.path is None and encoder.vocab_size < wanted.vocab_size:
         log(f"prepare: the text gives {encoder.vocab_size} tokens, not {wanted.vocab_size}")
 

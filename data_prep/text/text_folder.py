@@ -24,6 +24,7 @@ pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -78,6 +79,7 @@ class TextPrepared(Keyed):
     """What a person should know of the inputs."""
     vocab_size: int
     eos_id: int
+    bos_ids: tuple[int, ...] = ()
     dtype: str
     chat: FileEntry | None = None
     filter: FileEntry | None = None
@@ -96,8 +98,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
         left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
-        later = {"records", "deduplicate", "filter"}  # at their defaults not there, as for folders from before them
-        left = left | {key for key in later if getattr(self.data, key) == DataConfig.model_fields[key].default}
+        later = {key: DataConfig.model_fields[key].default for key in ("records", "deduplicate", "filter")}
+        later["add_special_tokens"] = False  # with these values not there, as for folders from before them
+        left = left | {key for key, value in later.items() if getattr(self.data, key) == value}
         config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
@@ -139,7 +142,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """The tokenizer."""
         from data_prep.text.tokenizer import load_encoder
 
-        return load_encoder(self.path / "tokenizer.json", self.data.tokenizer.eos_token)
+        data = self.data
+        return load_encoder(self.path / "tokenizer.json", data.tokenizer.eos_token, data.add_special_tokens)
 
     @cached_property
     def read(self) -> Read | None:
@@ -159,7 +163,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             source_of(self.data.filter)
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
-            ask_child("data_prep.text.tokenizer", "load_encoder", *given)
+            adds = json.dumps(self.data.add_special_tokens)
+            ask_child("data_prep.text.tokenizer", "check_tokenizer", *given, adds)
             if self.data.records == "messages":
                 ask_child("data_prep.text.records", "chat_json", *given)
         return super().look()
@@ -206,6 +211,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             told=told,
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
+            bos_ids=encoder.bos_ids,
             dtype=encoder.dtype,
             chat=FileEntry.of(self.path / CHAT) if self.data.records == "messages" else None,
             filter=FileEntry.of(self.path / FILTER) if self.data.filter else None,
@@ -336,6 +342,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             tokenizer_sha256=self.prepared.tokenizer.sha256,
             vocab_size=self.prepared.vocab_size,
             eos_id=self.prepared.eos_id,
+            bos_ids=self.prepared.bos_ids,
             dtype=self.prepared.dtype,
             documents=sum(unit.documents for unit in units),
             held_out_documents=sum(unit.held_out_documents for unit in units),

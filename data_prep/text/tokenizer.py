@@ -6,6 +6,9 @@ text has tokens and comes back exactly. Training and encoding are those of the p
 A document's tokens are followed by the end-of-text token, and that id means the end of a document and nothing
 else: text that happens to contain the token's name (the sources of Sluice do) is encoded as plain characters.
 `tokenizers` calls this `encode_special_tokens`; it is a switch of the loaded object, not of the file.
+
+Around each document stand the special tokens that the tokenizer's post-processor adds (`data.add_special_tokens`), as
+transformers encodes a text by default: Llama's and Mistral's beginning-of-sequence token, for example.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,6 +27,7 @@ from data_prep.inputs.sources import Document
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.data.manifest import BEGINS, LEARNED
+from pipeline.data.special_tokens import added_tokens
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
@@ -53,6 +58,15 @@ class Encoder:
     """Largest token id plus one."""
     dtype: str
     """`uint16` where the ids fit, else `uint32`."""
+    bos_ids: tuple[int, ...] = ()
+    """Tokens that stand before each document."""
+    closing_ids: tuple[int, ...] = ()
+    """Tokens that the tokenizer's post-processor adds behind each document."""
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Tokens that end a document: those that the tokenizer adds, and the end-of-text token once."""
+        return self.closing_ids if self.closing_ids[-1:] == (self.eos_id,) else (*self.closing_ids, self.eos_id)
 
     @cached_property
     def unknown_id(self) -> int | None:
@@ -62,11 +76,16 @@ class Encoder:
         return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each text, the end-of-text token last: arrays of `dtype`, shape (tokens of the text + 1,)."""
+        """Tokens of each text with its special tokens, the end-of-text token last: 1-d arrays of `dtype`.
+
+        If the token that begins a document is also the one that ends it, the end of the document before serves as both.
+        """
+        begin, end = () if self.bos_ids == (self.eos_id,) else self.bos_ids, self.end
         found = []
         for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             ids = encoding.ids
-            ids.append(self.eos_id)
+            ids[:0] = begin
+            ids += end
             found.append(np.fromiter(ids, self.dtype, len(ids)))  # half of what np.array costs
         return found
 
@@ -74,28 +93,36 @@ class Encoder:
         """Tokens of each record and their `mask` (pipeline/data/manifest.py): of `dtype` and uint8, shape (tokens,).
 
         A token that has a character of what is learned is learned, but for the first: nothing is before it. With
-        `chat` names of special tokens are these tokens, and the text ends as it does; else the end-of-text token
-        follows, and is learned.
+        `chat` names of special tokens are these tokens, and the text begins and ends as it does. Otherwise special
+        tokens are added as to any text, and those that end it are learned.
         """
+        begin, end = ((), ()) if chat else (self.bos_ids, self.end)
         self.tokenizer.encode_special_tokens = not chat
         encodings = self.tokenizer.encode_batch([record.text for record in records], add_special_tokens=False)
         found = []
         for record, encoding in zip(records, encodings, strict=True):
-            tokens = np.array([*encoding.ids, self.eos_id], dtype=self.dtype)
-            starts, ends = np.array([*encoding.offsets, (0, 0)]).T
+            tokens = np.array([*begin, *encoding.ids, *end], dtype=self.dtype)
+            offsets = [*[(0, 0)] * len(begin), *encoding.offsets, *[(0, 0)] * len(end)]
+            starts, ends = np.array(offsets).reshape(-1, 2).T
             mask = np.zeros(len(tokens), np.uint8)
-            for start, end in record.learned:
-                mask[(starts < end) & (ends > start)] = LEARNED
-            mask[-1], mask[0] = LEARNED, BEGINS
-            found.append((tokens[:-1], mask[:-1]) if chat else (tokens, mask))
+            for first, last in record.learned:
+                mask[(starts < last) & (ends > first)] = LEARNED
+            mask[len(tokens) - len(end) :] = LEARNED
+            mask[:1] = BEGINS
+            found.append((tokens, mask))
         return found
 
 
-def load_encoder(path: str | Path, eos_token: str) -> Encoder:
-    """Load a `tokenizer.json`.
+def check_tokenizer(path: str, eos_token: str, add_special_tokens: str) -> None:
+    """Raise UserError as `load_encoder` does. `add_special_tokens`: as JSON."""
+    load_encoder(path, eos_token, json.loads(add_special_tokens))
 
-    Raises UserError naming the file when it cannot be read, lacks `eos_token`, or would take the token's name
-    in a text for the token itself.
+
+def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["auto"] | bool = False) -> Encoder:
+    """Load a `tokenizer.json`; `add_special_tokens` as in the section `data` of a config.
+
+    Raises UserError naming the file when it cannot be read, lacks `eos_token`, would take the token's name in a text
+    for the token itself, or has no special tokens to add if `add_special_tokens` is True.
     """
     try:
         tokenizer = Tokenizer.from_str(open_regular(path).read().decode())
@@ -121,4 +148,15 @@ def load_encoder(path: str | Path, eos_token: str) -> Encoder:
             "document; set data.tokenizer.eos_token to a token that only marks the end"
         )
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32")
+    begin, end = added_tokens(tokenizer) if add_special_tokens else ((), ())
+    if add_special_tokens is True and not begin and not end:
+        raise UserError(
+            f"data.add_special_tokens: the post-processor of {path} adds none to a text: set auto or false, or put a "
+            "TemplateProcessing that adds one into the file"
+        )
+    if unknown := [token for token in (*begin, *end) if token >= vocab_size]:
+        raise UserError(
+            f"{path}: its post-processor adds the token {unknown[0]}, and the ids end at {vocab_size - 1}: mend the "
+            "file, or set data.add_special_tokens: false"
+        )
+    return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", begin, end)

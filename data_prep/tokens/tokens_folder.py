@@ -17,7 +17,9 @@ end with one is refused; a copy (`data import`) has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -32,6 +34,7 @@ from pipeline.data.manifest import ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
+    from data_prep.text.tokenizer import Encoder
     from data_prep.tokens.token_file import Seen, TokenFile
 
 MOST_LOOKED_AT = 100
@@ -59,14 +62,17 @@ class TokensFolder(TextFolder):
 
         given, inputs = self.data.tokenizer, find_inputs(self.data, self.endings)
         assert given.path is not None
-        encoder = load_encoder(given.path, given.eos_token)  # complains about the file that the user named
+        # complains about the file that the user named
+        encoder = load_encoder(given.path, given.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
+        beginnings: set[bool] = set()
         tokens, parted, units = 0, not self.data.held_out, []
         for number, source in enumerate(inputs):
             file = mappable(source.path)
             if file.note:
                 log(f"warning: {source.path}{file.note}")
             assert file.tokens is not None
+            beginnings.add(self._begins_so(file, encoder))
             tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
             borders = [*self._cut(0, border), *self._cut(border, file.tokens), file.tokens]
             spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
@@ -83,8 +89,29 @@ class TokensFolder(TextFolder):
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
         write_plan(self.path / "units.json", Plan(tuple(inputs), tuple(units)))
         told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
-        self.note_prepared(load_encoder(self.path / "tokenizer.json", given.eos_token), len(units), told)
+        self.note_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
         log(f"prepare: {told}")
+
+    def _begins_so(self, file: TokenFile, encoder: Encoder) -> bool:
+        """Whether the file's first document begins with the tokens that the tokenizer would put there."""
+        assert file.tokens is not None
+        count = len(encoder.bos_ids)
+        first = file.read(0, min(count + 1, file.tokens)).tolist()
+        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c puts it in front of documents
+            first = first[1:]
+        return tuple(first[:count]) == encoder.bos_ids
+
+    def _bos_ids(self, encoder: Encoder, beginnings: Set[bool], log: Log) -> tuple[int, ...]:
+        """Return the tokens that the documents begin with; `beginnings`: whether files begin with the tokenizer's."""
+        wanted = self.data.add_special_tokens
+        if encoder.bos_ids and (False in beginnings if wanted is True else len(beginnings) > 1):
+            names = " ".join(str(encoder.tokenizer.id_to_token(one)) for one in encoder.bos_ids)
+            log(
+                f"warning: some files do not begin with {names}, which the tokenizer puts before a text. Prompts of "
+                f"tasks and of `generate` get {'it' if wanted is True else 'nothing'} all the same: "
+                f"data.add_special_tokens: {json.dumps(wanted)}"
+            )
+        return encoder.bos_ids if wanted is True or beginnings == {True} else ()
 
     def _cut(self, start: int, stop: int) -> list[int]:
         """Where parts of these tokens begin."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import intact, read_json, sha256_json
+from pipeline.config.datasets import DataConfig
 from pipeline.config.masking import masked
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
@@ -23,6 +24,8 @@ SOURCE = "source.json"
 
 def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Hashes of the config and the data, the values that the first is of, and the version of the order of samples."""
+    adds = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}  # the tokens have their hash
+    config = config.model_copy(update={"data": config.data.model_copy(update=adds)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
     unlike["model"] = ("init_from", "init_files")

@@ -126,6 +126,10 @@ class DataConfig(Section):
     """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
+    add_special_tokens: Literal["auto"] | bool = "auto"
+    """Whether documents and prompts get the tokens that the tokenizer's post-processor adds to a text, such as Llama's
+    beginning-of-sequence token: `auto` as the post-processor says (of `tokens`: if the files' documents begin so);
+    true: it must add some; false: none. A chat template writes its own."""
     sequence_length: PositiveInt = 1024
     """Tokens of one training sample."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000

@@ -47,6 +47,8 @@ _PATHS = (
     ("measure", "file"), ("measure", "machine"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
+BEFORE: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
+"""What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
 
 
 # -- configs -------------------------------------------------------------------------------------------------
@@ -61,6 +63,22 @@ def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) 
     config = config_from_mapping(overridden(_read(Path(path)), overrides), where, layout)
     point_configs(config)
     return config
+
+
+def load_run_config(path: Path) -> Config:
+    """The config in the `config.yaml` of a run; raises as `load_config` does."""
+    config = config_from_mapping(_anchored(merge(BEFORE, _read(path))), str(path))
+    point_configs(config)
+    return config
+
+
+def missing_in_run(path: Path) -> dict[str, dict[str, Any]]:
+    """The keys of BEFORE, by section, that the `config.yaml` of a run lacks."""
+    made = _read(path)
+    return {
+        section: {key: value for key, value in keys.items() if key not in (made.get(section) or {})}
+        for section, keys in BEFORE.items()
+    }
 
 
 def load_site(path: Path | None) -> SiteConfig:

@@ -163,6 +163,8 @@ class Manifest(Keyed):
     tokenizer_sha256: str
     vocab_size: int
     eos_id: int
+    bos_ids: tuple[int, ...] = ()
+    """Special tokens before each document and each prompt; older data has none. A chat template writes its own."""
     dtype: str
     documents: int
     """Documents with text, held-out ones included."""

@@ -20,7 +20,6 @@ import time
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.base.errors import CheckpointError
@@ -33,6 +32,7 @@ from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER
 from pipeline.data.check import verify_shards
 from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.special_tokens import load_tokenizer
 from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
 from pipeline.evaluate.result import result_file, result_words
 from pipeline.evaluate.tasks import TaskFile
@@ -90,10 +90,10 @@ class Evaluator:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
         if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
-            tokenizer = Tokenizer.from_file(str(run.data / TOKENIZER))
+            tokenizer = load_tokenizer(run.data / TOKENIZER)
             length, most = config.data.sequence_length, config.evaluate.answer_tokens
             options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
-            self.tasks = [TaskFile(file, *options) for file in config.evaluate.task_files]
+            self.tasks = [TaskFile(file, *options, bos_ids=manifest.bos_ids) for file in config.evaluate.task_files]
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""

@@ -3,7 +3,8 @@
 Multiple choice goes by the log-likelihood of each choice after the prompt; `accuracy_norm` divides it by the choice's
 length in characters. Tokens are those of prompt and choice together less those of the prompt; what does not fit into a
 window loses its beginning. So does EleutherAI's lm-evaluation-harness (`multiple_choice`, `acc` and `acc_norm`), whose
-numbers these are (docs/evaluation.md). A free answer is decoded greedily to the end of its line, and right where it is
+numbers these are (docs/evaluation.md). A prompt begins with the special tokens that documents of the training begin
+with. A free answer is decoded greedily to the end of its line, and right where it is
 the answer to the letter, but for blanks around it.
 
 The standard error is that of a mean of zeros and ones: sqrt(p (1 - p) / (n - 1)).
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
+from pipeline.data.special_tokens import encode_prompt
 from pipeline.evaluate.result import ITEMS, STANDARD_ERROR
 from pipeline.evaluate.task_files import Item, read_task
 
@@ -29,15 +31,24 @@ class TaskFile:
     """One file of items; `sums` and `result` are what the evaluator asks, `batch` how many items at once."""
 
     def __init__(
-        self, file: Path, tokenizer: Tokenizer, end: int, length: int, rows: int, answer_tokens: int, together: bool
+        self,
+        file: Path,
+        tokenizer: Tokenizer,
+        end: int,
+        length: int,
+        rows: int,
+        answer_tokens: int,
+        together: bool,
+        bos_ids: Sequence[int] = (),
     ) -> None:
         """`end`: the token that ends a text; `rows` of at most `length` tokens go through the model at once.
 
+        bos_ids: what stands before each prompt, as before the documents of the training.
         together: whether all ranks must call the model equally often, for each has only a part of it.
         """
         self.name, self.items = file.stem, read_task(file)
         self.tokenizer, self.end, self.length, self.together = tokenizer, end, length, together
-        self.answer_tokens, self.rows = answer_tokens, rows
+        self.answer_tokens, self.rows, self.bos_ids = answer_tokens, rows, bos_ids
         self.width = max(1, *(len(item.choices) for item in self.items))
         self.count, self.batch = len(self.items), max(1, rows // self.width)
         if not self.items[0].choices and answer_tokens >= length:
@@ -63,15 +74,14 @@ class TaskFile:
         return {f"{self.name}.{key}": value for key, value in found.items()}
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return encode_prompt(self.tokenizer, text, self.bos_ids)
 
     def _pair(self, item: Item, choice: str) -> tuple[list[int], int]:
         """Tokens of prompt and choice, and how many of them are the choice's."""
         prompt = item.prompt.rstrip()  # a token may hold the blank that comes before a word
-        before = self._ids(prompt) if prompt else [self.end]
+        before = self._ids(prompt) or [self.end]
         whole = self._ids(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
-        whole = whole if prompt else [self.end, *whole]
+        whole = whole if prompt or self.bos_ids else [self.end, *whole]
         count = len(whole) - len(before)
         if not 0 < count <= self.length:
             raise UserError(

@@ -51,11 +51,15 @@ class Task:
     """The user's own, where it is one."""
     transform: Any = None
 
-    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1) -> None:
-        """`eos_id`: the token that ends a document, for `data.document_mask` on text."""
+    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, end_begins_next: bool = False) -> None:
+        """`eos_id`: the token that ends a document, for `data.document_mask` on text.
+
+        end_begins_next: whether that token is also the first of the next document: the tokenizer has one for both.
+        """
         vocab_size = config.model.vocab_size or vocab_size
         self.eos_id, masked = eos_id, config.data.masked
-        self._all_count = not masked and not config.data.document_mask
+        self._all_count = not masked and (end_begins_next or not config.data.document_mask)
+        self._end_begins_next = end_begins_next
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
         self.per_step = config.train.global_batch * self.length
         """So many of the unit has a global batch."""
@@ -151,6 +155,8 @@ class Task:
             return {}
         if "mask" in batch:
             return {"starts_BT": (batch["mask"][:, :-1] & BEGINS).ne(0)}
+        if self._end_begins_next:
+            return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
         # rolled: what is behind an end; the first input begins a document in any case
         return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
 
@@ -395,6 +401,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
     if isinstance(manifest, Manifest):
-        return Task(run.config, manifest.vocab_size, manifest.eos_id)
+        return Task(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
     assert run.user_model is not None
     return _UserTask(run, run.user_model, run.user_model.load(run.code), manifest)

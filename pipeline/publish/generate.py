@@ -6,8 +6,8 @@ each time, as transformers' `generate(do_sample=False)` does. Otherwise tokens a
 temperature, then only the likeliest tokens that together have the probability `top_p` are left (nucleus sampling,
 Holtzman et al., arXiv 1904.09751); the same seed draws the same text on the same machine.
 
-A prompt for a folder of an open model gets the tokens that its tokenizer puts around a text, as from transformers; one
-for a run gets none, as in its training.
+A prompt for a folder of an open model gets the special tokens that its tokenizer puts before a text, as from
+transformers; one for a run gets those that its documents began with (pipeline/data/special_tokens.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, section_from
 from pipeline.config.sections import ModelConfig
+from pipeline.data.check import manifest_of
+from pipeline.data.manifest import Manifest
+from pipeline.data.special_tokens import added_tokens, encode_prompt, load_tokenizer
 from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
 from pipeline.publish.open_weights import fitting, held_by
 from pipeline.run.directory import Run
@@ -91,8 +94,9 @@ def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
     run = Run.open(path)
     if run.config.model.target is not None:
         raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
-    tokenizer = _tokenizer(run.data / TOKENIZER)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER)
+    assert isinstance(manifest, Manifest)
+    ids = encode_prompt(tokenizer, prompt, manifest.bos_ids)
     checkpoint, _ = intact_checkpoint(run, step)
     rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
@@ -106,8 +110,8 @@ def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:
     if step is not None:
         raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = ModelConfig(**section_from(folder))
-    tokenizer = _tokenizer(inside(folder, TOKENIZER))
-    ids = tokenizer.encode(prompt).ids
+    tokenizer = load_tokenizer(inside(folder, TOKENIZER))
+    ids = encode_prompt(tokenizer, prompt, added_tokens(tokenizer)[0])
     model = _decoder(config, config.vocab_size or 0, ids, most)
     held = {name: held_by(folder / name) for name in pieces(folder)}
     source = fitting(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
@@ -120,13 +124,6 @@ def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:
     said = [config, parse(files.get("generation_config.json", "").encode())]
     found = [one["eos_token_id"] for one in said if isinstance(one, dict) and "eos_token_id" in one]
     return (found[-1] if isinstance(found[-1], list) else found[-1:]) if found else []
-
-
-def _tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(file.read_text())
-    except Exception as error:  # the package raises bare Exception for a file that it does not understand
-        raise UserError(f"{file} is no tokenizer.json that can be read: {error}") from error
 
 
 def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:

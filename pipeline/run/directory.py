@@ -38,7 +38,17 @@ from pipeline.base.errors import UserError, limit_lines, storage_error
 from pipeline.base.files import append_line, flock, open_lock, open_regular, seal, write_atomic
 from pipeline.base.ownership import refuse_foreign
 from pipeline.config.masking import masked
-from pipeline.config.read import config_from_mapping, dump_config, load_config, merge, overridden, point_configs
+from pipeline.config.read import (
+    BEFORE,
+    config_from_mapping,
+    dump_config,
+    load_config,
+    load_run_config,
+    merge,
+    missing_in_run,
+    overridden,
+    point_configs,
+)
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.user_model import UserModel, found_for
@@ -109,6 +119,7 @@ class Run:
         if run.config_file.exists():
             run.refuse_foreign()
             run.refuse_cancelled()
+            config = run._as_old(config)
             run.corrections = run._corrected(config)
             if run.corrections:
                 run._config = config
@@ -146,7 +157,7 @@ class Run:
         run.refuse_foreign()
         with run.alone():  # two at once: the second finds the run made
             if run.config_file.exists():
-                run._correct(config)
+                run._correct(run._as_old(config))
                 return run
             for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
                 folder.mkdir(exist_ok=True)
@@ -211,9 +222,9 @@ class Run:
         """The config as it holds now: config.yaml with all changes applied."""
         if self._config is None:
             self._read_at = self._changes_stamp()
-            values = load_config(self.config_file).model_dump(mode="json")
+            values = load_run_config(self.config_file).model_dump(mode="json")
             for change in lines.read_all(self.changes, lines.change):
-                values = change.get("submitted") or merge(values, change["set"])
+                values = merge(BEFORE, change["submitted"]) if "submitted" in change else merge(values, change["set"])
             changed = f" with {self.changes.name}" if self.changes.exists() else ""
             self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
@@ -240,7 +251,7 @@ class Run:
         """Return what changes.jsonl changes, in words such as `200 → 300` by dotted keys. Secrets are masked."""
         stamp = self._changes_stamp()
         if stamp != self._changed[0]:
-            found = changes.differences(load_config(self.config_file), self.config) if self.changes.exists() else {}
+            found = changes.differences(load_run_config(self.config_file), self.config) if self.changes.exists() else {}
             self._changed = stamp, found
         return self._changed[1]
 
@@ -250,6 +261,14 @@ class Run:
         return (
             f"in effect, unlike in config.yaml ({self.changes.name}): {'; '.join(limit_lines(found))}" if found else ""
         )
+
+    def _as_old(self, config: Config) -> Config:
+        """`config` with what this run did before a key existed, for keys that neither `config` nor the run sets."""
+        for section, keys in missing_in_run(self.config_file).items():
+            given = getattr(config, section)
+            old = {key: value for key, value in keys.items() if key not in given.model_fields_set}
+            config = config.model_copy(update={section: given.model_copy(update=old)}) if old else config
+        return config
 
     def change(self, overrides: Sequence[str], new_code: bool = False) -> None:
         """Apply `resume RUN key=value …`: what makes nothing wrong that is there, and a larger `train.steps`.
@@ -277,7 +296,8 @@ class Run:
         Raises UserError where something that is there keeps the run to its own config, with what can be done.
         """
         asked = [line["submitted"] for line in lines.read_all(self.changes, lines.change) if line.get("submitted")]
-        if config == (config_from_mapping(asked[-1], str(self.changes)) if asked else load_config(self.config_file)):
+        before = merge(BEFORE, asked[-1]) if asked else None
+        if config == (config_from_mapping(before, str(self.changes)) if before else load_run_config(self.config_file)):
             return {}
         return changes.corrections(self.path, self.name, self.config, config)
 

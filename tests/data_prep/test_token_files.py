@@ -35,6 +35,7 @@ from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
 from pipeline.data.samples import map_file
 from tests.support.needs import lacking
+from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
 
 NOBODY = 65534
 EOS = 0
@@ -132,6 +133,33 @@ def config(source: object, tokenizer: Path, **more: object) -> DataConfig:
     return DataConfig.model_validate(
         {"source": source, "records": "tokens", "tokenizer": kind, "held_out": 0.2, **more}
     )
+
+
+@pytest.mark.parametrize(
+    ("adds", "files", "expected", "warned"),
+    [
+        ("auto", (True, True), True, False),
+        ("auto", (False, False), False, False),
+        ("auto", (True, False), False, True),
+        (True, (False, False), True, True),
+        (False, (True, True), False, False),
+    ],
+)
+def test_tokens_say_whether_documents_begin_with_a_special_token(
+    tmp_path: Path, adds: object, files: tuple[bool, bool], expected: bool, warned: bool
+) -> None:
+    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer("a text"), "mistral"))
+    for number, begin in enumerate(files):
+        encoder = load_encoder(tokenizer, "<|end|>", begin)
+        (tmp_path / str(number)).mkdir()
+        megatron(tmp_path / str(number), [one.tolist() for one in encoder.encode([f"text {i}" for i in range(60)])])
+    said: list[str] = []
+    data = config(str(tmp_path / "[01]/*.bin"), tokenizer, add_special_tokens=adds)
+    data = data.model_copy(update={"tokenizer": data.tokenizer.model_copy(update={"eos_token": "<|end|>"})})
+    folder = TokensFolder(data, tmp_path / "data")
+    folder.prepare(said.append)
+    assert bool(folder.prepared.bos_ids) is expected
+    assert any("data.add_special_tokens" in line for line in said) is warned
 
 
 def sharded(data: DataConfig, folder: Path, kind: type[TextFolder] = TokensFolder) -> None:

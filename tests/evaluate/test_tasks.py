@@ -23,8 +23,10 @@ from pipeline.evaluate.tasks import TaskFile
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder
 from pipeline.run.directory import Run
+from tests.publish.test_generate import saved
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
+from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor
 
 TRAIN = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
 
@@ -52,8 +54,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def reference(folder: Path, length: int, items: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """What transformers' model thinks likeliest of each item, plain and for its length: one row at a time."""
+def reference(
+    folder: Path, length: int, items: list[dict[str, Any]], special: bool = False
+) -> tuple[list[int], list[int]]:
+    """What transformers' model thinks likeliest of each item, plain and for its length: one row at a time.
+
+    special: with the special tokens that the tokenizer puts before a text.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -62,9 +69,10 @@ def reference(folder: Path, length: int, items: list[dict[str, Any]]) -> tuple[l
         scores = []
         for choice in item["choices"]:
             bare = item["prompt"].rstrip()
-            whole = tokenizer(f"{bare} {choice}", add_special_tokens=False).input_ids
-            count = len(whole) - len(tokenizer(bare, add_special_tokens=False).input_ids)
-            row = torch.tensor([tokenizer.eos_token_id, *whole] if not bare else whole)[-length - 1 :]
+            whole = tokenizer(f"{bare} {choice}", add_special_tokens=special).input_ids
+            count = len(whole) - len(tokenizer(bare, add_special_tokens=special).input_ids)
+            whole = whole if bare or special else [tokenizer.eos_token_id, *whole]
+            row = torch.tensor(whole)[-length - 1 :]
             with torch.no_grad():
                 logits = model(row[None, :-1]).logits[0].double().log_softmax(-1)
             scores.append(sum(logits[at - 1, row[at]].item() for at in range(len(row) - count, len(row))))
@@ -148,6 +156,24 @@ def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) ->
         file.unlink()
         assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [Exit.DONE] * ranks
         assert file.read_bytes() == kept
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen"])
+def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path / "model", "qwen2")
+    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS)), kind)
+    save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
+    chosen, _ = write_tasks(tmp_path)
+    items = [json.loads(line) for line in chosen.read_text().splitlines()]
+    model, ours = _of_folder(tmp_path / "model", "the", None, 40)[:2]
+    for bos_ids in ((), (id_of(tokenizer, "<s>"),)):
+        task = TaskFile(chosen, ours, 0, 32, 8, 3, together=False, bos_ids=bos_ids)
+        with torch.no_grad():
+            sums = [task.sums(model, number, number + 1) for number in range(task.count)]
+        found = reference(tmp_path / "model", 32, items, special=bool(bos_ids))
+        expected = [[float(one == item["answer"]) for one, item in zip(row, items, strict=True)] for row in found]
+        same = [[one["accuracy"] for one in sums], [one["accuracy_norm"] for one in sums]] == expected
+        assert same is (kind == "mistral" or not bos_ids), "not the tokens of transformers"
 
 
 def test_a_blank_before_a_choice_is_the_choices(trained: Run) -> None:

@@ -168,3 +168,17 @@ def test_who_sees_whom_and_where_positions_start(rows: list[list[bool]]) -> None
             assert seen == list(range(first, own + 1))
             assert torch.equal(packed.cos_B1TK[row, 0, own], rotary.cos_TK[own - first])
             assert torch.equal(packed.sin_B1TK[row, 0, own], rotary.sin_TK[own - first])
+
+
+def test_an_end_token_that_begins_the_next_document_stays_with_it() -> None:
+    """Some tokenizers have one token for both: it stands once between two documents, and the next one sees it."""
+    config = configured(1, TEXT)
+    task, model = Task(config, VOCAB, EOS, True), Decoder(config.model, VOCAB, config.data.sequence_length)
+    init_weights(model, config.run.seed, config.model.initializer_range)
+    first, second = [EOS, 5, 6, 7], [EOS, 8, 9, 10, 11]
+    batch = {"tokens": torch.tensor([[*first, *second, EOS]])}
+    with torch.no_grad():
+        together = model(*task.inputs(batch), **task.borders(batch))[0]
+        alone = torch.cat([model(torch.tensor([one]))[0] for one in (first, second)])
+    torch.testing.assert_close(together, alone)
+    assert task.entries(batch) is None and (task.next_tokens(batch) == batch["tokens"][:, 1:]).all()

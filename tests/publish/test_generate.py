@@ -8,17 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from data_prep.text.tokenizer import train_bpe
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_json
-from pipeline.publish.generate import _of_folder, chosen, further, generate
+from pipeline.publish.generate import _of_folder, _of_run, chosen, further, generate
 from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
 from tests.publish.test_open_weights import FAMILIES, save
 from tests.support.tiny import WORDS, make_run
+from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor
 
 GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 1}
 PROMPT = "the model of the"
@@ -70,6 +72,44 @@ def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
     command += ["--greedy"]  # says more than a seed
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, printable(text) + "\n"), done.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama 3", "mistral", "with end", "qwen"])
+def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = saved(tmp_path, "llama")
+    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), kind)
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(3)
+    save_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
+    ids = AutoTokenizer.from_pretrained(tmp_path)(PROMPT).input_ids
+    assert tokenizer.id_to_token(ids[0]) == ("<s>" if kind != "qwen" else "the")
+    ids = ids[:-1] if kind == "with end" else ids  # a token behind the prompt would end it
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    for prompt in (PROMPT, f"<s>{PROMPT}"):
+        model, _, _, ours = _of_folder(tmp_path, prompt, None, 12)
+        if kind != "qwen" or prompt == PROMPT:
+            assert ours == ids
+            new = further(model, ours, 12, [], lambda logits: int(logits.argmax()))
+            assert [*ours, *new] == expected[0].tolist()
+
+
+def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
+    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), "llama 3")
+    file, begin = save_tokenizer(tmp_path / "tokenizer", tokenizer), id_of(tokenizer, "<s>")
+    given = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
+    for number, (adds, expected) in enumerate((("auto", [begin]), ("true", [begin]), ("false", []))):
+        more = (*given, f"data.add_special_tokens={adds}")
+        data = make_run(tmp_path, f"data{number}", more).data
+        folder, _ = exported(tmp_path, data, f"run{number}", *more)
+        tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
+        assert (begin in tokens.tolist()) is bool(expected)
+        ids = _of_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
+        assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
+        if expected:
+            text = generate(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
+            assert generate(folder, PROMPT, most=12, **GREEDY) == text
 
 
 def test_draws_are_as_likely_as_asked() -> None:

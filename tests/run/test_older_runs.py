@@ -1,0 +1,74 @@
+"""Runs made before a key of the config existed: their config.yaml lacks it, and they keep what they did."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from data_prep.text.text_folder import TextFolder
+from pipeline.base.errors import UserError
+from pipeline.base.files import seal, sha256_json
+from pipeline.checkpoint.identity import identity
+from pipeline.config.read import load_config
+from pipeline.data.manifest import FORMAT_VERSION, load_manifest
+from pipeline.run.directory import Run
+from tests.support.tiny import make_run, write_config
+
+KEY = "data.add_special_tokens"
+
+
+def made_before(run: Run) -> Run:
+    """The run as if it had been made before the key existed: config.yaml, prepared data and manifest lack it."""
+    text = run.config_file.read_text()
+    assert len(re.findall(r"^ +add_special_tokens: .*\n", text, re.MULTILINE)) == 1
+    run.config_file.write_text(re.sub(r"^ +add_special_tokens: .*\n", "", text, flags=re.MULTILINE))
+    for name in ("prepare.json", "manifest.json") if (run.data / "manifest.json").exists() else ():
+        values = json.loads((run.data / name).read_text())
+        for key in ("bos_ids", "sha256"):
+            values.pop(key)
+        (run.data / name).write_text(json.dumps(seal(values)))
+    return Run.open(run.path)
+
+
+def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=(f"{KEY}=false",))
+    old, data = made_before(run), run.config.data
+    assert old.config.data.add_special_tokens is False
+    keys = {"mixture", "text_field", "text_documents", "tokenizer", "shard_tokens", "held_out"}  # and source
+    then = data.model_dump(mode="json", include=keys)
+    folder = TextFolder(old.config.data, old.data)
+    assert folder.key == sha256_json(
+        {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code}
+    )
+    assert folder.prepare_missing() is None and folder.shard_missing() is None
+    assert load_manifest(old.data).bos_ids == ()
+    now = identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data))
+    assert identity(old.config, load_manifest(old.data)) == now, "checkpoints of before would be refused"
+    assert not any("add_special_tokens" in key for key in now["config"])
+
+
+def test_the_same_config_file_goes_on_with_a_run_without_the_key(tmp_path: Path) -> None:
+    run = made_before(make_run(tmp_path, overrides=(f"{KEY}=false",)))
+    config = load_config(tmp_path / "tiny.yaml")
+    assert config.data.add_special_tokens == "auto"
+    assert Run.rehearse(config).corrections == {} == Run.create(config).corrections
+    assert Run.open(run.path).config.data.add_special_tokens is False
+    with pytest.raises(UserError, match=rf"{KEY}: False → auto"):  # one that says so is another config
+        Run.create(load_config(tmp_path / "tiny.yaml", [f"{KEY}=auto"]))
+    corrected = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
+    assert list(Run.rehearse(corrected).corrections) == ["train.steps"]
+    assert Run.create(corrected).config.data.add_special_tokens is False
+    again = Run.open(run.path)
+    assert (again.config.train.steps, again.config.data.add_special_tokens) == (31, False)
+    assert Run.create(corrected).corrections == {}
+
+
+def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    assert Run.create(load_config(config)).config.data.add_special_tokens == "auto"
+    run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
+    assert Run.rehearse(load_config(tmp_path / "other.yaml")).corrections == {KEY: "False → auto"}
+    assert Run.open(run.path).config.data.add_special_tokens is False
