@@ -93,7 +93,7 @@ def submit(
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
-        notes = [*inputs(rehearsed), *(crowded(loaded) if chosen == "local" else ())]
+        notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(loaded) if chosen == "local" else ())]
         print_plan(loaded, executor in ("auto", "slurm"), console, notes)
         return
     corrections = rehearsed.corrections
@@ -106,6 +106,7 @@ def submit(
         for key, words in corrections.items():
             console.print(f"corrected {key}: {words}", soft_wrap=True)
         begin_anew(run, asked_anew=True)
+    run.code_notes = rehearsed.code_notes
     _go(run, chosen, again=bool(corrections))
 
 
@@ -132,7 +133,7 @@ def resume(
         if asked_anew or update_code:
             opened.refuse_running(running(opened))
         if update_code:
-            opened.try_code()
+            opened.code_notes = opened.try_code()
         for one in (opened, *make_points(opened)):
             one.change(overrides or [], update_code)
         if chosen == "slurm":  # jobs would lack something of this shell's
@@ -155,7 +156,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
     from pipeline.run import stages
 
     console.print(f"run {run.name}", soft_wrap=True)
-    for words in filter(None, [exposed(run.config), *stages.notes(run)]):
+    for words in filter(None, [exposed(run.config), *stages.notes(run), *run.code_notes]):
         console.print(words, soft_wrap=True)
     if executor == "slurm":
         from slurm.submit.chain import submit_chain

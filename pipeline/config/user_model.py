@@ -22,6 +22,8 @@ types, with the samples along the first dimension:
     loss(outputs, batch) -> Tensor     the *sum* of the loss over the samples; with `lengths`, over their entries, the
                                        padding masked out. Sums add up over micro-batches and ranks; training and
                                        evaluation divide by the global batch's number of samples, or of entries
+                                       It is called with one sample, too, and no sample's loss may depend on the
+                                       others (contrastive losses are not supported yet)
     metrics(outputs, batch) -> dict    optional: sums of the same kind by name, which evaluation adds to its result
     transform(sample, random) -> dict  optional: what the model gets of a sample, such as a random crop: arrays of the
                                        same names, in the same shapes and types for all samples. `sample`: those of
@@ -70,6 +72,8 @@ from pipeline.config.sections import Config
 SEE = "pipeline/config/user_model.py says what such a module offers"
 LENGTHS = "lengths"
 """The array that says how long each sample is."""
+UNREAD_OPTIONS = "model.options that no build reads: "
+"""What precedes their names in the output of a process that builds a model on trial."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, printable
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.config.user_model import LENGTHS, UserModel
+from pipeline.config.user_model import LENGTHS, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
@@ -40,6 +44,12 @@ _SAMPLES = 8
 """So many samples at most tell whether a loss is a sum."""
 _ROUNDING = 0.05
 """What sums in bfloat16 may be off; a mean of two is off by a half."""
+_SAME = 0.005
+"""What two losses of the same samples may differ by, as a share: bfloat16 has 8 bits."""
+_ACROSS_SAMPLES = (
+    "A loss that compares samples with each other (contrastive, in-batch negatives, statistics over the batch) is not "
+    "supported yet: Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch."
+)
 
 
 class Task:
@@ -179,6 +189,63 @@ class Task:
         }
 
 
+@dataclass
+class _Losses:
+    """Losses of some samples of a batch, from which follows whether a loss is a sum over samples."""
+
+    each: list[float]
+    """Of each sample alone."""
+    together: float
+    """Of all these samples in one call."""
+    again: float = math.nan
+    """The same, called once more."""
+    doubled: float = math.nan
+    """Of all these samples in one call, each given twice."""
+
+    @property
+    def total(self) -> float:
+        """What a sum over samples would have together."""
+        return sum(self.each)
+
+    @property
+    def _tolerance(self) -> float:
+        return _ROUNDING * sum(map(abs, self.each))
+
+    @property
+    def tell_nothing(self) -> bool:
+        """Whether all are 0, which a batch of zeros may bring about, or a sample's loss is not finite."""
+        if math.isfinite(self.together):
+            return self.together == 0 and not any(self.each)
+        return not all(map(math.isfinite, self.each))
+
+    @property
+    def add_up(self) -> bool:
+        """Whether the loss of all is the sum of each."""
+        return abs(self.together - self.total) <= self._tolerance
+
+    @property
+    def are_random(self) -> bool:
+        """Whether the same samples have another loss each time."""
+        return abs(self.again - self.together) > _SAME * abs(self.together)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the loss is a mean, maybe a weighted one: no larger for twice the samples, and within theirs."""
+        within = min(self.each) - self._tolerance <= self.together <= max(self.each) + self._tolerance
+        return within and abs(self.doubled - self.together) <= _SAME * abs(self.together)
+
+    @property
+    def constant(self) -> float:
+        """The loss of no samples, if each of them adds to it independently of the others."""
+        return 2 * self.together - self.doubled
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether the loss is a sum over samples and something that does not depend on their number."""
+        expected = self.doubled - self.together + len(self.each) * self.constant
+        return abs(self.total - expected) <= self._tolerance
+
+
 class _UserTask(Task):
     """A module of the user's own (pipeline/config/user_model.py) on the arrays of `manifest`."""
 
@@ -263,51 +330,104 @@ class _UserTask(Task):
         return {}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Raises UserError for what is no sum."""
+        """Raises UserError for a loss that is not a sum over samples that are independent of each other."""
         loss: Tensor = self.module.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
-        self._is_sum = self._is_sum or self._refuse_mean(outputs, batch)
+        self._is_sum = self._is_sum or self._check_sum(outputs, batch)
         return loss.float()
 
     @torch.no_grad()
-    def _refuse_mean(self, outputs: Any, batch: Batch) -> bool:
-        """Raise UserError where the loss of some samples is not what they have one by one, added up.
+    def _check_sum(self, outputs: Any, batch: Batch) -> bool:
+        """Raise UserError if the loss of some samples is not the sum of their losses one at a time.
 
-        False where all are 0, which a batch of zeros may bring about: another batch is to be asked. Outputs that cannot
-        be taken apart by samples never tell, and this is said.
+        Returns False if this batch cannot tell, because its losses are 0 or not finite. Prints a line and returns True
+        if no batch can tell: the outputs cannot be divided by samples, or the loss draws random numbers.
         """
         count = len(next(iter(batch.values())))
-        arrays = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if not arrays or not all(leaf.ndim and len(leaf) % count == 0 for leaf in arrays):
-            print(
-                f"{self.facts.target}: whether its loss is a sum was not checked: no array for each sample in outputs"
-            )
-            return True
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        arrays = [leaf for leaf in leaves if leaf.ndim]
+        if not arrays or not all(len(leaf) % count == 0 for leaf in arrays):
+            return self._print_unchecked("no array for each sample in outputs")
 
         def loss(rows: list[int]) -> float:
             def take(array: Any) -> Any:
-                if not isinstance(array, Tensor):
+                if not isinstance(array, Tensor) or not array.ndim:
                     return array
                 each = len(array) // count  # rows of a sample, where they stand one below the other
                 return torch.cat([array[row * each : (row + 1) * each] for row in rows])  # slices: may be DTensors
 
-            return float(
-                self.module.loss(tree_map(take, outputs), {name: take(array) for name, array in batch.items()})
+            return self._loss_of_some(
+                tree_map(take, outputs), {name: take(array) for name, array in batch.items()}, len(rows), count
             )
 
         rows = [0, *range(min(count, _SAMPLES))]  # the first one twice, so that there are two
         device = arrays[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # they go on as if not asked
-            whole, each = loss(rows), [loss([row]) for row in rows]
-        size = sum(map(abs, each))
-        if abs(whole - sum(each)) > _ROUNDING * size:  # false for what is not a number
-            raise UserError(
-                f"loss of {self.facts.target} is no sum: it is {whole:.6g} for {len(rows)} samples that add up to "
-                f'{sum(each):.6g} one by one. Leave the mean out (reduction="sum" in torch.nn.functional): training '
-                "and evaluation divide by the global batch"
+            losses = _Losses([loss([row]) for row in rows], loss(rows))
+            if losses.tell_nothing:
+                return False
+            if losses.add_up:
+                return True
+            losses.again, losses.doubled = loss(rows), loss([*rows, *rows])
+        if losses.are_random:
+            return self._print_unchecked("it draws random numbers")
+        if losses.has_constant and not losses.is_mean and len(arrays) < len(leaves):
+            return self._print_unchecked("outputs have a number that is of no single sample")
+        raise UserError(self._describe_wrong_sum(losses, max(len(leaf) for leaf in arrays) // count))
+
+    def _print_unchecked(self, reason: str) -> bool:
+        print(f"{self.facts.target}: whether its loss is a sum over samples was not checked: {reason}")
+        return True
+
+    def _loss_of_some(self, outputs: Any, batch: Batch, rows: int, count: int) -> float:
+        """Return the loss of `rows` of a micro-batch's `count` samples.
+
+        Raises UserError, with the line in the user's module, if the loss fails with them.
+        """
+        try:
+            return float(self.module.loss(outputs, batch))
+        except Exception as error:  # anything can go wrong in a user's code; with the whole batch it did not
+            folder, ours = self.facts.root.parent, Path(__file__)
+            frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
+            inside = [(file, line) for file, line in frames if folder in file.parents and file != ours]
+            file, line = inside[-1] if inside else (Path(str(self.module.__file__)), None)
+            where = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
+            some = f"1 of the {count} samples of a micro-batch"
+            if rows > 1:
+                some = f"{rows} samples (some of a micro-batch's {count} given twice)"
+            message = (
+                f"loss of {self.facts.target} fails at {where}: {type(error).__name__}: {str(error).rstrip('.')}. "
+                f"Sluice called it with {some}, to check that it is a sum over samples; with the whole micro-batch it "
+                f"did not fail. {_ACROSS_SAMPLES} Any other loss must take any number of samples."
             )
-        return size != 0
+            raise UserError(printable(message)) from error
+
+    def _describe_wrong_sum(self, losses: _Losses, rows_per_sample: int) -> str:
+        """What is wrong with a loss that is not the sum of its samples' losses, and what to do."""
+        name = f"loss of {self.facts.target}"
+        compared = (
+            f"{len(losses.each)} samples (the first one twice) have {losses.together:.6g} together and "
+            f"{losses.total:.6g} one at a time"
+        )
+        if losses.is_mean:
+            return (
+                f"{name} is a mean, not a sum: {compared}. Leave the mean out "
+                '(reduction="sum" in torch.nn.functional): training and evaluation divide by the global batch'
+            )
+        if losses.has_constant:
+            return (
+                f"{name} adds {losses.constant:.6g} in each call, whatever the number of samples: {compared}. Multiply "
+                "this term by the number of samples: the sums of all micro-batches are added up, and divided by the "
+                "global batch"
+            )
+        taken = ""
+        if rows_per_sample > 1:
+            taken = (
+                f" (The outputs have {rows_per_sample} rows for each sample, and those of a sample must be next to "
+                "each other. If yours are in another order, return several arrays.)"
+            )
+        return f"{name} depends on the other samples of the batch: {compared}. {_ACROSS_SAMPLES}{taken}"
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
@@ -381,17 +501,94 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
     return part
 
 
+class _ReadOptions(dict[str, Any]):
+    """Options that note which of their keys are read, also in options that are mappings themselves."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__((k, _ReadOptions(v) if isinstance(v, dict) else v) for k, v in values.items())
+        self._read: set[str] = set()
+
+    def reads(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Yield each key as a dotted name, and whether it was read; of what was not read, not the keys inside."""
+        for key, value in dict.items(self):
+            yield f"{prefix}{key}", key in self._read
+            if key in self._read and isinstance(value, _ReadOptions):
+                yield from value.reads(f"{prefix}{key}.")
+
+    def _read_all(self) -> None:
+        self._read |= {*dict.keys(self)}
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._read.add(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().setdefault(key, default)
+
+    def __iter__(self) -> Iterator[str]:  # overridden, it is also what ** and dict() ask
+        self._read_all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._read_all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._read_all()
+        return super().items()
+
+    def copy(self) -> Any:
+        self._read_all()
+        return super().copy()
+
+    def __or__(self, other: Any) -> Any:
+        self._read_all()
+        return super().__or__(other)
+
+    def __ror__(self, other: Any) -> Any:
+        self._read_all()
+        return super().__ror__(other)
+
+
 def try_user_model(target: str, *options: str) -> None:
-    """Import a user's module and build the whole model with each of `options`, as JSON. Raises UserError as building
-    does."""
-    module = importlib.import_module(target)
+    """Import a user's module and build the whole model with each of `options`, as JSON.
+
+    Prints a last line: UNREAD_OPTIONS and, as a JSON list, the keys (dotted) that none of these builds reads. Raises
+    UserError as building does.
+    """
+    module, were_read = importlib.import_module(target), dict[str, bool]()
     for given in map(json.loads, options):
+        noted, layers = _ReadOptions(given), range(given["layers"])
         try:
-            build_user_model(target, module, given, range(given["layers"]))
+            try:
+                build_user_model(target, module, noted, layers)
+            except Exception:  # maybe of a library that takes nothing but a plain dict
+                build_user_model(target, module, given, layers)
+                noted.keys()
         except Exception as error:
             if len(options) > 1:
                 error.add_note(f"with model.options {given}")
             raise
+        for key, was_read in noted.reads():
+            were_read[key] = was_read or were_read.get(key, False)
+    print(f"\n{UNREAD_OPTIONS}{json.dumps([key for key, was_read in were_read.items() if not was_read])}")
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

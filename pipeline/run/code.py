@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.ownership import normalise
-from pipeline.config.user_model import UserModel
+from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds submit.py and the packages: a checkout, or a run's `code/`."""
@@ -43,18 +43,24 @@ except UserError as error:
 """
 
 
-def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], not_this: str) -> None:
+def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], not_this: str) -> list[str]:
     """Make such a copy elsewhere, import the user's own model from it and build it, and leave nothing.
 
+    Returns the keys of `options`, dotted, that the module never reads: no build reads them, and no string in its source
+    is such a key, by which something else might.
     options: what its `build` gets, of the first points that differ in it; where there is none, nothing is imported.
     Raises UserError where `copy_code` would, for a module that does not import, and for what no layout can train.
     """
     different = [*dict.fromkeys(map(json.dumps, options))][:MOST_BUILT]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         new = Path(folder, "code")
-        _compile(new, code, _fill(new, model, not_this))
-        if different:
-            _try_model(new, model.target, different)
+        sources = _fill(new, model, not_this)
+        _compile(new, code, sources)
+        unread = _try_model(new, model.target, different) if different else []
+        if unread:
+            known = _strings([new / name for name in {*sources, model.root.name} - {*_SNAPSHOT}])
+            unread = [key for key in unread if key.split(".")[-1] not in known and key != "layers"]
+        return unread
 
 
 def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
@@ -149,6 +155,13 @@ def _imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def _strings(paths: Sequence[Path]) -> set[str]:
+    """All string constants of these Python files, and of those in these folders."""
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_bytes())))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
 def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
     """Compile everything, as if it were in `code` already: a mistake is told today, and no rank need do it again.
 
@@ -164,9 +177,9 @@ def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
             raise UserError(f"{inside}, which the jobs would run, is no Python: {words[-1]} ({words[0]})") from error
 
 
-def _try_model(code: Path, module: str, options: Sequence[str]) -> None:
+def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
     """Import a model and build it without memory, with each of the options, in a process of its own (torch takes
-    seconds)."""
+    seconds). Returns the keys of options, dotted, that no build reads."""
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
     done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
     if done.returncode == Exit.USER_ERROR:
@@ -174,6 +187,8 @@ def _try_model(code: Path, module: str, options: Sequence[str]) -> None:
     if done.returncode:
         told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(f"model.target: {module} cannot be imported or built here, and no job could:\n{told}")
+    found = [line.removeprefix(UNREAD_OPTIONS) for line in done.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)]
+    return list(json.loads(found[-1])) if found else []
 
 
 def ask_child(module: str, function: str, *arguments: str) -> None:

@@ -106,6 +106,8 @@ class Run:
         """What `changed_keys` found, with the state of changes.jsonl that it read."""
         self.corrections: dict[str, str] = {}
         """What the config that it was rehearsed with corrects, in words by keys."""
+        self.code_notes: list[str] = []
+        """What a trial of the model's code found that is no error."""
 
     # -- making and finding ------------------------------------------------------------------------------
 
@@ -424,14 +426,20 @@ class Run:
             self._config = None
             yield
 
-    def try_code(self) -> None:
+    def try_code(self) -> list[str]:
         """Raise UserError where the model of the user's own that `snapshot_code` would copy does not compile, or cannot
-        be imported or built, in a sweep with the options of each point."""
+        be imported or built, in a sweep with the options of each point.
+
+        Returns a note, if any of `model.options` is never read.
+        """
         config, model = self.config, found_for(self.config, _sources())
         if model is not None:
             own = config.site.python is not None or config.site.container is not None  # their packages may not be here
             options = [] if own else [point.model.all_options for point in point_configs(config) or [config]]
-            try_code(self.code, model, options, config.run.root.name)
+            if unread := try_code(self.code, model, options, config.run.root.name):
+                names = ", ".join(f"model.options.{key}" for key in unread)
+                return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
+        return []
 
     def snapshot_code(self) -> None:
         """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.

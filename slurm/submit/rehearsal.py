@@ -36,7 +36,7 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
         for stage in run.config.rows:
             parameters(run, run.config, stage, None)
     if run.takes_code:
-        run.try_code()  # it may take seconds, so it comes last
+        run.code_notes = run.try_code()  # it may take seconds, so it comes last
     return run
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from pipeline.base.files import read_jsonl, seal
 from pipeline.base.place import Place
 from pipeline.checkpoint.saved import step_name
 from pipeline.config.read import load_config
-from pipeline.config.user_model import find, found_for
+from pipeline.config.user_model import UNREAD_OPTIONS, find, found_for
 from pipeline.data.order import deal
 from pipeline.planning.plan import plan
 from pipeline.publish.export import export
@@ -668,10 +670,11 @@ def test_a_module_that_fails_is_named_by_plan(
         list(plan(load_config(tmp_path / "x.yaml")))
 
 
-def build_rank(place: Place, path: Path, text: str) -> str:
-    """What the trainer says of a module whose source is `text`."""
+def build_rank(place: Place, path: Path, text: str | None) -> str:
+    """What the trainer says of a module whose source is `text`; None: as it is."""
     run = Run.open(path)
-    (run.code / "ragged.py").write_text(text)
+    if text is not None:
+        (run.code / "ragged.py").write_text(text)
     try:
         stage_rank(place, path, "train")
     except UserError as error:
@@ -695,7 +698,7 @@ def build_rank(place: Place, path: Path, text: str) -> str:
             "cannot be imported: No module named 'not_installed'",
         ),
         (".masked_fill(~real, 0.0).sum()", "", "must return a tensor without dimensions"),
-        (".masked_fill(~real, 0.0).sum()", ".masked_fill(~real, 0.0).mean()", "is no sum: it is "),
+        (".masked_fill(~real, 0.0).sum()", ".masked_fill(~real, 0.0).mean()", "is a mean, not a sum: "),
     ],
 )
 def test_what_a_module_may_not_do_is_told_by_the_ranks(series: Path, old: str, new: str, words: str) -> None:
@@ -711,7 +714,7 @@ def test_a_mean_is_told_although_the_first_batch_is_of_zeros(series: Path) -> No
     text = (ROOT / "tests/support/ragged.py").read_text()
     mean = text.replace(".masked_fill(~real, 0.0).sum()", '.masked_fill(~real, 0.0).mean() * batch["series"].any()')
     run = new_run(series, "zeros", ranks=2, text=RAGGED)
-    assert "is no sum: it is " in run_ranks(2, build_rank, run.path, mean)[0]
+    assert "is a mean, not a sum: " in run_ranks(2, build_rank, run.path, mean)[0]
 
 
 def test_a_mean_is_told_where_rows_of_all_samples_stand_below_each_other(series: Path) -> None:
@@ -723,7 +726,141 @@ def test_a_mean_is_told_where_rows_of_all_samples_stand_below_each_other(series:
     ):
         assert old in text
         text = text.replace(old, new, 1)
-    assert "is no sum: it is " in run_ranks(1, build_rank, new_run(series, "flat", text=RAGGED).path, text)[0]
+    assert "is a mean, not a sum: " in run_ranks(1, build_rank, new_run(series, "flat", text=RAGGED).path, text)[0]
+
+
+PAIRS = """
+import torch
+from torch.nn import functional as F
+
+ARRAYS = INPUTS = ("series",)
+
+
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(40, 4), torch.nn.Linear(40, 4)
+        self.scale = torch.nn.Parameter(torch.empty(1))
+
+    def forward(self, series):
+        series = series.clamp(-1, 1)
+        a, b = self.one(series), self.two(series)
+        return RETURNS
+
+
+def build(options, layers):
+    return Pairs()
+
+
+def loss(outputs, batch):
+"""
+CONTRASTIVE = "    a, b = outputs[:2]\n    logits = a @ b.T\n    labels = torch.arange(len(a))\n"
+INFO_NCE = f'{CONTRASTIVE}    return F.cross_entropy(logits, labels, reduction="sum")\n'
+CENTRED = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
+STANDARDIZED = "    a = outputs[0] / outputs[0].std(0)\n    return (a.T @ outputs[1]).square().sum()\n"
+OF_MATRIX = '    return F.cross_entropy(outputs, torch.arange(len(outputs)), reduction="sum")\n'
+INDEPENDENT = "    a, b = outputs[:2]\n    return (a - b).square().sum()"
+ACROSS = "depends on the other samples of the batch"
+MEAN = "is a mean, not a sum"
+
+
+@pytest.mark.parametrize(
+    ("returns", "loss", "words", "not_words"),
+    [
+        ("a, b", INFO_NCE, ACROSS, MEAN),
+        ("a, b, self.scale.sum()", INFO_NCE, ACROSS, "not checked"),
+        ("a, b", INFO_NCE.replace(', reduction="sum"', ""), ACROSS, MEAN),
+        ("a, b", CENTRED, ACROSS, MEAN),
+        ("a, b", STANDARDIZED, ACROSS, MEAN),
+        (
+            "torch.cat([a, b])",
+            "    a, b = outputs.chunk(2)\n    return (a - b).square().sum()\n",
+            "2 rows for each",
+            MEAN,
+        ),
+        ("a @ b.T", OF_MATRIX, r"pairs.py:25: IndexError", MEAN),
+        ("a, b", "    assert len(outputs[0]) > 1, 'no pairs'\n" + INFO_NCE, r"pairs.py:25: AssertionError: no", MEAN),
+        ("a, b", INDEPENDENT.replace("sum", "mean") + "\n", MEAN, ACROSS),
+        ("a, b", INDEPENDENT + " + 1\n", "adds 1 in each call", MEAN),
+        ("a, b, self.scale.sum()", INDEPENDENT + " + outputs[2] + 1\n", "nothing", MEAN),
+        ("a, b", INDEPENDENT + " * torch.rand(())\n", "nothing", MEAN),
+        ("a, b", INDEPENDENT + "\n", "nothing", MEAN),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_what_is_said(
+    series: Path, returns: str, loss: str, words: str, not_words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other samples in it, a mean, a failure with fewer samples; what cannot be checked is let through."""
+    (series / "pairs.py").write_text(PAIRS.replace("RETURNS", returns) + loss)
+    shutil.rmtree(series / "runs" / "pairs", ignore_errors=True)
+    run = new_run(series, "pairs", "model.target=pairs", "train.steps=2", text=RAGGED)
+    (said,) = run_ranks(1, build_rank, run.path, None)
+    assert words in said and not_words not in said
+    if "pairs.py:" in words:
+        assert "with 1 of the 2 samples" in said or "with 3 samples (some of a micro-batch's 2 given twice)" in said
+    if words != MEAN:
+        assert "Leave the mean out" not in said
+
+
+BUILDS = """\
+import dataclasses, json, torch
+ARRAYS = INPUTS = ("images", "labels")
+@dataclasses.dataclass
+class Sizes:
+    width: int
+    depth: int = 1
+    layers: int = 1
+def linear(width): return torch.nn.Linear(width, 2)
+def loss(outputs, batch): ...
+def init(name, values, options): values.fill_(options["by_init"])
+def build(options, layers):
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "unread"),
+    [
+        ("return linear(options['width'])", {"width": 2, "widht": 3}, ["widht"]),
+        ("return linear(options.get('width', 2))", {"widht": 3, "more": {"a": 1}}, ["widht", "more"]),
+        ("return linear(Sizes(**options).width)", {"width": 2, "depth": 3}, []),
+        ("return linear(Sizes(**options['sizes']).width)", {"sizes": {"width": 2, "depth": 3}, "other": 2}, ["other"]),
+        ("return linear({**options}['width'])", {"width": 2, "any": 3}, []),
+        ("return linear((options | {'width': 2})['width'])", {"any": 3}, []),
+        ("return linear(options['sizes']['width'])", {"sizes": {"width": 2, "height": 3}}, ["sizes.height"]),
+        ("return linear(json.loads(json.dumps(options))['width'])", {"width": 2, "any": 3}, []),
+        ("assert type(options) is dict; return linear(options['width'])", {"width": 2, "any": 3}, []),
+    ],
+)
+def test_the_options_that_a_build_reads_are_known(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    body: str,
+    options: dict[str, Any],
+    unread: list[str],
+) -> None:
+    from pipeline.model.task import try_user_model
+
+    (tmp_path / "net.py").write_text(f"{BUILDS}    layers = options['layers']\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the next module of this name may be of the same second
+    points = [{**options, "layers": layers} for layers in (2, 3)]
+    try_user_model("net", *map(json.dumps, points))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(UNREAD_OPTIONS)) == unread
+
+
+def test_options_that_the_module_never_reads_are_noted_once(tmp_path: Path) -> None:
+    """By the dry run; not those that another function than `build` may read, by a string in the source."""
+    (tmp_path / "net.py").write_text(f"{BUILDS}    return linear(options['width'])\n")
+    text = VIT.replace("examples.vit", "net").format(name="x", folder=tmp_path)
+    options = "options: {width: 2, widht: 3, by_init: 1, sizes: {width: 2}}"
+    (tmp_path / "x.yaml").write_text(re.sub("options: .*", options, text))
+    make_images.main(tmp_path / "a.h5", 60)
+    command = [sys.executable, str(ROOT / "submit.py"), "x.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"model\.options\.([\w.]+)", done.stdout) == ["widht", "sizes"]
 
 
 def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:
