@@ -30,10 +30,10 @@ MOST_PROBLEMS = 20
 """The number of problems that one message lists."""
 
 
-def limit_lines(lines: Sequence[str], most: int = MOST_PROBLEMS) -> list[str]:
-    """Return the first `most` of `lines`, and `and N more` if there are more."""
-    more = len(lines) - most
-    return [*lines[:most], f"and {more:,} more"] if more > 0 else list(lines)
+def limit_lines(lines: Sequence[str], most: int = MOST_PROBLEMS, uncounted: int = 0) -> list[str]:
+    """Return the first `most` of `lines`, and `and N more` if there are more, or `uncounted` others."""
+    more = max(0, len(lines) - most) + uncounted
+    return [*lines[:most], *([f"and {more:,} more"] if more else [])]
 
 
 class Exit(IntEnum):

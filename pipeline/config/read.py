@@ -26,13 +26,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.base.command import did_you_mean
-from pipeline.base.errors import ConfigError, UserError
+from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
 from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked, masked_unknown
-from pipeline.config.schema import KeyPath, allowed, meant, valid_keys
+from pipeline.config.schema import KeyPath, advice, allowed, meant, valid_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
@@ -239,11 +239,11 @@ def dump_config(config: Config) -> str:
 
 def dotted(at: KeyPath) -> str:
     """A key path as a person writes it: `data.source.0`."""
-    return ".".join(str(part) if str(part).isprintable() else show(part) for part in at)
+    return ".".join(text if text.isprintable() and len(text) <= 80 else show(text) for text in map(str, at))
 
 
 def _problems(error: ValidationError, values: Any, where: str) -> list[str]:
-    """A line for each wrong value.
+    """A line for each wrong value, for the first 20 of them.
 
     pydantic reports a union (`parallel.data: auto | {replicate, shard}`) once per branch. If one branch got further
     into the value than the others, it is the one that was meant, and only its problems are told.
@@ -254,7 +254,8 @@ def _problems(error: ValidationError, values: Any, where: str) -> list[str]:
         if at not in found or details["type"] == "value_error":
             found[at] = line
     further = {at[:end] for at in found for end in range(len(at))}
-    return [line for at, line in found.items() if at not in further]
+    uncounted = max(0, error.error_count() - _MOST_PROBLEMS)
+    return limit_lines([line for at, line in found.items() if at not in further], uncounted=uncounted)
 
 
 def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]:
@@ -278,9 +279,9 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
     if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
         return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
-        section, near = dotted(at[:-1]) or "the config", meant(at)
-        mean = f"did you mean {' or '.join(near)}? " if near else ""
-        return at, f"{said}: {shown}: there is no such key; {mean}{section} has {', '.join(valid_keys(at[:-1]))}"
+        section, lines = dotted(at[:-1]) or "the config", limit_lines(advice(at, value))
+        hint = "".join(f"{line} " if line.endswith("?") else f"{line}; " for line in lines)
+        return at, f"{said}: {shown}: there is no such key; {hint}{section} has {', '.join(valid_keys(at[:-1]))}"
     should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
     hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
     return at, f"{said}: {shown} should be {should}{hint}"

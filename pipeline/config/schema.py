@@ -11,6 +11,7 @@ import json
 from functools import cache
 from typing import Any
 
+from pipeline.config.other_names import counterpart, inner_counterparts
 from pipeline.config.sections import Config
 
 KeyPath = tuple[str | int, ...]
@@ -20,17 +21,6 @@ _KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "
 _BOUNDS = {
     "minimum": "at least", "exclusiveMinimum": "greater than", "maximum": "at most", "exclusiveMaximum": "less than",
 }  # fmt: skip
-KNOWN_AS = {
-    "batch_size": "train.global_batch", "block_size": "data.sequence_length", "context_length": "data.sequence_length",
-    "gradient_clipping": "optimizer.clip_norm", "hidden_size": "model.dim", "learning_rate": "optimizer.lr",
-    "max_grad_norm": "optimizer.clip_norm", "max_steps": "train.steps", "n_layers": "model.layers",
-    "num_attention_heads": "model.heads", "num_hidden_layers": "model.layers", "num_key_value_heads": "model.kv_heads",
-    "num_steps": "train.steps", "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
-    "optimizer": "optimizer.name", "optimizer.kind": "optimizer.name", "optimizer.type": "optimizer.name",
-    "save_every": "checkpoint.every_steps",
-    "seq_len": "data.sequence_length", "seq_length": "data.sequence_length",
-}  # fmt: skip
-"""What other programs call a key of ours; with its section where the bare name says too little."""
 
 
 @cache
@@ -81,11 +71,18 @@ def meant(at: KeyPath) -> list[str]:
     one whose path is most like the given one, and keys of its own section with a name like it.
     """
     name, path = str(at[-1]), ".".join(map(str, at))
-    if known := KNOWN_AS.get(path, KNOWN_AS.get(name)):
-        return [known]
+    if known := counterpart(at):
+        return list(known.keys)
     namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
     near = difflib.get_close_matches(path, namesakes, n=1, cutoff=0.0)
     return near + difflib.get_close_matches(name, valid_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
+
+
+def advice(at: KeyPath, value: Any) -> list[str]:
+    """Return what to write instead of the unknown key at a key path, and instead of the keys in its `value`."""
+    known, near = counterpart(at), meant(at)
+    own = [known.describe()] if known and known.note else [f"did you mean {' or '.join(near)}?"] if near else []
+    return own + [f"{key}: {found.describe()}" for key, found in inner_counterparts(at, value)]
 
 
 @cache

@@ -176,4 +176,10 @@ def differences(old: Config, new: Config) -> dict[str, str]:
     before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
     shown, then = masked(before), masked(after)
     keys = sorted(before.keys() | after.keys())
-    return {k: f"{shown.get(k)} → {then.get(k)}" for k in keys if before.get(k) != after.get(k)}
+    return {k: f"{_short(shown.get(k))} → {_short(then.get(k))}" for k in keys if before.get(k) != after.get(k)}
+
+
+def _short(value: Any) -> str:
+    """Return a value as text of at most 120 characters."""
+    text = str(value)
+    return text if len(text) <= 120 else text[:119] + "…"

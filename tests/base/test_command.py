@@ -129,6 +129,13 @@ def test_the_help_names_every_command_on_one_line(capsys: pytest.CaptureFixture[
     assert re.search(r" init .*\n.* my_text.yaml --dry-run .*\n.* my_text.yaml ", shown) and "torch" not in shown
 
 
+def test_the_readme_lists_every_command() -> None:
+    commands = get_command(submit.app)
+    assert isinstance(commands, TyperGroup)
+    block = (CODE_ROOT / "README.md").read_text().split("## The commands")[1].split("```")[1]
+    assert {*re.findall(r"^python submit\.py ([a-z]+) ", block, re.M)} == {*commands.commands} - {"submit"}
+
+
 def test_help_and_docs_say_what_resume_takes() -> None:
     """All that it takes itself, and no more."""
     section = (CODE_ROOT / "docs/living.md").read_text().split("## What `resume` may change")[1]

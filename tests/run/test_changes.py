@@ -82,6 +82,11 @@ def test_a_long_message_is_cut(run: Run) -> None:
     assert len(offered(lines)) == 50
 
 
+def test_a_long_value_is_cut(run: Run) -> None:
+    lines = refusal(f"site.setup=[{', '.join(['module load cuda'] * 5000)}]", "model.dim=64")
+    assert max(len(line) for line in lines if line.startswith("  ")) < 300
+
+
 def test_weights_of_steps_that_are_trained_are_no_correction(tmp_path: Path, run: Run) -> None:
     def mixed(weights: str) -> tuple[str, ...]:
         sources = "{a: {source: corpus.jsonl}, b: {source: corpus.jsonl}}"
