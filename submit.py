@@ -152,11 +152,13 @@ def _open(run: str) -> Run:
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
+    from pipeline.base.ownership import replaceable
     from pipeline.config.masking import exposed
     from pipeline.run import stages
 
     console.print(f"run {run.name}", soft_wrap=True)
-    for words in filter(None, [exposed(run.config), *stages.notes(run), *run.code_notes]):
+    warnings = (exposed(run.config), replaceable(run.path))
+    for words in filter(None, [*warnings, *stages.notes(run), *run.code_notes]):
         console.print(words, soft_wrap=True)
     if executor == "slurm":
         from slurm.submit.chain import submit_chain

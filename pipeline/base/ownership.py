@@ -12,16 +12,17 @@ What only reads (status, report, logs, verify) works on anybody's run, and with 
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import pwd
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import Exit, UserError
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -108,6 +109,73 @@ def open_own_file(path: Path) -> BufferedReader:
         raise
 
 
+def replaceable(path: Path) -> str | None:
+    """Return a warning if others can rename or replace `path`, or a folder above it; None if they cannot.
+
+    `path` need not exist.
+    """
+    found = unsafe_ancestors(path)
+    if not found:
+        return None
+    reasons = "; ".join(f"{folder} {reason}" for folder, reason in found)
+    return (
+        f"warning: others can put something else in the place of {path}, and your jobs would execute it: {reasons}. "
+        "Choose another run.root, or ask the owner of a folder without a sticky bit to set it (chmod +t)"
+    )
+
+
+def unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
+    """Return the folders above `path`, the nearest first, in which others may rename what is not theirs, and why.
+
+    These are folders that belong to neither root nor us, and those that others may write and that have no sticky bit.
+    """
+    unsafe = []
+    for folder in Path(os.path.realpath(path)).parents:
+        try:
+            found = folder.stat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            unsafe.append((folder, f"belongs to {_user(found.st_uid)}"))
+        elif _others_write(found) and not found.st_mode & stat.S_ISVTX:
+            who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {_group(found.st_gid)}"
+            mode = f"{stat.S_IMODE(found.st_mode):o}"
+            unsafe.append((folder, f"may be written by {who} and has no sticky bit (mode {mode})"))
+    return unsafe
+
+
+def _others_write(found: os.stat_result) -> bool:
+    """Whether anybody else may write. A group of our name that has no other members is our own."""
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    if not found.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        us, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return True
+    is_ours = us.pw_uid != 0 and us.pw_gid == group.gr_gid and us.pw_name == group.gr_name
+    return not (is_ours and {*group.gr_mem} <= {us.pw_name})
+
+
+def own_folders_shell(folders: Iterable[str]) -> str:
+    """Return lines of bash that end a job unless `folders`, words of the shell, are ours and others cannot write them.
+
+    The first one contains the others: if it is closed to others, they cannot reach these, whatever their modes are.
+    """
+    return f"""\
+# others may have replaced the run while the job waited: what it executes must still be your own
+closed=
+for folder in {" ".join(folders)}; do
+  found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
+  if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
+    echo "error: $folder must be a folder of your own that others cannot write: nothing in it was run" >&2
+    exit {int(Exit.USER_ERROR)}
+  fi
+  closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
+done"""
+
+
 def _open(path: Path, flags: int) -> int:
     """Open what `path` itself is. Raises UserError for a link and, with O_DIRECTORY, for anything but a folder."""
     try:
@@ -130,6 +198,13 @@ def _require_own(path: Path, found: os.stat_result) -> None:
             f"{path} (mode {stat.S_IMODE(found.st_mode):o}) may be written by others: remove it, or check that it is "
             f"as you left it, then: chmod -R go-w {shlex.quote(str(path))}"
         )
+
+
+def _group(gid: int) -> str:
+    try:
+        return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
+    except KeyError:
+        return f"gid {gid}"
 
 
 def _user(uid: int) -> str:

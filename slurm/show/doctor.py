@@ -29,6 +29,7 @@ from rich.text import Text
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
+from pipeline.base.ownership import unsafe_ancestors
 from pipeline.config.site import SiteConfig
 from slurm.query.states import call, fields, parse_config
 from slurm.query.words import SRUN_ERROR
@@ -216,6 +217,13 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
         yield Finding("file locks", str(error), meaning, "note")
 
 
+def folders_above(folder: Path) -> Iterator[Finding]:
+    """The folders down to `folder` in which others can replace a run while its jobs wait."""
+    for above, reason in unsafe_ancestors(folder / "RUN"):
+        meaning = "others can replace a run there, and your jobs would execute theirs; its owner can set the sticky bit"
+        yield Finding("run.root", f"{above} {reason}", meaning, "note")
+
+
 def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
     """Read a file of `folder` on compute nodes (two, where there are) with srun, as the site's jobs are asked for.
 
@@ -254,13 +262,13 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
         if shutil.which("scontrol"):
             meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
             lacks = Finding("Slurm", "no answer", meaning, "problem")
-        return [lacks, *this_machine(), *file_system(folder, 0, kind, None)]
+        return [lacks, *this_machine(), *file_system(folder, 0, kind, None), *folders_above(folder)]
     partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
     gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
     facts = Facts(parse_config(config), partitions, parse_gres(gres), parse_mpi(mpi))
     nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
     unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
-    findings = [*judge(facts), *file_system(folder, nodes, kind, unseen)]
+    findings = [*judge(facts), *file_system(folder, nodes, kind, unseen), *folders_above(folder)]
     if refused:
         meaning = "the nodes could not be asked; try later, or with --site PROFILE (its partition, account, QOS)"
         findings.append(Finding("--check-nodes", refused, meaning, "note"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.base.ownership import replaceable
 from pipeline.config.layout import layout_of
 from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
@@ -40,6 +41,7 @@ def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence
     warning = exposed(config)
     config = Config.model_validate(masked(config.model_dump(mode="json")))
     run, train = Run(config.run.root / config.run.name), config.train
+    warnings = filter(None, (warning, replaceable(run.path)))
     own = found_for(config, [Path.cwd(), CODE_ROOT])
     model, length, sources = config.model, config.data.sequence_length, ", ".join(config.data.sources)
     if config.data.mixture is not None:
@@ -51,7 +53,7 @@ def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence
     lines = [
         "",
         "# ---- the plan",
-        *([warning] if warning else []),
+        *warnings,
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
         f"data      {sources}: {arrays}",
         f"model     {what}, {train.precision}",

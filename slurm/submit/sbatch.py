@@ -19,6 +19,7 @@ from typing import Any
 import submitit
 
 from pipeline.base.errors import UserError
+from pipeline.base.ownership import own_folders_shell
 from pipeline.base.place import outside_job
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
@@ -111,8 +112,11 @@ class JobExecutor(submitit.SlurmExecutor):
     """submitit's executor for one stage, which can write the script where there is no Slurm, too."""
 
     def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
+        home = run.code.resolve().parent  # for a point of a sweep, this is the sweep
+        executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
+        check = own_folders_shell(map(shlex.quote, executed))
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs / stage, python=f"exec {shlex.quote(interpreter(config.site))}")
+        super().__init__(run.jobs / stage, python=f"{check}\nexec {shlex.quote(interpreter(config.site))}")
         self.update_parameters(**parameters(run, config, stage, after))
 
     @classmethod

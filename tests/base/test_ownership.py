@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -13,11 +15,20 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.ownership import open_own_file, own_folder, require_own_folder
+from pipeline.base.ownership import (
+    open_own_file,
+    own_folder,
+    own_folders_shell,
+    replaceable,
+    require_own_folder,
+    unsafe_ancestors,
+)
 from pipeline.config.read import load_config
 from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.run.points import make_points
+from slurm.submit.sbatch import script
 from tests.checkpoint.test_checkpoint import save_rank
 from tests.support.needs import lacking
 from tests.support.ranks import run_ranks
@@ -228,3 +239,189 @@ def test_a_file_is_our_own_or_is_not_opened(tmp_path: Path) -> None:
     os.chown(mine, NOBODY, NOBODY)
     with pytest.raises(UserError, match=rf"{mine} belongs to \w+ \(uid {NOBODY}\)"):
         open_own_file(mine)
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "problem"),
+    [
+        (0o2775, 0, r"group .*no sticky bit \(mode 2775\)"),
+        (0o777, 0, r"everybody .*no sticky bit \(mode 777\)"),
+        (0o1777, 0, None),
+        (0o3775, 0, None),
+        (0o2755, 0, None),
+        (0o755, NOBODY, rf"belongs to \w+ \(uid {NOBODY}\)"),
+        (0o1777, NOBODY, rf"belongs to \w+ \(uid {NOBODY}\)"),
+    ],
+)
+def test_folders_above_a_run_in_which_others_can_replace_it_are_named(
+    tmp_path: Path, mode: int, uid: int, problem: str | None
+) -> None:
+    """At any height, through a link, whether the run exists or not."""
+    (lab := tmp_path / "lab").mkdir()
+    if uid:
+        if os.geteuid() != 0:
+            lacking("giving a folder to somebody else needs root")
+        os.chown(lab, uid, uid)
+    elif os.geteuid() == 0:
+        os.chown(lab, 0, 1)
+    lab.chmod(mode)
+    (tmp_path / "link").symlink_to(lab)
+    for run in ("lab/tiny", "lab/me/runs/tiny", "link/me/tiny"):
+        found = unsafe_ancestors(tmp_path / run)
+        assert [folder for folder, _ in found] == ([lab] if problem else []), found
+        warning = replaceable(tmp_path / run)
+        assert (warning is None) == (problem is None)
+        assert warning is None or re.search(f"{lab} .*{problem}", warning)
+    if problem:
+        (me := lab / "me").mkdir()
+        me.chmod(0o777)
+        assert [folder for folder, _ in unsafe_ancestors(me / "tiny")] == [me, lab]
+
+
+def test_a_group_of_ones_own_is_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give each user such a group, and the umask 002."""
+    group = grp.struct_group(("ann", "x", 1500, []))
+    monkeypatch.setattr(os, "geteuid", lambda: 1500)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ann", "x", uid, 1500, "", "/", "")))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: group)
+    (home := tmp_path / "ann").mkdir()
+    home.chmod(0o775)
+    if os.getuid() != 0:
+        lacking("giving a folder to somebody else needs root")
+    os.chown(home, 1500, 1500)
+    assert home not in dict(unsafe_ancestors(home / "tiny"))
+    group = grp.struct_group(("ann", "x", 1500, ["ann", "bob"]))
+    assert home in dict(unsafe_ancestors(home / "tiny"))
+
+
+# -- a run that is replaced while its job waits ---------------------------------------------------------------
+
+
+def foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        lacking("giving a run to somebody else needs root")
+    os.chown(path, NOBODY, NOBODY)
+
+
+def replaced_by_link(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+def replaced_by_file(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.write_text("")
+
+
+def removed(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nothing": (lambda path: None, ""),
+    "the run is somebody else's": (foreign, "."),
+    "its code is somebody else's": (foreign, "code"),
+    "others may write the run": (others_may_write, "."),
+    "others may write the code": (others_may_write, "code"),
+    "a link instead of the run": (replaced_by_link, "."),
+    "a link instead of the code": (replaced_by_link, "code"),
+    "a file instead of the code": (replaced_by_file, "code"),
+    "no run": (removed, "."),
+    "no code": (removed, "code"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "sharing"), [*((change, "all") for change in CHANGES), ("others may write the code", "private")]
+)
+def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, change: str, sharing: str) -> None:
+    """The script that Slurm keeps looks, since what it starts would be theirs."""
+    (python := tmp_path / "python3").write_text(f"#!/bin/sh\necho started $PYTHONPATH > {tmp_path}/started\n")
+    python.chmod(0o755)
+    (tmp_path / "my runs").mkdir()
+    run = Run.create(load_config(write_config(tmp_path), [f"run.root={tmp_path}/my runs", f"run.sharing={sharing}"]))
+    config = run.config.model_copy(update={"site": run.config.site.model_copy(update={"python": python})})
+    job = script(run, config, "train")
+    alter, place = CHANGES[change]
+    alter(run.path / place)
+    done = subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60)
+    is_harmless = change == "nothing" or sharing == "private"  # a closed run may have any modes inside
+    assert (tmp_path / "started").exists() == is_harmless, done.stderr
+    if not is_harmless:
+        assert done.returncode == Exit.USER_ERROR and str(run.path / place) in done.stderr
+    else:
+        assert done.returncode == 0 and not done.stderr and str(run.code) in (tmp_path / "started").read_text()
+
+
+def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
+    (python := tmp_path / "python3").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    python.chmod(0o755)
+    grid = "sweep={grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}"
+    sweep = Run.create(load_config(write_config(tmp_path), [grid, "run.sharing=all", f"site.python={python}"]))
+    point = make_points(sweep)[1]
+    assert point.code.is_symlink()
+    job = script(point, point.config, "train")
+
+    def start() -> int:
+        return subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60).returncode
+
+    assert start() == 0
+    (tmp_path / "started").unlink()
+    for path in (sweep.path, sweep.code, point.path):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        assert start() == Exit.USER_ERROR and not (tmp_path / "started").exists(), path
+        path.chmod(mode)
+
+
+@pytest.mark.parametrize("name", ["train", "mpirun", "torchrun"])
+def test_a_template_starts_no_python_where_the_run_was_replaced(tmp_path: Path, name: str) -> None:
+    run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
+    for program in ("python", "srun", "mpirun", "scontrol"):
+        (file := tmp_path / "bin" / program).parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+        file.chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment.pop("PYTHON", None)
+    template = CODE_ROOT / f"slurm/templates/{name}.sbatch"
+
+    def start() -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(template), "runs/tiny"]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert start().returncode == 0 and (tmp_path / "started").exists()
+    (tmp_path / "started").unlink()
+    others_may_write(run.code)
+    done = start()
+    assert done.returncode == Exit.USER_ERROR and f"{run.code} must be a folder of your own" in done.stderr
+    run.code.chmod(0o755)
+    foreign(run.path)
+    done = start()
+    assert done.returncode == Exit.USER_ERROR and f"{run.path} must be a folder of your own" in done.stderr
+    assert not (tmp_path / "started").exists()
+    assert own_folders_shell(['"$home"', '"$home/code"', '"$run"']) in template.read_text(), "as the jobs of submit.py"
+
+
+def test_submit_and_doctor_warn_of_a_folder_where_a_run_can_be_replaced(tmp_path: Path) -> None:
+    (lab := tmp_path / "lab").mkdir()
+    lab.chmod(0o2777)
+    write_config(tmp_path)
+    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": "exit 1", "squeue": "exit 1", "sinfo": "exit 1"}
+    for name, line in tools.items():
+        (file := tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{line}\n")
+        file.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "COLUMNS": "1000"}
+    for words in (
+        ["tiny.yaml", f"run.root={lab}", "--executor=slurm", "--dry-run"],
+        ["tiny.yaml", f"run.root={lab}", "--executor=slurm"],
+        ["doctor", str(lab)],
+    ):
+        command = [*SUBMIT, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert f"{lab} may be written by everybody and has no sticky bit" in done.stdout, (words, done.stderr)
+        lab.chmod(0o3777)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert "sticky" not in done.stdout + done.stderr, words
+        lab.chmod(0o2777)

@@ -118,6 +118,7 @@ def test_values_reach_a_job_unchanged_or_are_refused(
             python.chmod(0o755)
             run = Run(base / str(number) / fit[0])
             run.stage_folder("prepare")
+            run.code.mkdir()
             patch.setattr(sys, "executable", str(python))
             (base / "job.sh").write_text(text_of(run.path, fit[1], fit[2]))
             submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, fit[1], fit[2], python
