@@ -37,6 +37,8 @@ from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 
 COMMAND_LINE = "command line"
+PLACEHOLDER = "…"
+"""What stands for a value in a printed command: the user knows the value."""
 _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
@@ -128,6 +130,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(names) or len(names) > _DEEPEST:
             shown = show(masked(override, "site.setup." if "setup" in key else ""))
             raise ConfigError(f"{COMMAND_LINE}: {shown}: write section.key=value")
+        if text == PLACEHOLDER:
+            raise ConfigError(f"{COMMAND_LINE}: {dotted(tuple(names))}: write a value in place of {PLACEHOLDER}")
         value = parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
         changes = merge(changes, _nested(names, value, COMMAND_LINE))
     return changes

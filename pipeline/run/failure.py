@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
 from pipeline.base.place import Place, step_id
-from pipeline.run.changes import trained
+from pipeline.config.read import PLACEHOLDER
+from pipeline.config.schema import dotted_keys, valid_keys
+from pipeline.run.changes import made_with, trained
 from pipeline.run.directory import Run
 from pipeline.run.stages import task_of
 
@@ -77,21 +80,110 @@ def leave_peers(place: Place, code: Exit, message: str) -> None:
     print(f"rank {place.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)
 
 
-def retry_command(run: Run, cause: str | None) -> str:
-    """What a person types after a stage failed of `cause`: maybe of a bug in their own module, mended by then."""
-    bug = run.config.model.target is not None and cause in ("crashed", "user_error")
-    return f"{run.resume_command}{' --update-code' if bug else ''}"
+def retry_command(run: Run, cause: str | None, message: str = "") -> str:
+    """Return the command that continues a run after a stage failed.
+
+    It has `--update-code` if the fault may be in the user's own module, and `key=…` for each key of the config that
+    the message tells to change and that `resume` takes now.
+
+    Args:
+        run: The run, or a point of a sweep.
+        cause: The cause in the event of the failure; None if there is none.
+        message: The message in that event.
+    """
+    changes = _changes(run, cause, message)
+    update = ["--update-code"] if _may_be_the_modules_fault(run, cause, message, changes) else []
+    return " ".join([run.resume_command, *update, *changes])
 
 
-def once_mended(run: Run, cause: str | None) -> str:
-    """The same with what it means, and what else there is, in lines."""
-    retry, made = retry_command(run, cause), trained(run.whole.path)
-    said = [f"once that is mended: {retry}"]
-    if made is None:
-        said.append("where the config is wrong: correct it and give the same command again")
-    elif retry != run.resume_command:
-        target = run.config.model.target
-        said.append(f"--update-code takes {target} as it is then, and goes on from {made}, which the old one made")
-    if made is not None and run.whole is not run:
-        said.append("where the config is wrong: correct it and submit it under another run.name")
-    return "\n".join(said)
+def once_mended(run: Run, cause: str | None, message: str = "") -> str:
+    """Return what the user has to do after a failure and the command that continues then, in lines.
+
+    Args: as for `retry_command`.
+    """
+    retry, made = retry_command(run, cause, message), trained(run.whole.path)
+    changes = _changes(run, cause, message)
+    again = "correct it and give the same command again"
+    if made is not None:
+        again = "correct it and submit it under another run.name"
+    if cause == "storage":
+        return f"{_what_storage_needs(run, message)}, then: {retry}"
+    if cause == "bad_checkpoint":
+        return f"bring an intact checkpoint back into {run.checkpoints}, then: {retry}"
+    if _may_be_the_modules_fault(run, cause, message, changes):
+        lines = [f"{_what_the_module_needs(run, message)}, then: {retry}"]
+        goes_on = f" and continues from {made}, which the old code made" if made else ""
+        lines.append(f"the run trains its own copy of the code ({run.code}); --update-code replaces it{goes_on}")
+        if made is None or run.whole is not run:
+            lines.append(f"if the config is wrong instead: {again}")
+        return "\n".join(lines)
+    if changes:
+        key = ", ".join(change.partition("=")[0] for change in changes)
+        lines = [f"to continue with another {key}: {retry}"]
+        return "\n".join([*lines, f"or, if the config is wrong: {again}"] if made is None else lines)
+    if cause == "user_error":
+        return f"once that is repaired: {retry}\nif the config is wrong: {again}"
+    if cause == "bad_input":
+        return f"once the files are put back or repaired: {retry}"
+    copied = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
+    hint = f"\nif you corrected {copied}, add --update-code: the run has a copy of the code" if copied else ""
+    return f"to try again: {retry}{hint}"
+
+
+_KEY = r"(?<![\w./-])(?P<key>[a-z][a-z_]*(?:\.\w+)+)(?![\w/]|\.\w)"
+_VERBS = "set|give|use|take|choose|change|correct|add|raise|increase|enlarge|lower|decrease|reduce|shorten|allow|name"
+_ARTICLES = "an? |the |another |other |more |fewer |larger |smaller |higher |longer |shorter "
+_ADVISED = re.compile(rf"\b(?:{_VERBS}) (?:{_ARTICLES})*{_KEY}(?:(?:=|: )(?P<value>[\w./+-]*\w))?", re.IGNORECASE)
+"""A key that a message says to change, maybe with the value to give it."""
+_ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
+"""The only value that there is, in a message about a wrong one."""
+_OF_ANOTHER_RUN = ("run.", "model.target")
+"""Keys that a message may name, and `resume` never takes."""
+
+
+def _changes(run: Run, cause: str | None, message: str) -> list[str]:
+    """The `key=value` that the message asks for, `…` in place of a value that it does not say."""
+    if cause is None:
+        return []
+    values = {found["key"]: found["value"] for found in _ADVISED.finditer(message) if _is_key(found["key"])}
+    if not values and cause in ("user_error", "time_limit"):
+        named = (found["key"] for found in re.finditer(_KEY, message))
+        values = {key: None for key in named if _is_key(key) and not key.startswith("recovery.")}
+    if len(values) == 1 and (choice := _ONLY_CHOICE.findall(message)):
+        values = {key: value or (choice[0] if len(choice) == 1 else None) for key, value in values.items()}
+    free = [key for key in values if made_with(run.whole.path, key) is None]
+    return [f"{key}={values[key] or PLACEHOLDER}" for key in free]
+
+
+def _is_key(key: str) -> bool:
+    """Whether it is a key of the config that a message may ask to change; a section is none."""
+    if key.startswith("model.options."):
+        return True
+    return not key.startswith(_OF_ANOTHER_RUN) and key in dotted_keys(()) and not valid_keys(tuple(key.split(".")))
+
+
+def _may_be_the_modules_fault(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:
+    """Whether a failure may come from the user's own module: an exception, or an error that names no key to change."""
+    if run.config.model.target is None:
+        return False
+    return (cause == "crashed" and 'File "' in message) or (cause == "user_error" and not changes)
+
+
+def _what_the_module_needs(run: Run, message: str) -> str:
+    """What the user has to correct in the own module: the file and line of a traceback, if it has any of the module."""
+    target = str(run.config.model.target)
+    own = re.escape(f"{run.code}/{target.partition('.')[0]}")
+    frames = re.findall(rf'File "({own}\b[^"]*)", line (\d+)', message)
+    if not frames:
+        return f"if the fault is in the module {target}, correct it"
+    file, line = frames[-1]
+    return f"correct {os.path.relpath(file, run.code)}, line {line}"
+
+
+def _what_storage_needs(run: Run, message: str) -> str:
+    """What the user has to do with the file system that a message is about."""
+    found = re.search("cannot (?:use|write) (.+?): (?:no space is left|the disk quota)", message)
+    if found is None:
+        return "once the file system takes files again"
+    where = run.path / found[1]  # an absolute path stands for itself
+    return f"free space in {next(folder for folder in (where, *where.parents) if folder.is_dir())}"

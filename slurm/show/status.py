@@ -380,8 +380,9 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
     everything = [*rows, *of_points]
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
-        causes = [row.why[1:].partition(")")[0] for row in everything if row.state == "failed"]
-        lines.append(Text(f"to go on: {retry_command(run, causes[0] if causes else None)}"))
+        failed = [row for row in everything if row.state == "failed"]
+        cause, message = (failed[0].why[1:].partition(")")[0], failed[0].why) if failed else (None, "")
+        lines.append(Text(f"to go on: {retry_command(run, cause, message)}"))
     lines += [Text(words) for words in (run.describe_changes(),) if words]
     if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))

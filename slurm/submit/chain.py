@@ -113,7 +113,7 @@ class Chain:
             end = told.told
             raise UserError(
                 f"{stage} of {one.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"{once_mended(one, end.get('cause'))}"
+                f"{once_mended(one, end.get('cause'), end.get('message') or '')}"
             )
         return True
 

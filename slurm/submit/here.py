@@ -134,5 +134,5 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
         say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
         return Exit.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
-    say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'))}")
+    say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
     return Exit(end["exit_code"])

@@ -369,7 +369,8 @@ LATER = [
     Mistake(
         "a wrong text_field",
         "tiny.yaml",
-        "no field 'body'; there are 'text'. … where the config is wrong: correct it and give the same command again",
+        "no field 'body'; there are 'text'. … resume runs/tiny data.text_field=text … the config is wrong: correct "
+        "it and give the same command again",
         edit("tiny.yaml", "text_field: text", "text_field: body"),
         edit("tiny.yaml", "text_field: body", "text_field: text"),
         trains=True,
@@ -392,7 +393,7 @@ LATER = [
     Mistake(
         "sequences longer than the text",
         "tiny.yaml data.sequence_length=900000",
-        "add text or lower data.sequence_length",
+        "add text or lower data.sequence_length … resume runs/tiny data.sequence_length=…",
         back="tiny.yaml",
         trains=True,
     ),
@@ -408,7 +409,8 @@ LATER = [
     Mistake(
         "a bug that shows after the training",
         "own.yaml",
-        "NameError: … --update-code takes own as it is then, and goes on from checkpoints/step-00000002",
+        "NameError: … correct own.py, line 13, then: … --update-code replaces it and continues from "
+        "checkpoints/step-00000002",
         edit("own.py", '{"right"', "{right"),
         edit("own.py", "{right", '{"right"'),
         back="printed",

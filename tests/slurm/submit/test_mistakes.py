@@ -205,7 +205,7 @@ def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.Captur
     points = Path("runs/own/points")
     done = {point.name: newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
     assert done == {"000": 2, "001": 0, "002": 2}
-    assert "goes on from points/00" in said and "correct it and submit it under another run.name" in said
+    assert "continues from points/00" in said and "correct it and submit it under another run.name" in said
     assert said.rindex("point 001: train failed (crashed): ") > said.index("point 002\n"), "and told at the end"
     assert submit_py(SWEPT.replace("8", "5")) == Exit.USER_ERROR
     assert "what it has was made with its own: points/00" in answer(capsys)
