@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -115,6 +116,9 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="run today's code instead of the run's own copy")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything, print what would change and run, do nothing")
+    ] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
@@ -122,22 +126,27 @@ def resume(
     run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
     from pipeline.run.points import make_points
     from slurm.query.jobs import running
-    from slurm.query.site_variables import refuse_unready
     from slurm.submit.chain import begin_anew
+    from slurm.submit.rehearsal import check_jobs
 
     opened = _open(run)
     opened.refuse_foreign()
     chosen = choose(executor, opened)
     asked_anew = any(not change.startswith(("recovery.", "goodput.")) for change in overrides or ())
-    with opened.alone():  # two at once: the second finds what the first one changed
+    with nullcontext() if dry_run else opened.alone():  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
             opened.refuse_running(running(opened))
         if update_code:
             opened.code_notes = opened.try_code()
+        if dry_run:
+            from slurm.submit.preview import print_resume
+
+            print_resume(opened, overrides or [], update_code, chosen, asked_anew, console)
+            return
+        if chosen == "slurm":  # before the changes are recorded
+            check_jobs(opened.with_config(opened.changed(overrides or [], update_code)))
         for one in (opened, *make_points(opened)):
             one.change(overrides or [], update_code)
-        if chosen == "slurm":  # jobs would lack something of this shell's
-            refuse_unready(opened.config.site, os.environ)
         begin_anew(opened, asked_anew=asked_anew)
         if update_code:
             opened.snapshot_code()
@@ -152,26 +161,19 @@ def _open(run: str) -> Run:
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
-    from pipeline.base.ownership import replaceable
-    from pipeline.config.masking import exposed
-    from pipeline.run import stages
+    from slurm.submit.rehearsal import warnings
 
     console.print(f"run {run.name}", soft_wrap=True)
-    warnings = (exposed(run.config), replaceable(run.path))
-    for words in filter(None, [*warnings, *stages.notes(run), *run.code_notes]):
+    for words in warnings(run, executor):
         console.print(words, soft_wrap=True)
     if executor == "slurm":
         from slurm.submit.chain import submit_chain
-
         with run.alone():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return
     from slurm.page.report import outcome
     from slurm.submit.here import run_chain
-    from slurm.submit.rehearsal import crowded
 
-    for words in crowded(run.config) if executor == "local" else ():
-        console.print(words, soft_wrap=True)
     code = run_chain(run, console)
     if code == Exit.DONE:
         console.print(outcome(run), soft_wrap=True)

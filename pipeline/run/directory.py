@@ -278,13 +278,24 @@ class Run:
         `new_code`: `snapshot_code` follows. Raises UserError for any other key, and ConfigError where the changed
         config is wrong.
         """
+        if overrides:
+            self._record(self.changed(overrides, new_code))
+
+    def changed(self, overrides: Sequence[str], new_code: bool = False) -> Config:
+        """Return the config that `change` would record, and record nothing. Raises as `change` does."""
         if not overrides:
-            return
+            return self.config
         config = config_from_mapping(overridden(self.config.model_dump(mode="json"), overrides), "command line")
         changes.refuse_more(self.path, self.config, config)
         point_configs(config)
         found_for(config, _sources() if new_code else [self.code])
-        self._record(config)
+        return config
+
+    def with_config(self, config: Config) -> Run:
+        """Return this run as it would be with `config`, for a dry run: nothing is written."""
+        run = Run(self.path)
+        run._config, run._read_at = config, run._changes_stamp()
+        return run
 
     def _record(self, config: Config, **more: Any) -> None:
         change = changes.difference(*(one.model_dump(mode="json") for one in (self.config, config)))

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -57,8 +58,9 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
 class Chain:
     """The jobs of one run, and of its sweep's points, while those that are missing are submitted."""
 
-    def __init__(self, run: Run, console: Console, again: bool) -> None:
-        self.run, self.points, self.again = run, make_points(run), again
+    def __init__(self, run: Run, console: Console, again: bool, points: Sequence[Run] | None = None) -> None:
+        """`points`: those of a sweep; None: they are made if they are missing."""
+        self.run, self.points, self.again = run, make_points(run) if points is None else points, again
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.alive: dict[tuple[Path, str], list[Submitted]] = {}
         """The jobs that run or may still run, by run and stage, as what follows."""
@@ -71,7 +73,7 @@ class Chain:
 
     def look(self) -> None:
         """Find what is missing and not under way, and cancel what waits in vain. Raises UserError as `submit_chain`."""
-        known = jobs_of((self.run, *self.points))
+        known = self._find_jobs()
         must_answer(job.state for job in known)
         for words in unproven(known):
             self.say(words)
@@ -90,7 +92,7 @@ class Chain:
             busy = whole & {path for path, _ in self.waiting}
             self.say(f"sweep     {len(self.points)} points: {len(whole - busy)} done, {len(busy)} under way")
         ending = set(self.ending.values())
-        cancel(job.state for job in vain if job.job_id not in ending)
+        self._cancel([job for job in vain if job.job_id not in ending])
 
     def _lacks(self, one: Run, stage: str) -> bool:
         """Whether a stage of the run, or of a point, is to be submitted: it is not done, and no job does it."""
@@ -141,17 +143,15 @@ class Chain:
                     self._submit(stage, [one], jobs)
 
     def _submit(self, stage: str, members: Sequence[Run], after: Sequence[str], kind: str = "afterok") -> None:
-        from slurm.submit.sbatch import submit
-
         run, row, swept = self.run, STAGES[stage], members if self.run not in members else ()
         if not after and (ending := [self.ending[key] for one in members if (key := (one.path, stage)) in self.ending]):
             after, kind = ending, "afterany"
         tasks, behind = run.config.stages.of(stage).array_tasks, f", after {', '.join(after)}" if after else ""
         if tasks > 1:
-            array = submit(run, stage, after, kind=kind, tasks=tasks)
+            array = self._sbatch(stage, after, kind, tasks=tasks)
             self.say(f"{stage:9} job {array}: array of {tasks}{behind}")
             after, kind, behind = [array], "afterany", f": validates, after {array}"
-        job = submit(run, stage, after, kind=kind, points=swept)
+        job = self._sbatch(stage, after, kind, points=swept)
         for task, one in enumerate(members):
             self.waiting[one.path, stage] = f"{job}_{task}" if len(members) > 1 else job
         if swept:
@@ -160,8 +160,21 @@ class Chain:
             behind = f": {name}{behind}{each}"
         self.say(f"{stage:9} job {job}{behind}")
         if row.trains and not swept and not run.config.site.requeue:
-            heir = submit(run, stage, [job], kind="afternotok")
+            heir = self._sbatch(stage, [job], "afternotok")
             self.say(f"{stage:9} job {heir}: takes over if {job} does not end well")
+
+    # What changes something is in these methods alone: `resume --dry-run` replaces them (slurm/submit/preview.py).
+
+    def _find_jobs(self) -> list[Submitted]:
+        return jobs_of((self.run, *self.points))
+
+    def _cancel(self, jobs: Sequence[Submitted]) -> None:
+        cancel(job.state for job in jobs)
+
+    def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
+        from slurm.submit.sbatch import submit
+
+        return submit(self.run, stage, after, kind=kind, **more)
 
 
 def begin_anew(run: Run, *, asked_anew: bool) -> None:

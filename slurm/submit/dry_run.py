@@ -19,16 +19,12 @@ from pipeline.config.layout import layout_of
 from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
-from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.data.manifest import steps_words
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.causes import EARLY_S
+from slurm.submit.rehearsal import short_time
 from slurm.submit.sbatch import script
-
-START_S = 60
-"""What a start may well take: imports from a shared file system, a rendezvous, a checkpoint."""
 
 
 def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence[str] = ()) -> None:
@@ -76,10 +72,8 @@ def print_plan(config: Config, on_slurm: bool, console: Console, notes: Sequence
         each = f", for each of {points} points" if points and row.per_point else ""
         words = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}, {wanted.time}{after}{each}"
         lines += [f"{stage:9} {nodes}{words}", f"          python -m slurm {stage} {shlex.quote(run.name)}"]
-        signal_s = config.site.signal_s
-        if (left := parse_time(wanted.time) - signal_s - EARLY_S) < START_S:
-            asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
-            lines.append(f"          short: {asked}; that leaves {max(0, left):.0f} s to start and to train")
+        if warning := short_time(config, stage):
+            lines.append(f"          {warning}")
         tasks = (points or 1) if row.per_point else wanted.array_tasks
         jobs.append((stage, stage, tasks))
         if row.array and tasks > 1:

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from pipeline.base.errors import UserError
+from pipeline.base.ownership import replaceable
+from pipeline.config.masking import exposed
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
+from pipeline.config.types import parse_time
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from slurm.query.causes import EARLY_S
 from slurm.query.site_variables import refuse_unready
+from slurm.submit.executor import Executor
 from slurm.track.sinks import refuse_missing
+
+START_S = 60
+"""What a start may well take, in seconds: imports from a shared file system, a rendezvous, a checkpoint."""
 
 
 def rehearse(config: Config, on_slurm: bool) -> Run:
@@ -30,14 +38,46 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
     if config.site.container is None:
         stages.refuse_inputs(run)
     if on_slurm:
-        from slurm.submit.sbatch import parameters
-
-        refuse_unready(config.site, os.environ)
-        for stage in run.config.rows:
-            parameters(run, run.config, stage, None)
+        check_jobs(run)
     if run.takes_code:
         run.code_notes = run.try_code()  # it may take seconds, so it comes last
     return run
+
+
+def check_jobs(run: Run) -> None:
+    """Raise UserError if a job of the run, made or not, cannot be written, or lacks something of this shell's."""
+    from slurm.submit.sbatch import parameters
+
+    refuse_unready(run.config.site, os.environ)
+    for stage in run.config.rows:
+        parameters(run, run.config, stage, None)
+
+
+def short_time(config: Config, stage: str) -> str | None:
+    """Return a warning if the time limit of a stage leaves too little before the signal to save; otherwise None."""
+    signal_s = config.site.signal_s
+    left = parse_time(config.stages.of(stage).time) - signal_s - EARLY_S
+    if left >= START_S:
+        return None
+    asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
+    return f"short: {asked}; that leaves {max(0, left):.0f} s to start and to train"
+
+
+def short_times(run: Run) -> Iterator[str]:
+    """Yield a warning for each stage that is not done and has too short a time limit."""
+    for stage in run.config.rows:
+        if (words := short_time(run.config, stage)) and (run.config.sweep or stages.load(stage).missing(run)):
+            yield f"warning: stages.{stage}.time: {run.config.stages.of(stage).time} is {words}"
+
+
+def warnings(run: Run, executor: Executor) -> Iterator[str]:
+    """Yield what the user should know when the run starts, or starts again."""
+    yield from filter(None, (exposed(run.config), replaceable(run.path)))
+    yield from (*stages.notes(run), *run.code_notes)
+    if executor == "slurm":
+        yield from short_times(run)
+    elif executor == "local":
+        yield from crowded(run.config)
 
 
 def inputs(run: Run) -> Iterator[str]:
