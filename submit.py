@@ -168,6 +168,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
         console.print(words, soft_wrap=True)
     if executor == "slurm":
         from slurm.submit.chain import submit_chain
+
         with run.alone():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return

@@ -70,6 +70,8 @@ def masked_unknown(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any
         path: The key and the sections around it, such as `("site", "partiton")`.
         meant: The keys that it may be misspelt from; those of its own section without that section's name.
     """
+    if not isinstance(value, str | list | dict):
+        return value
     section = "".join(f"{part}." for part in path[:-1])
     near = [key if "." in key else f"{section}{key}" for key in meant]
     if section != "site.":
