@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.base.errors import NodeError, UserError
+from pipeline.base.host_memory import keep_freed_memory
 from pipeline.base.place import Place
 from pipeline.comm import gpus
 from pipeline.config.layout import Layout
@@ -152,13 +153,16 @@ def leave() -> None:
             mpi.leave()
 
 
-def end_of_startup() -> None:
-    """Switch Python's garbage collector on (the door switches it off), sparing it what was imported.
+def end_of_startup(device: torch.device) -> None:
+    """Prepare the process for its steps: enable the garbage collector, and keep freed memory if `device` is the CPU.
 
-    Everything alive now stays alive; frozen, it is not walked again at each collection.
+    `python -m pipeline` starts with the collector disabled. Objects that are alive now stay alive; they are frozen, so
+    that no collection walks them again.
     """
     gc.freeze()
     gc.enable()
+    if device.type == "cpu":
+        keep_freed_memory()
 
 
 def make_deterministic(config: Config) -> None:

@@ -86,7 +86,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
     steps = groups.from_rank0(groups.side_group(), [step for step in steps if read_result(run, step) is None])
     evaluator = Evaluator(run, manifest, world, flag, watchdog)
-    groups.end_of_startup()
+    groups.end_of_startup(world.device)
     for step in sorted(steps):
         if not evaluator.evaluate(step):
             return Exit.STOPPED

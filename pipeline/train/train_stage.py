@@ -113,7 +113,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         health.check(run, place, world)
         mark("preflight")
     trainer = Trainer(run, manifest, place, world, flag, watchdog)
-    groups.end_of_startup()
+    groups.end_of_startup(world.device)
     mark("build_and_load")
     trainer.startup_s = startup_s
     result = trainer.fit()
