@@ -53,7 +53,7 @@ def tokenizer_and_plan(
 
     wanted, chat = data.tokenizer, None
     if data.records == "messages" and wanted.path is not None:
-        chat = chat_json(wanted.path, wanted.eos_token)
+        chat = chat_json(wanted.path, wanted.eos_token, str(data.chat_template or ""))
         write_atomic(folder / CHAT, chat)
     read = reader(data, chat)
     sample = take_sample(
@@ -143,6 +143,8 @@ def _why_nothing(
             out = f"Mend the files, or set {key}"
             if "JSON" in document.reason:
                 out = 'A file .jsonl has a JSON object in each line, such as {"text": …}; plain text is .txt'
+            if "data.chat_template" in document.reason:
+                out = "Or name files without such dialogues"
             return (
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
                 f"{document.reason}. {out}"

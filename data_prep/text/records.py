@@ -8,7 +8,8 @@
 Chat templates are run by pipeline/data/chat_template.py. What one marks by `{% generation %}` is learned. One that
 marks nothing is asked for the dialogue up to before and after each answer; both must be how the whole begins.
 
-Template and special tokens come from the folder of `data.tokenizer.path`; `prepare` keeps them in `chat.json`.
+Template and special tokens come from the folder of `data.tokenizer.path`, or the template from `data.chat_template`;
+`prepare` keeps them in `chat.json`.
 """
 
 from __future__ import annotations
@@ -24,38 +25,46 @@ from jinja2 import TemplateError
 from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular, read_json
-from pipeline.config.datasets import DataConfig
-from pipeline.data.chat_template import MARKS, ChatTemplate, ChatTemplateError, split_marks
+from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
+from pipeline.data.chat_template import (
+    MARKS,
+    ChatTemplate,
+    ChatTemplateError,
+    find_template,
+    read_template,
+    split_marks,
+)
 
 
-def chat_json(tokenizer: str | Path, eos_token: str) -> bytes:
-    """The content of `chat.json`: what the folder of a `tokenizer.json` says of dialogues; of the same, the same.
+def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") -> bytes:
+    """Return the content of `chat.json`: the chat template, and the special tokens beside a `tokenizer.json`.
 
-    Raises UserError, naming the file, where there is no chat template or none that Jinja can read.
+    chat_template: `data.chat_template`; empty: the template is that of the tokenizer's folder. The same files give the
+    same bytes. Raises UserError, naming the file, if there is no chat template or none that Jinja can read.
     """
     folder = Path(tokenizer).parent
     settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    source: Path | str = file if file.is_file() else settings
     try:
-        known = read_json(settings) if settings.is_file() else {}
-        known = known if isinstance(known, dict) else {}
-        template = known.get("chat_template")
-        if isinstance(template, list):  # several, by names
-            named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-            template = named[0].get("template") if named else None
-        if file.is_file():
+        known, jinja = read_json(settings) if settings.is_file() else {}, None
+        if chat_template:
+            jinja, source = read_template(Path(chat_template)), f"data.chat_template: {chat_template}"
+        elif file.is_file():
             with open_regular(file) as stream:
-                template = stream.read().decode()
-        if not isinstance(template, str):
-            raise UserError(f"data.records messages needs a chat template: there is no {file}, nor one in {settings}")
-        texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in known.items()}
-        tokens = {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
+                jinja = stream.read().decode()
+        template, tokens = find_template(known, jinja)
+        if template is None:
+            raise UserError(
+                f"data.records messages needs a chat template: there is no {file}, nor one in {settings}; set "
+                f"data.chat_template to a file, or to one of {', '.join(CHAT_TEMPLATES)}"
+            )
         added = read_json(Path(tokenizer)).get("added_tokens") or []
         special = {eos_token, *(one["content"] for one in added if one.get("special"))}
         chat = {"template": template, "tokens": tokens, "special": sorted(special)}
         content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()
         Dialogues(chat)
     except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
-        raise UserError(f"{file if file.is_file() else settings}: no chat template that can be used: {error}") from None
+        raise UserError(f"{source}: no chat template that can be used: {error}") from None
     return content + b"\n"
 
 
@@ -126,7 +135,8 @@ class Dialogues:
             if not text.startswith(before) or not text.startswith(after) or len(before) >= len(after):
                 raise Rejected(
                     f"the chat template writes message {number + 1}, or what leads to it, otherwise where more "
-                    "follow, so the answer cannot be told: mark it there by {% generation %} … {% endgeneration %}"
+                    "follow (Qwen3's leaves out earlier thinking): set data.chat_template to a template that marks "
+                    "answers by {% generation %} … {% endgeneration %}, such as qwen3 or chatml, which come with Sluice"
                 )
             found.append((len(before), len(after)))
         return found

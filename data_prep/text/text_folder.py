@@ -38,16 +38,24 @@ from data_prep.text.units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
 from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
-from pipeline.data.manifest import CHAT, FORMAT_VERSION, SHARDS, FileEntry, Keyed, Manifest, ShardEntry, write_manifest
+from pipeline.data.manifest import (
+    CHAT,
+    FORMAT_VERSION,
+    LEARNED,
+    SHARDS,
+    FileEntry,
+    Keyed,
+    Manifest,
+    ShardEntry,
+    write_manifest,
+)
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
     import numpy as np
 
     from data_prep.text.duplicates import Duplicates
-    from data_prep.text.tokenizer import Encoder
-
-    Encoded = Sequence[tuple[np.ndarray, np.ndarray | None]]
+    from data_prep.text.tokenizer import EncodedRecord, Encoder
 
 
 class UnitManifest(Keyed):
@@ -63,6 +71,8 @@ class UnitManifest(Keyed):
     """Documents that the user's filter left out."""
     duplicates: int = 0
     """Documents whose text stands before."""
+    long: int = 0
+    """Prompts and dialogues of more tokens than a sample has, whatever `data.long_dialogues` does with them."""
     rejected: tuple[tuple[int, int, str], ...]
     """Piece, line within the piece (from 1) and reason of each document that could not be read."""
     train: tuple[ShardEntry, ...]
@@ -85,6 +95,10 @@ class TextPrepared(Keyed):
     filter: FileEntry | None = None
 
 
+_LATER = ("records", "deduplicate", "filter", "chat_template", "long_dialogues")
+"""Keys of `data` that older folders do not have in their key: with their defaults they are left out of it."""
+
+
 class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     """The data folder of a run on text."""
 
@@ -98,7 +112,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
         left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
-        later = {key: DataConfig.model_fields[key].default for key in ("records", "deduplicate", "filter")}
+        later = {key: DataConfig.model_fields[key].default for key in _LATER}
         later["add_special_tokens"] = False  # with these values not there, as for folders from before them
         left = left | {key for key, value in later.items() if getattr(self.data, key) == value}
         config = {**self.data.model_dump(mode="json", exclude=left), "source": self.data.sources}
@@ -157,6 +171,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """The user's filter."""
         return load_filter(self.path / FILTER, self.data.filter) if self.data.filter else None
 
+    @property
+    def _chat_template(self) -> str:
+        """`data.chat_template` as text; empty if the tokenizer's own is used."""
+        return str(self.data.chat_template or "")
+
     def look(self) -> list[str]:
         """And whether the filter is there, and the given tokenizer can be used, asked of its package, elsewhere."""
         if self.data.filter:
@@ -166,7 +185,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             adds = json.dumps(self.data.add_special_tokens)
             ask_child("data_prep.text.tokenizer", "check_tokenizer", *given, adds)
             if self.data.records == "messages":
-                ask_child("data_prep.text.records", "chat_json", *given)
+                ask_child("data_prep.text.records", "chat_json", *given, self._chat_template)
         return super().look()
 
     @property
@@ -187,7 +206,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             if self.prepared.chat is not None:
                 from data_prep.text.records import chat_json
 
-                if chat_json(given, self.data.tokenizer.eos_token) != (self.path / CHAT).read_bytes():
+                chat = chat_json(given, self.data.tokenizer.eos_token, self._chat_template)
+                if chat != (self.path / CHAT).read_bytes():
                     return False
         return super().same_inputs()
 
@@ -242,6 +262,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
         from data_prep.text.shard_file import ShardWriter
+        from data_prep.text.tokenizer import EncodedRecord
 
         if self.unit(unit, hashes=True) is not None:
             return False
@@ -263,12 +284,21 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             kept = self._duplicates.kept(unit)
             twice = int(len(kept) - kept.sum())
             documents = first(documents, kept.tolist())
+        long = 0
         for batch, encoded in ahead(self._encoded, batches(documents)):
-            for document, (tokens, mask) in zip(batch, encoded, strict=True):
+            for document, record in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
-                learned = sum(len(document.text[start:end].encode()) for start, end in document.learned)
-                size = len(utf8) if mask is None else learned
-                writers[is_held_out(utf8, self.data.held_out)].add(tokens, size, mask)
+                writer = writers[is_held_out(utf8, self.data.held_out)]
+                if not isinstance(record, EncodedRecord):
+                    writer.add(record, len(utf8))
+                    continue
+                if record.length > self.data.sequence_length:
+                    long += 1
+                    cut = self.data.long_dialogues == "truncate" and not (record.mask & LEARNED).any()
+                    if cut or self.data.long_dialogues == "drop":
+                        continue
+                learned = (document.text[start : min(end, record.covered)] for start, end in document.learned)
+                writer.add(record.tokens, sum(len(text.encode()) for text in learned), record.mask)
         train, held_out = (writer.close() for writer in writers)
         self._check_inputs(pieces)  # one that changed while it was read fits no manifest
         manifest = UnitManifest(
@@ -279,6 +309,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             lines=tuple(lines),
             filtered=sum(filtered),
             duplicates=twice,
+            long=long,
             rejected=tuple(rejected),
             train=train,
             held_out=held_out,
@@ -286,11 +317,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _encoded(self, batch: Sequence[Document]) -> Encoded:
-        """Tokens of each document and, of records, their mask."""
+    def _encoded(self, batch: Sequence[Document]) -> Sequence[np.ndarray | EncodedRecord]:
+        """Tokens of each document; of records, with their mask."""
         if not self.data.masked:
-            return [(tokens, None) for tokens in self.encoder.encode([document.text for document in batch])]
-        return self.encoder.encode_records(batch, chat=self.data.records == "messages")
+            return self.encoder.encode([document.text for document in batch])
+        most = self.data.sequence_length if self.data.long_dialogues == "truncate" else None
+        return self.encoder.encode_records(batch, chat=self.data.records == "messages", most=most)
 
     @cached_property
     def _duplicates(self) -> Duplicates | None:
@@ -349,6 +381,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             rejected_documents=sum(len(unit.rejected) for unit in units),
             filtered_documents=sum(unit.filtered for unit in units),
             duplicate_documents=sum(unit.duplicates for unit in units),
+            long_documents=sum(unit.long for unit in units),
+            long_dialogues=self.data.long_dialogues if self.data.masked else "",
             train_tokens=sum(entry.tokens for entry in train),
             held_out_tokens=sum(entry.tokens for entry in held_out),
             train_bytes=sum(entry.bytes for entry in train),
@@ -359,6 +393,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         )
         told = [(unit.lines, unit.rejected) for unit in units]
         list_rejected(self.path / "rejected.jsonl", self.plan, told, manifest.documents, self.data.max_rejected)
+        if not manifest.documents and manifest.long_documents:
+            raise UserError(
+                f"data.long_dialogues: {self.data.long_dialogues}: nothing is left of all {manifest.long_documents:,} "
+                f"documents, which have more than data.sequence_length ({self.data.sequence_length}) tokens: set a "
+                "larger sequence_length, or long_dialogues: split"
+            )
         if self.data.held_out and not held_out:
             raise UserError(
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "

@@ -18,7 +18,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -46,6 +46,17 @@ def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str(pretty=True) + "\n"
+
+
+class EncodedRecord(NamedTuple):
+    """The tokens of a prompt with its response, or of a dialogue."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    length: int
+    """How many tokens the whole record has."""
+    covered: int
+    """How many characters of its text `tokens` cover."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +100,11 @@ class Encoder:
             found.append(np.fromiter(ids, self.dtype, len(ids)))  # half of what np.array costs
         return found
 
-    def encode_records(self, records: Sequence[Document], *, chat: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_records(
+        self, records: Sequence[Document], *, chat: bool, most: int | None = None
+    ) -> list[EncodedRecord]:
         """Tokens of each record and their `mask` (pipeline/data/manifest.py): of `dtype` and uint8, shape (tokens,).
+        Tokens from number `most` on are left out.
 
         A token that has a character of what is learned is learned, but for the first: nothing is before it. With
         `chat` names of special tokens are these tokens, and the text begins and ends as it does. Otherwise special
@@ -109,7 +123,10 @@ class Encoder:
                 mask[(starts < last) & (ends > first)] = LEARNED
             mask[len(tokens) - len(end) :] = LEARNED
             mask[:1] = BEGINS
-            found.append((tokens, mask))
+            length, covered = len(tokens), len(record.text)
+            if most is not None and length > most:
+                tokens, mask, covered = tokens[:most], mask[:most], int(ends[:most].max())
+            found.append(EncodedRecord(tokens, mask, length, covered))
         return found
 
 

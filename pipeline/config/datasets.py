@@ -100,6 +100,19 @@ class MixtureConfig(Section):
         return [one for one in self.weights if one.from_step <= step]
 
 
+CHAT_TEMPLATES = (
+    "chatml",
+    "llama2",
+    "llama3",
+    "llama3.1",
+    "mistral-v0.1",
+    "mistral-v0.3",
+    "qwen2",
+    "qwen2.5",
+    "qwen3",
+    "smollm2",
+)
+"""The names of the chat templates for training that come with Sluice (pipeline/data/chat_templates)."""
 LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected", "document_mask"}
 """The keys of `data` that leave the shards' bytes as they are."""
 
@@ -122,6 +135,12 @@ class DataConfig(Section):
     these only what is answered is learned, and documents are laid into samples whole. `tokens`: files of tokens that
     `tokenizer.path` made elsewhere, taken where they lie: Megatron's .bin with .idx, datatrove's .ds, llm.c's and
     nanoGPT's .bin, HDF5; the end of each file is held out. `data import` copies what else there is."""
+    chat_template: FilePath | None = None
+    """The chat template of `records: messages`, instead of the tokenizer's own: a Jinja file, or the name of one that
+    comes with Sluice: chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3, smollm2."""
+    long_dialogues: Literal["split", "truncate", "drop"] = "split"
+    """What happens to `prompts` and `messages` of more than `sequence_length` tokens: `split` puts the rest into the
+    next samples, without what stands before; `truncate` leaves the rest out; `drop` leaves all of it out."""
     document_mask: bool = False
     """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -164,6 +183,13 @@ class DataConfig(Section):
         kinds = {one.records for one in self.mixture.sources.values()} if self.mixture else {self.records}
         if kinds == {"tokens"} and (self.deduplicate or self.filter):
             raise ValueError("records: tokens are taken as they are: deduplicate and filter are for documents")
+        if self.chat_template is not None and self.records != "messages":
+            raise ValueError(f"chat_template is for records: messages, not for {self.records}: remove it")
+        if self.long_dialogues != "split" and not self.masked:
+            raise ValueError(
+                f"long_dialogues ({self.long_dialogues}) is for records: prompts or messages, not for {self.records}: "
+                "remove it"
+            )
         if self.records == "text":
             return self
         if "python-stdlib" in self.sources:

@@ -29,6 +29,7 @@ from pipeline.base.command import did_you_mean
 from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
+from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.config.hugging_face import FOLDERS, filled
 from pipeline.config.layout import check
 from pipeline.config.masking import masked, masked_unknown
@@ -44,8 +45,8 @@ _MOST_PROBLEMS = 1000
 _DEEPEST = 20
 _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
-    ("data", "tokenizer", "path"), ("data", "filter"), ("evaluate", "tasks"), ("publish", "to"),
-    ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
+    ("data", "tokenizer", "path"), ("data", "filter"), ("data", "chat_template"), ("evaluate", "tasks"),
+    ("publish", "to"), ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
     ("measure", "file"), ("measure", "machine"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
@@ -165,6 +166,8 @@ def _anchored(values: dict[str, Any]) -> dict[str, Any]:
             there = [section for section in found if isinstance(section, dict)]
             found = [one for section in there for one in (section.values() if inner == "*" else [section.get(inner)])]
         for section, key in ((one, key) for one in found if isinstance(one, dict) for key in list(one)):
+            if name == "chat_template" and section[key] in CHAT_TEMPLATES:
+                continue
             if key == name:  # and knows the file that says it; "command line" is in no folder
                 section[key] = _absolute(section[key], os.path.dirname(getattr(key, "where", "")))
     return values

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -21,8 +22,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
+from pipeline.config.datasets import CHAT_TEMPLATES
+
 MARKS = ("\ufdd0", "\ufdd1")
 """Around marked text in what `ChatTemplate.render` returns: characters that Unicode reserves for programs."""
+_FOLDER = Path(__file__).parent / "chat_templates"
+"""Templates for training of the families of models that a run can start from. They mark answers."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -90,3 +97,35 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return a tokenizer's chat template (None: it has none), and its special tokens by name.
+
+    settings: the content of tokenizer_config.json; jinja: that of chat_template.jinja beside it, which comes first.
+    """
+    settings = settings if isinstance(settings, dict) else {}
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by names
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in settings.items()}
+    tokens = {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
+    found = template if jinja is None else jinja
+    return found if isinstance(found, str) else None, tokens
+
+
+def read_template(name: Path) -> str:
+    """Return the text of `data.chat_template`: of a file, or of a template that comes with Sluice, by its name.
+
+    Raises UserError if the file cannot be read.
+    """
+    file = _FOLDER / f"{name}.jinja" if str(name) in CHAT_TEMPLATES else name
+    try:
+        with open_regular(file) as stream:
+            return stream.read().decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"data.chat_template: cannot read {file}: {reason}; name a file, or one of {', '.join(CHAT_TEMPLATES)}"
+        ) from None

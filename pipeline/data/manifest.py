@@ -174,6 +174,10 @@ class Manifest(Keyed):
     """Documents that `data.filter` left out."""
     duplicate_documents: int = 0
     """Documents that `data.deduplicate` left out."""
+    long_documents: int = 0
+    """Prompts and dialogues with more tokens than `data.sequence_length`."""
+    long_dialogues: str = ""
+    """What became of them: `data.long_dialogues`."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
@@ -190,7 +194,10 @@ class Manifest(Keyed):
         told = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
         counts = self.rejected_documents, self.filtered_documents, self.duplicate_documents
         ways = f"rejected ({'data/*' if self.parts else 'data'}/rejected.jsonl)", "filtered", "that stood before"
-        return told + "".join(f", {count:,} documents {way}" for count, way in zip(counts, ways, strict=True) if count)
+        told += "".join(f", {count:,} documents {way}" for count, way in zip(counts, ways, strict=True) if count)
+        if self.long_documents:
+            told += f", {self.long_documents:,} longer than a sample (data.long_dialogues: {self.long_dialogues})"
+        return told
 
     def training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""

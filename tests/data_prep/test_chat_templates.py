@@ -1,0 +1,233 @@
+"""`data.chat_template`: the templates that come with Sluice, files of one's own, and dialogues longer than a sample."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.inputs.sources import Document, Rejected
+from data_prep.text.records import Dialogues, chat_json
+from data_prep.text.tokenizer import load_encoder
+from pipeline.base.errors import UserError
+from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
+from pipeline.config.read import load_config
+from pipeline.data import chat_template
+from pipeline.data.chat_template import ChatTemplate, read_template, split_marks
+from pipeline.data.manifest import LEARNED
+from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
+from tests.data_prep.test_shards import run_tasks
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+HEADS = {role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")}
+DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+TURNS = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n«A1<|im_end|>»\n<|im_start|>user\nQ2<|im_end|>\n"
+TURNS += "<|im_start|>assistant\n«A2<|im_end|>»\n"
+LLAMA_TURNS = f"{HEADS['user']}Q1<|eot_id|>{HEADS['assistant']}«A1<|eot_id|>»{HEADS['user']}Q2<|eot_id|>"
+LLAMA_TURNS += f"{HEADS['assistant']}«A2<|eot_id|>»"
+SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
+EMPTY = "<think>\n\n</think>\n\n"
+WRITTEN: dict[str, tuple[str, str]] = {
+    "chatml": (TURNS, SYSTEM.format("S") + TURNS),
+    "qwen2": (SYSTEM.format("You are a helpful assistant.") + TURNS, SYSTEM.format("S") + TURNS),
+    "qwen2.5": (
+        SYSTEM.format("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + TURNS,
+        SYSTEM.format("S") + TURNS,
+    ),
+    "smollm2": (
+        SYSTEM.format("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + TURNS,
+        SYSTEM.format("S") + TURNS,
+    ),
+    "qwen3": (TURNS.replace("«", f"«{EMPTY}"), SYSTEM.format("S") + TURNS.replace("«", f"«{EMPTY}")),
+    "llama3": (f"<s>{LLAMA_TURNS}", f"<s>{HEADS['system']}S<|eot_id|>{LLAMA_TURNS}"),
+    "llama3.1": (
+        f"<s>{HEADS['system']}{DATE}<|eot_id|>{LLAMA_TURNS}",
+        f"<s>{HEADS['system']}{DATE}S<|eot_id|>{LLAMA_TURNS}",
+    ),
+    "llama2": (
+        "<s>[INST] Q1 [/INST]« A1 </s>»<s>[INST] Q2 [/INST]« A2 </s>»",
+        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nQ1 [/INST]« A1 </s>»<s>[INST] Q2 [/INST]« A2 </s>»",
+    ),
+    "mistral-v0.1": (
+        "<s> [INST] Q1 [/INST]« A1</s>» [INST] Q2 [/INST]« A2</s>»",
+        "<s> [INST] S\n\nQ1 [/INST]« A1</s>» [INST] Q2 [/INST]« A2</s>»",
+    ),
+    "mistral-v0.3": (
+        "<s>[INST] Q1[/INST]« A1</s>»[INST] Q2[/INST]« A2</s>»",
+        "<s>[INST] S\n\nQ1[/INST]« A1</s>»[INST] Q2[/INST]« A2</s>»",
+    ),
+}
+"""By name, what is written of two questions, without and with a system message; what is learned stands in « »."""
+QWEN3_OWN = (
+    "{%- set ns = namespace(last_query=0) %}{%- for message in messages %}"
+    "{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' and loop.index0 > ns.last_query %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""Qwen3's own template on answers without thinking: only the one to the last question has an empty one."""
+
+
+def two_questions(system: bool) -> list[dict[str, str]]:
+    pairs = [("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
+    return [{"role": role, "content": text} for role, text in ([("system", "S")] if system else []) + pairs]
+
+
+def loaded(name: str) -> ChatTemplate:
+    return ChatTemplate(read_template(Path(name)), TOKENS)
+
+
+def test_all_that_are_named_come_with_sluice() -> None:
+    folder = Path(chat_template.__file__).parent / "chat_templates"
+    assert {path.name for path in folder.iterdir()} == {f"{name}.jinja" for name in CHAT_TEMPLATES} and CHAT_TEMPLATES
+    assert set(WRITTEN) == set(CHAT_TEMPLATES)
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_the_text_and_what_is_learned_of_it(name: str) -> None:
+    template = loaded(name)
+    for system, expected in zip((False, True), WRITTEN[name], strict=True):
+        messages = two_questions(system)
+        text, learned = split_marks(template.render(messages))
+        marked = "".join(f"«{part}»" for start, end in learned for part in [text[start:end]])
+        assert text == expected.replace("«", "").replace("»", "")
+        assert marked == "".join(f"«{part.split('»')[0]}»" for part in expected.split("«")[1:])
+        numbers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+        for (start, _), number in zip(learned, numbers, strict=True):  # it begins where an answer is generated
+            assert split_marks(template.render(messages[:number], True))[0] == text[:start]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    tokenizer = folder_of(tmp_path / "tokenizer")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
+    theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
+    theirs.save_pretrained(tokenizer.parent)
+    theirs.chat_template = read_template(Path(name))
+    dialogues = Dialogues(json.loads(chat_json(tokenizer, "<|im_end|>", name)))
+    encoder, draw = load_encoder(tokenizer, "<|im_end|>"), random.Random(7)
+    for _ in range(40):
+        messages = dialogue(draw)
+        text, learned = dialogues.read({"messages": messages})
+        (found,) = encoder.encode_records([Document(1, text, None, learned)], chat=True)
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        made = theirs.apply_chat_template(messages, **options)
+        assert found.tokens.tolist() == made["input_ids"]
+        assert [bool(one & LEARNED) for one in found.mask] == [bool(one) for one in made["assistant_masks"]]
+
+
+def test_thinking_is_kept_in_each_answer_of_qwen3() -> None:
+    messages = two_questions(system=False)
+    messages[1]["content"] = "<think>\nfirst\n\n</think>\n\nA1"
+    text, learned = split_marks(loaded("qwen3").render(messages))
+    assert [text[start:end] for start, end in learned] == [
+        "<think>\nfirst\n</think>\n\nA1<|im_end|>",
+        f"{EMPTY}A2<|im_end|>",
+    ]
+    own = ChatTemplate(QWEN3_OWN, TOKENS)
+    one = messages[2:]
+    assert own.render(one) == split_marks(loaded("qwen3").render(one))[0], "of one answer the text is the same"
+
+
+def test_qwen3s_own_template_is_refused_with_the_key_and_another_one_is_taken(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    lines = [{"messages": [*dialogue(draw), *two_questions(False)]} for _ in range(40)]
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    tokenizer = folder_of(tmp_path / "tokenizer", QWEN3_OWN)
+    with pytest.raises(UserError, match=r"a\.jsonl line 1: .*data\.chat_template.*qwen3"):
+        run_tasks(config(source, "messages", tokenizer), tmp_path / "own")
+    with pytest.raises(Rejected, match=r"data\.chat_template"):
+        Dialogues(json.loads(chat_json(tokenizer, "<|im_end|>"))).read({"messages": two_questions(False)})
+    made = {}
+    for name in ("qwen3", "chatml", str(tmp_path / "own.jinja")):
+        (tmp_path / "own.jinja").write_text(CHATML)
+        data = config(source, "messages", tokenizer, chat_template=Path(name), held_out=0.0, max_rejected=0.0)
+        made[name] = run_tasks(data, tmp_path / Path(name).stem)
+        assert made[name].documents == 40 and made[name].rejected_documents == 0
+    assert len({manifest.key for manifest in made.values()}) == 3
+    data_dir = tmp_path / "own"
+    (data_dir / "manifest.json").unlink()
+    (tmp_path / "own.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
+    assert run_tasks(data, data_dir).key != made[str(tmp_path / "own.jinja")].key, "the text of the template counts"
+
+
+def test_keys_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    tokenizer = folder_of(tmp_path / "tokenizer")
+    values: dict[str, Any] = {"run": {"name": "x"}, "train": {"steps": 1}}
+
+    def loaded_with(**data: Any) -> DataConfig:
+        given = {"kind": "file", "path": str(tokenizer), "eos_token": "<|im_end|>"}
+        values["data"] = {"source": "a.jsonl", "records": "messages", "tokenizer": given, **data}
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
+        return load_config(tmp_path / "x.yaml").data
+
+    assert loaded_with(chat_template="mine.jinja").chat_template == tmp_path / "mine.jinja"
+    assert loaded_with(chat_template="qwen3").chat_template == Path("qwen3")
+    assert loaded_with(chat_template="./qwen3").chat_template == tmp_path / "qwen3"
+    with pytest.raises(UserError, match=r"data\.chat_template: cannot read .*/qwen9: No such file.* chatml, llama2"):
+        chat_json(tokenizer, "<|im_end|>", str(loaded_with(chat_template="qwen9").chat_template))
+    (tmp_path / "mine.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match=r"data\.chat_template: .*mine\.jinja: no chat template that can be used"):
+        chat_json(tokenizer, "<|im_end|>", str(tmp_path / "mine.jinja"))
+    with pytest.raises(UserError, match="chat_template is for records: messages, not for prompts"):
+        loaded_with(records="prompts", chat_template="qwen3")
+    with pytest.raises(UserError, match=r"long_dialogues \(drop\) is for records: prompts or messages, not for text"):
+        loaded_with(records="text", long_dialogues="drop")
+
+
+# -- dialogues longer than a sample --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("records", ["messages", "prompts"])
+def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
+    draw, logged = random.Random(4), []
+    if records == "messages":
+        lines: list[Any] = [{"messages": dialogue(draw)} for _ in range(60)]
+        lines.append({"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "never"}]})
+    else:
+        lines = [{"prompt": words(draw, 9) + "\n", "response": words(draw, 60)} for _ in range(60)]
+        lines.append({"prompt": "x" * 200, "response": "never"})
+    source, tokenizer = write_lines(tmp_path / "a.jsonl", lines), folder_of(tmp_path / "tokenizer")
+    found = {}
+    for mode in ("split", "truncate", "drop"):
+        data = config(source, records, tokenizer, long_dialogues=mode, held_out=0.0)
+        manifest = run_tasks(data, tmp_path / mode)
+        found[mode] = documents_in(tmp_path / mode, manifest)
+        logged.append(str(manifest))
+        assert len(found[mode]) == manifest.documents
+    whole = found["split"]
+    long = sum(len(ids) > LENGTH for ids, _ in whole)
+    assert 5 < long < 55 and len(whole) == 61
+    fitting = [(ids, learned) for ids, learned in whole if len(ids) <= LENGTH]
+    assert found["drop"] == fitting
+    cut = [(ids[:LENGTH], learned[:LENGTH]) for ids, learned in whole]
+    for ids, learned in cut:
+        while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not learned[-1]:
+            ids.pop(), learned.pop()  # as `documents_in` takes it for what fills a sample
+    assert found["truncate"] == [(ids, learned) for ids, learned in cut if any(learned)]
+    assert len(found["truncate"]) < 61, "of the last one nothing that is learned is left"
+    for mode, line in zip(found, logged, strict=True):
+        assert f"{long} longer than a sample (data.long_dialogues: {mode})" in line
+    with pytest.raises(UserError, match=r"data\.long_dialogues: drop: .*sequence_length \(4\)"):
+        run_tasks(config(source, records, tokenizer, long_dialogues="drop", sequence_length=4), tmp_path / "none")
+
+
+def test_bytes_are_those_of_what_is_left(tmp_path: Path) -> None:
+    """Bits per byte count the learned text of truncated dialogues up to where they end."""
+    line = {"prompt": "is", "response": "é" * 200}
+    source = write_lines(tmp_path / "a.jsonl", [line] * 3)
+    tokenizer = folder_of(tmp_path / "tokenizer")
+    data = config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
+    manifest = run_tasks(data, tmp_path / "data")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    offsets = theirs("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert len(offsets) > LENGTH and manifest.long_documents == 3
+    assert manifest.train_bytes == 3 * 2 * (offsets[LENGTH - 1][1] - 2)
