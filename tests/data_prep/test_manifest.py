@@ -153,7 +153,7 @@ def test_the_key_of_a_folder_made_before_there_were_filters_still_fits(tmp_path:
     then = {**data.model_dump(mode="json", exclude=left), "source": data.sources}
     folder = TextFolder(data, tmp_path / "data")
     assert folder.key == sha256_json({"format": FORMAT_VERSION, "config": then, "code": folder.code})
-    others = [{"deduplicate": True}, {"filter": "quality:keep"}, {"add_special_tokens": "auto"}]
+    others: list[dict[str, Any]] = [{"deduplicate": True}, {"filter": "quality:keep"}, {"add_special_tokens": "auto"}]
     for more in (*others, {"chat_template": Path("qwen3")}, {"long_dialogues": "drop"}):
         assert TextFolder(data.model_copy(update=more), tmp_path / "data").key != folder.key
 
