@@ -45,12 +45,15 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
 
 
 def check_jobs(run: Run) -> None:
-    """Raise UserError if a job of the run, made or not, cannot be written, or lacks something of this shell's."""
+    """Raise UserError if a job of the run, made or not, cannot be written, lacks something of this shell's, or asks for
+    more than any node has."""
+    from slurm.query.capacity import check_capacity
     from slurm.submit.sbatch import parameters
 
     refuse_unready(run.config.site, os.environ)
     for stage in run.config.rows:
         parameters(run, run.config, stage, None)
+    check_capacity(run)
 
 
 def short_time(config: Config, stage: str) -> str | None:

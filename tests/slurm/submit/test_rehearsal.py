@@ -15,6 +15,7 @@ from examples import make_images
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
+from slurm.query import capacity
 from slurm.submit.rehearsal import rehearse
 from tests.support.needs import lacking
 from tests.support.other_user import other_user
@@ -74,6 +75,16 @@ def test_jobs_that_cannot_be_written_are_told_before_the_first_is_queued(folder:
     rehearse(load_config(Path("tiny.yaml"), both), False)
     assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in refusal(*both, on_slurm=True)
     assert "site.pass: NOT_THERE not set" in refusal("site.pass=[NOT_THERE]", on_slurm=True)
+
+
+def test_jobs_that_no_node_can_run_are_told_before_the_first_is_queued(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "call", lambda *words, timeout_s: "low*|4|4|65536|(null)|(null)\n")
+    monkeypatch.setattr(capacity, "settings", lambda timeout_s: {})
+    assert "site.cpus_per_task: 8" in refusal("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
+    rehearse(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
+    rehearse(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)
 
 
 def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
