@@ -20,14 +20,15 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from data_prep.inputs.folder import DataFolder, Log
+from data_prep.inputs.hdf5 import describe, read_rows
 from data_prep.inputs.listing import find_inputs
 from data_prep.inputs.row_files import MOST_PACKED
 from data_prep.inputs.sources import Input
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import reading, replacing, sha256_file, sha256_json
+from pipeline.base.files import replacing, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.user_model import LENGTHS, UserModel, find
 from pipeline.data.manifest import PACKED, SHARDS, Array, FileEntry, SampleFile, SampleManifest, write_manifest
@@ -146,40 +147,36 @@ def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
 
 def _look_into(source: Input, model: UserModel) -> SampleFile:
     """What stands in one file. Raises UserError naming the dataset that will not do."""
-    import h5py
-
     path = source.path
-    with reading(path, Exception), h5py.File(path, "r") as file:
-        arrays: dict[str, Array] = {}
-        for name in model.arrays:
-            dataset: Any = file.get(name)
-            if not isinstance(dataset, h5py.Dataset) or not dataset.ndim or not len(dataset):
-                there = ", ".join(file) or "none"
-                raise UserError(f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {there}")
-            if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
-                raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
-            stored = dataset.id.get_storage_size()  # of a virtual dataset 0: it lies in other files
-            if not dataset.is_virtual and dataset.nbytes > max(_FEW, MOST_PACKED * stored):
-                raise UserError(
-                    f"{path}: {name} claims {dataset.nbytes:,} bytes, and {stored:,} are stored: it is damaged, or "
-                    "nearly empty: write it anew"
-                )
-            offset = dataset.id.get_offset()
-            arrays[name] = Array(
-                offset=PACKED if offset is None else offset, dtype=dataset.dtype.name, shape=dataset.shape
+    found, there = describe(path, [*model.arrays])
+    arrays: dict[str, Array] = {}
+    for name in model.arrays:
+        dataset = found.get(name)
+        if dataset is None or not dataset.shape or not dataset.shape[0]:
+            raise UserError(
+                f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {', '.join(there) or 'none'}"
             )
-        counts = {array.shape[0] for array in arrays.values()}
-        if len(counts) > 1:
-            sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-            raise UserError(f"{path}: the arrays have different numbers of samples: {sizes}")
-        if model.has_lengths:
-            longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
-            lengths: Any = file[LENGTHS][...]
-            if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-                raise UserError(f"{path}: {LENGTHS} should hold one integer per sample, not {arrays[LENGTHS]}")
-            least, most = lengths.min(), lengths.max()
-            if least < 1 or (longest is not None and most > longest):
-                raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
+        if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
+            raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
+        if not dataset.is_virtual and dataset.nbytes > max(_FEW, MOST_PACKED * dataset.stored):
+            raise UserError(
+                f"{path}: {name} claims {dataset.nbytes:,} bytes, and {dataset.stored:,} are stored: it is damaged, "
+                "or nearly empty: write it anew"
+            )
+        offset = PACKED if dataset.offset is None else dataset.offset
+        arrays[name] = Array(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
+    counts = {array.shape[0] for array in arrays.values()}
+    if len(counts) > 1:
+        sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise UserError(f"{path}: the arrays have different numbers of samples: {sizes}")
+    if model.has_lengths:
+        longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
+        if len(arrays[LENGTHS].shape) != 1 or found[LENGTHS].dtype.kind not in "iu":
+            raise UserError(f"{path}: {LENGTHS} should hold one integer per sample, not {arrays[LENGTHS]}")
+        blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS, _AT_ONCE // 8)]
+        least, most = min(least for least, _ in blocks), max(most for _, most in blocks)
+        if least < 1 or (longest is not None and most > longest):
+            raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)
 
 
@@ -205,16 +202,16 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
 
     path, arrays = data_dir / name, {}
     with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
-        with h5py.File(entry.file, "r") as source, h5py.File(disk, "w", libver=("earliest", "v108")) as file:
+        with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
+            found, _ = describe(entry.file, [*entry.arrays])
             for key, array in entry.arrays.items():
-                packed: Any = source[key]
                 made = file.create_dataset(key, array.shape, array.dtype, track_times=False)
-                rows, row_bytes = (packed.chunks or (1,))[0], max(1, packed.nbytes // len(packed))
+                rows, row_bytes = (found[key].chunks or (1,))[0], max(1, found[key].nbytes // array.shape[0])
                 rows *= max(1, _AT_ONCE // (rows * row_bytes))
-                for start in range(0, len(packed), rows):
-                    with reading(entry.file, Exception):
-                        block = packed[start : start + rows]
-                    made[start : start + rows] = block
+                start = 0
+                for block in read_rows(entry.file, key, rows):
+                    made[start : start + len(block)] = block
+                    start += len(block)
                 arrays[key] = array.model_copy(update={"offset": made.id.get_offset()})
         if disk.error is not None:
             raise disk.error

@@ -12,7 +12,7 @@ import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 
-from data_prep.inputs.sources import ENDINGS, JSON_LINES, Input
+from data_prep.inputs.sources import ENDINGS, JSON_LINES, LONGEST, Input
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, reading
 from pipeline.config.datasets import DataConfig
@@ -21,7 +21,6 @@ PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 """What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
-_LONGEST_TEXT = 1 << 26  # bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB)
 _DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
 
 
@@ -39,8 +38,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        if file_format == "text" and seen.st_size > _LONGEST_TEXT:
-            out = f"{_LONGEST_TEXT:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
+        if file_format == "text" and seen.st_size > LONGEST:
+            out = f"{LONGEST:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
             raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())

@@ -7,13 +7,25 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from tarfile import HeaderError, ReadError
-from typing import Any
+from typing import Any, cast
 
 from pipeline.base.errors import UserError
 
 MOST_PACKED = 1 << 14
 """Times that arrays may be as large as what is stored of them: deflate comes to 1032 (zlib.net/zlib_tech.html)."""
 _LARGEST = 1 << 30  # bytes of one member
+_LONGEST_HEADER = 1 << 16
+"""Bytes of one of tar's extended headers (pax, GNU's long names), and of the global ones of an archive together: a long
+path is 4 KiB, an attribute of a file 64 KiB at most."""
+_MOST_HEADERS = 16
+"""Extended headers in front of one member: two as a rule."""
+_EXTENDED = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 
 
 def arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
@@ -46,26 +58,54 @@ def arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
 
 
 class _Strict(tarfile.TarInfo):
-    """A header. (tarfile takes one that is damaged, or missing at the end, for the end of the archive.)"""
+    """A header. (tarfile takes one that is damaged, or missing at the end, for the end of the archive, and reads one of
+    any length into memory.)"""
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Any:
+        before = getattr(tarfile, "headers_before", 0)  # it calls itself for what follows an extended header
+        if before > _MOST_HEADERS:
+            raise ReadError(f"more than {_MOST_HEADERS} extended headers before one member")
+        tarfile.headers_before = before + 1
         try:
-            return super().fromtarfile(tarfile)
+            found = super().fromtarfile(tarfile)
         except HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":  # two blocks of zeros
                 raise
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
+        finally:
+            tarfile.headers_before = before
+        if sum(map(len, (*tarfile.pax_headers, *tarfile.pax_headers.values()))) > _LONGEST_HEADER:
+            raise ReadError(f"global headers of more than {_LONGEST_HEADER:,} bytes")
+        return found
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _EXTENDED and not 0 <= found.size <= _LONGEST_HEADER:
+            raise ReadError(f"an extended header of {found.size:,} bytes, more than {_LONGEST_HEADER:,}")
+        return found
+
+    def _proc_sparse(self, tarfile: Any) -> Any:
+        raise ReadError(f"{self.name} has holes (GNU's sparse format): write the archive without --sparse")
+
+    def _proc_gnusparse_10(self, next: Any, *_: Any) -> Any:
+        raise ReadError(f"{next.name} has holes (GNU's sparse format): write the archive without --sparse")
 
 
-def tar_members(path: str, endings: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each ordinary file with such an ending, in order. Raises UserError for a damaged tar."""
+def tar_members(path: str, endings: tuple[str, ...], most: int = _LARGEST) -> Iterator[tuple[str, bytes | None]]:
+    """Name and content of each ordinary file with such an ending, in order; no content of one with more than `most`
+    bytes. Raises UserError for a damaged tar."""
     try:
         with tarfile.open(path, "r|*", tarinfo=_Strict) as tar:
-            for member in tar:
+            while (member := tar.next()) is not None:
+                cast(Any, tar).members = []  # it keeps the headers of all that it has read
                 if member.isfile() and member.name.endswith(endings):
-                    if member.issparse() or member.size > _LARGEST:
-                        raise UserError(f"{path}: {member.name} has holes, or {member.size:,} bytes: too many to hold")
+                    if member.issparse():
+                        raise UserError(f"{path}: {member.name} has holes: write the archive without --sparse")
+                    if member.size > most:
+                        yield member.name, None
+                        continue
                     file = tar.extractfile(member)
                     content = file.read() if file else b""
                     if len(content) < member.size:

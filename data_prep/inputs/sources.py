@@ -17,6 +17,10 @@ A byte range stands for the lines that *start* in it, so that any cut of a file 
 
 Text is taken as it stands: strict UTF-8, no translation of line ends, nothing stripped, a byte order mark is
 text. Empty documents and blank lines are no documents: they are neither used nor counted.
+
+A line, row or member has at most `LONGEST` bytes, and a JSON object at most `MOST_VALUES` values, nested at most
+`DEEPEST` deep. What exceeds that is rejected as a document, without holding it in memory: a small compressed file may
+have lines of any length.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from textwrap import shorten
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from data_prep.inputs.filters import FilterError, Keep
 from data_prep.inputs.row_files import arrow_batches, tar_members
@@ -40,6 +45,17 @@ from pipeline.base.files import reading
 ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
 """What the files of an ending are; a .txt file may also be `lines`."""
 ENDINGS |= {".arrow": "arrow", ".tar": "tar", ".tar.gz": "tar"}
+LONGEST = 1 << 26
+"""Bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB)."""
+MOST_VALUES = 1 << 22
+"""Names and values in one line of JSON: each takes up to 240 bytes of memory."""
+DEEPEST = 100
+"""Arrays and objects within each other in one line of JSON. Python's own limit depends on who calls."""
+_LARGEST_SAMPLE = 1 << 28  # bytes of the members of one sample in a tar
+_TOO_LONG = f"longer than {LONGEST:,} bytes, the most that a document may have"
+_TOO_DEEP = f"JSON that nests more than {DEEPEST} deep"
+_NESTS = (dict, list)
+_STRING = re.compile('"[^"]*"')
 _BLOCK = 1 << 20
 _JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
 
@@ -82,6 +98,7 @@ class Input(NamedTuple):
             raise InputError(problem)
 
 
+Content = TypeVar("Content", bound=bytes | None)
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -159,27 +176,32 @@ def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Doc
 
 def _line_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     with open(path, "rb") as file:
-        lines = _lines_from(file, start, end)
-        yield from _documents(lines, lambda line: line.removesuffix(b"\n").removesuffix(b"\r").decode())
+        yield from _documents(_lines_from(file, start, end), _line_text)
 
 
-def _plain_lines(path: str, start: int, end: int) -> Iterator[bytes]:
+def _line_text(line: bytes | None) -> str:
+    if line is None:
+        raise Rejected(_TOO_LONG)
+    return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+
+
+def _plain_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
     with open(path, "rb") as file:
         yield from _lines_from(file, start, end)
 
 
-def _gzip_lines(path: str, start: int, end: int) -> Iterator[bytes]:
+def _gzip_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
     with gzip.open(path) as file:
-        yield from file
+        yield from (line for line, _ in _bounded_lines(file))
 
 
-def _zstd_lines(path: str, start: int, end: int) -> Iterator[bytes]:
+def _zstd_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
     try:
         import pyarrow
     except ImportError:
         raise UserError(f"{path}: .zst needs the package pyarrow: pip install pyarrow") from None
     with pyarrow.input_stream(path, compression="zstd") as stream:  # all frames; one that is cut short is an error
-        yield from io.BufferedReader(stream, _BLOCK)
+        yield from (line for line, _ in _bounded_lines(io.BufferedReader(stream, _BLOCK)))
 
 
 JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
@@ -194,7 +216,7 @@ def _records(file_format: str, path: str, start: int, end: int, read: Read) -> I
     yield from _documents(JSON_LINES[file_format](path, start, end), partial(_json_record, read))
 
 
-def _documents(contents: Iterable[bytes], text_of: Callable[[bytes], str | Record]) -> Iterator[Document]:
+def _documents(contents: Iterable[Content], text_of: Callable[[Content], str | Record]) -> Iterator[Document]:
     """A document for each line or row; `text_of` raises Rejected or UnicodeDecodeError where there is none."""
     for number, content in enumerate(contents, 1):
         try:
@@ -211,27 +233,75 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start}"
 
 
-def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """The lines that start at bytes [start, end), each with its line end."""
+def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes | None]:
+    """The lines that start at bytes [start, end), each with its line end; None for one that is too long."""
     if start > 0:
         file.seek(start - 1)
-        start += len(file.readline()) - 1  # the rest of a line that started before; just its "\n" if none did
-    while start < end and (line := file.readline()):
-        start += len(line)
+        start += _skip_line(file) - 1  # the rest of a line that started before; just its "\n" if none did
+    lines = _bounded_lines(file)
+    while start < end and (found := next(lines, None)):
+        line, length = found
+        start += length
         yield line
 
 
-def _json_record(read: Read, line: bytes) -> str | Record:
+def _bounded_lines(file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[bytes | None, int]]:
+    """Each line with its line end, and its length; None for the content of one that is too long."""
+    while line := file.readline(LONGEST + 1):
+        if len(line) > LONGEST and not line.endswith(b"\n"):
+            yield None, len(line) + _skip_line(file)
+        else:
+            yield line, len(line)
+
+
+def _skip_line(file: BinaryIO | gzip.GzipFile) -> int:
+    """Read to the end of a line; how many bytes that were."""
+    length = 0
+    while part := file.readline(_BLOCK):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
+
+
+def _json_record(read: Read, line: bytes | None) -> str | Record:
+    if line is None:
+        raise Rejected(_TOO_LONG)
     source = line.strip(_JSON_SPACE).decode()
     if not source:
         return ""
+    if len(source) > MOST_VALUES and _value_count(source) > MOST_VALUES:
+        raise Rejected(f"JSON with more than {MOST_VALUES:,} values")
     try:
         value = json.loads(source)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise Rejected(_TOO_DEEP) from None
+    except ValueError as error:
         raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(value, dict):
         raise Rejected(f"not a JSON object but {type(value).__name__}")
+    if _is_too_deep(value):
+        raise Rejected(_TOO_DEEP)
     return read(value)
+
+
+def _value_count(source: str) -> int:
+    """About how many names and values there are in a JSON text; of one that is none, any number."""
+    marks = "[{,:"
+    if sum(map(source.count, marks)) <= MOST_VALUES:  # those in strings count, too
+        return 0
+    plain = source.replace("\\\\", "").replace('\\"', "")
+    return sum(map(_STRING.sub("", plain).count, marks))
+
+
+def _is_too_deep(value: dict[str, Any]) -> bool:
+    level = [one for one in value.values() if isinstance(one, _NESTS)]
+    for _ in range(DEEPEST - 1):
+        if not level:
+            return False
+        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = [child for child in children if isinstance(child, _NESTS)]
+    return bool(level)
 
 
 def text_in(value: Mapping[str, Any], field: str) -> str:
@@ -295,6 +365,8 @@ def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator
 def _text_of(column: str, row: bytes | None) -> str:
     if row is None:
         raise Rejected(f"field {column!r} is null")
+    if len(row) > LONGEST:
+        raise Rejected(_TOO_LONG)
     return row.decode()
 
 
@@ -309,14 +381,29 @@ def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[D
 
 def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     number = 0
-    for _, members in groupby(tar_members(path, (".txt", ".json")), lambda member: _sample_of(member[0])):
-        sample = list(members)
-        texts = [content for name, content in sample if name.endswith(".txt")]
-        documents = _documents(texts, bytes.decode) if texts else _documents(
-            (content for _, content in sample), partial(_json_record, lambda value: (text_in(value, field), ()))
+    members = tar_members(path, (".txt", ".json"), LONGEST)
+    for key, same in groupby(members, lambda member: _sample_of(member[0])):
+        texts: list[bytes | None] = []
+        objects: list[bytes | None] = []
+        size = 0
+        for name, content in same:
+            (texts if name.endswith(".txt") else objects).append(content)
+            if (size := size + len(content or b"")) > _LARGEST_SAMPLE:
+                raise UserError(
+                    f"{path}: the members of sample {key!r} have more than {_LARGEST_SAMPLE:,} bytes: give samples "
+                    "different names, or fewer members"
+                )
+        documents = _documents(texts, _member_text) if texts else _documents(
+            objects, partial(_json_record, lambda value: (text_in(value, field), ()))
         )  # fmt: skip
         for one in documents:
             yield one._replace(line=(number := number + 1))
+
+
+def _member_text(content: bytes | None) -> str:
+    if content is None:
+        raise Rejected(_TOO_LONG)
+    return content.decode()
 
 
 def _sample_of(name: str) -> str:

@@ -32,6 +32,8 @@ def look(path: str) -> TokenFile:
 def _rows(path: str) -> Iterator[Ids]:
     for name, content in tar_members(path, (".npy",)):
         if name.endswith((".tokens.npy", ".input_ids.npy")) or name.rpartition("/")[2].count(".") == 1:
+            if content is None:
+                raise UserError(f"{path}: {name} is too large to be read at once: write smaller arrays")
             yield _array(f"{path}: {name}", content)
 
 

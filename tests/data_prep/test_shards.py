@@ -337,7 +337,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         20: (b'{"text": null}', "field 'text' is no string but NoneType"),
         33: (b'["text"]', "not a JSON object but list"),
         44: (b'{"text": "\\ud800"}', "field 'text' holds a lone surrogate"),
-        45: (b"[" * 100_000, "broken JSON: "),
+        45: (b"[" * 100_000, "JSON that nests more than 100 deep"),
     }
     for place in sorted(bad):
         lines.insert(place, bad[place][0])

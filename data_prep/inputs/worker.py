@@ -1,0 +1,157 @@
+"""Child processes for what must not take the caller down: a C library on a damaged file, a program from elsewhere.
+
+A worker is `python -m MODULE`. It answers one request after the other, so that its start (some tenths of a second) is
+paid once. A request and an answer are a JSON value in a line; an answer may be followed by raw bytes:
+
+    {"end": false, "bytes": 4096, "value": …} NEWLINE and 4096 bytes        any number of these
+    {"end": true, "bytes": 0, "value": …} NEWLINE                           the last one
+
+If the worker dies, the caller raises :class:`WorkerDiedError`; the next request starts another one. A request has a
+limit of processor time, which a suspended or busy machine does not use up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+from pipeline.run.code import CODE_ROOT, with_code
+
+_STOPPED_BY_CALLER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a job sends to all of its processes. The caller decides; the worker ends when its input does."""
+
+
+class WorkerDiedError(Exception):
+    """A worker died while it answered; the text says of what."""
+
+
+class Answer(NamedTuple):
+    """A part of an answer."""
+
+    value: Any
+    content: bytes = b""
+
+
+class Worker:
+    """The workers of one module: started when they are needed, and kept for the next request."""
+
+    def __init__(self, module: str, cpu_s: int, memory: int | None = None) -> None:
+        """Start nothing yet.
+
+        module: what each worker runs; it calls :func:`serve`. cpu_s: seconds of processor time that an answer may take.
+        memory: bytes that the worker may allocate; None for no limit.
+        """
+        self._command = [sys.executable, "-m", module, str(cpu_s), str(memory or 0)]
+        self._cpu_s = cpu_s
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def ask(self, request: Any) -> Any:
+        """The value of an answer in one part. Raises WorkerDiedError."""
+        (answer,) = self.stream(request)
+        return answer.value
+
+    def stream(self, request: Any) -> Iterator[Answer]:
+        """The parts of an answer. Raises WorkerDiedError."""
+        if self._owner != os.getpid():  # the pipes of a process that forked are not for its child
+            self._idle, self._owner = [], os.getpid()
+        process = self._idle.pop() if self._idle else self._start()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise WorkerDiedError(self._cause(process)) from None
+            is_end = False
+            while not is_end:
+                try:
+                    head = json.loads(process.stdout.readline())
+                    content = process.stdout.read(head["bytes"])
+                except ValueError:
+                    head, content = {"bytes": -1}, b""
+                if len(content) != head["bytes"]:
+                    raise WorkerDiedError(self._cause(process))
+                is_end = head["end"]
+                if is_end:
+                    self._idle.append(process)
+                yield Answer(head["value"], content)
+        finally:
+            if process not in self._idle:  # it died, or the caller wants no more of the answer
+                _end(process)
+
+    def close(self) -> None:
+        """End the idle workers."""
+        while self._idle and self._owner == os.getpid():
+            _end(self._idle.pop())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The same hashes in each worker: the order of a set is then the same, too.
+        environment = {**with_code(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    def _cause(self, process: subprocess.Popen[bytes]) -> str:
+        """What a worker whose output ended died of."""
+        code = process.wait()
+        if code == -signal.SIGPROF:
+            return f"it took more than {self._cpu_s} s of processor time"
+        if code == -signal.SIGKILL:
+            return "it was killed (SIGKILL), perhaps because no memory was left"
+        return f"it ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(BrokenPipeError):  # a request that it has not read
+            if pipe is not None:
+                pipe.close()
+    process.wait()
+
+
+def serve(answer: Callable[[Any], Iterable[Answer]]) -> None:
+    """Answer the requests on stdin until it ends: what a worker's module calls. Each answer has one part at least."""
+    for number in _STOPPED_BY_CALLER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # at its limit it dies, in whatever library it is
+    cpu_s, memory = map(int, sys.argv[1:3])
+    if memory:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = memory + _virtual_memory()
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        before = None
+        for part in answer(request):
+            if before is not None:
+                _send(output, before, is_end=False)
+                signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            before = part
+        assert before is not None
+        _send(output, before, is_end=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _send(output: IO[bytes], part: Answer, is_end: bool) -> None:
+    head = {"end": is_end, "bytes": len(part.content), "value": part.value}
+    output.write(json.dumps(head).encode() + b"\n")
+    output.write(part.content)
+    output.flush()
+
+
+def _virtual_memory() -> int:
+    """Bytes of address space that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,0 +1,321 @@
+"""Damaged and hostile inputs: what claims more than it holds, what would fill the memory, what crashes a library."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import json
+import resource
+import struct
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.inputs import hdf5, sources
+from data_prep.inputs.row_files import tar_members
+from data_prep.inputs.sources import DEEPEST, Document, Input, read_documents
+from data_prep.inputs.worker import Worker
+from data_prep.tokens.formats import look
+from data_prep.tokens.token_file import scan
+from pipeline.base.errors import UserError
+from tests.model.test_user_model import VIT, new_run
+
+SECONDS = 120
+
+
+def documents(path: Path, file_format: str, end: int | None = None) -> list[Document]:
+    """All that is read of a file."""
+    size = path.stat().st_size
+    source = Input(str(path), size, path.stat().st_mtime_ns, file_format)
+    return list(read_documents(source, 0, size if end is None else end, "text"))
+
+
+# -- HDF5 --------------------------------------------------------------------------------------------------
+
+
+def shrink(path: Path, was: int, now: int) -> None:
+    """Make each dataset of `was` rows claim `now` rows; what is stored stays."""
+    content = path.read_bytes()
+    assert (count := content.count(struct.pack("<Q", was))) >= 1, count
+    path.write_bytes(content.replace(struct.pack("<Q", was), struct.pack("<Q", now)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "compact"])
+def test_tokens_that_are_not_all_that_is_stored_are_refused(tmp_path: Path, layout: str) -> None:
+    path, tokens = tmp_path / "t.h5", np.arange(1065, dtype="<u2")
+    with h5py.File(path, "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(getattr(h5py.h5d, layout.upper()))
+        space, kind = h5py.h5s.create_simple((1065,)), h5py.h5t.py_create(tokens.dtype)
+        h5py.h5d.create(file.id, b"tokens", kind, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, tokens)
+    assert scan(look(str(path)), 0, 2000).tokens == 1065
+    shrink(path, 1065, 41)
+    words = r"tokens is uint16 of shape \(41,\).* 82 bytes.* 2,130 bytes" if layout == "contiguous" else "cannot read"
+    with pytest.raises(UserError, match=words) as told:
+        look(str(path))
+    assert str(path) in str(told.value)
+
+
+def test_chunks_beyond_the_shape_are_refused(tmp_path: Path) -> None:
+    with h5py.File(path := tmp_path / "t.h5", "w") as file:
+        file.create_dataset("tokens", data=np.arange(1065, dtype="<u2"), chunks=(100,), compression="gzip")
+    assert scan(look(str(path)), 0, 2000).tokens == 1065
+    shrink(path, 1065, 41)
+    with pytest.raises(UserError, match=r"t\.h5: tokens .*1 chunks, and 11 are stored"):
+        look(str(path))
+
+
+def test_arrays_that_are_not_all_that_is_stored_are_refused(tmp_path: Path) -> None:
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        file["images"], file["labels"] = np.zeros((50, 1, 16, 16), np.uint8), np.zeros(50, np.int32)
+    shrink(path, 50, 41)
+    with pytest.raises(UserError, match=r"a\.h5: labels is int32 of shape \(41,\), .* 200 bytes are stored"):
+        new_run(tmp_path, "run", text=VIT)
+
+
+@pytest.mark.parametrize(("failure", "words"), [("crash", "SIGSEGV"), ("loop", "1 s of processor time")])
+def test_a_library_that_fails_on_a_file_takes_nobody_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, words: str
+) -> None:
+    with h5py.File(path := tmp_path / "t.h5", "w") as file:
+        file.create_dataset("tokens", data=np.arange(40, dtype="<u2"), chunks=(10,), compression="gzip")
+        file.create_dataset("images", data=np.zeros((40, 1, 16, 16), np.uint8), chunks=(10, 1, 16, 16))
+        file["labels"] = np.zeros(40, np.int32)
+    monkeypatch.setattr(hdf5, "_READER", reader := Worker("tests.support.failing_hdf5", 1))
+    monkeypatch.setattr("data_prep.arrays._AT_ONCE", 2560)
+    monkeypatch.setenv("FAIL_BY", failure)
+    blocks = hdf5.read_rows(str(path), "tokens", 10)
+    with pytest.raises(UserError, match=rf"cannot read {path}: .* dataset tokens .*{words}"):
+        list(blocks)
+    with pytest.raises(UserError, match=rf"cannot read {path}: .* dataset images .*{words}"):
+        new_run(tmp_path, "run", text=VIT)
+    monkeypatch.delenv("FAIL_BY")
+    reader.close()
+    assert scan(look(str(path)), 0, 2000).tokens == 40  # by another worker
+    reader.close()
+
+
+def test_an_answer_that_nobody_reads_to_its_end_spoils_no_other(tmp_path: Path) -> None:
+    with h5py.File(path := tmp_path / "t.h5", "w") as file:
+        file["tokens"], file["input_ids"] = np.arange(40), np.arange(7)
+    first: Any = hdf5.read_rows(str(path), "tokens", 10)
+    second = hdf5.read_rows(str(path), "input_ids", 3)
+    assert [next(first).tolist(), next(second).tolist()] == [[*range(10)], [0, 1, 2]]
+    first.close()
+    assert next(second).tolist() == [3, 4, 5]
+    assert np.concatenate([*hdf5.read_rows(str(path), "input_ids", 2)]).tolist() == [*range(7)]
+    with pytest.raises(UserError, match=r"cannot read .*t\.h5"):
+        next(hdf5.read_rows(str(path), "images", 2))
+
+
+# -- lines -------------------------------------------------------------------------------------------------
+
+MOST = 12
+
+
+def write_lines(path: Path, lines: list[bytes]) -> Path:
+    content = b"".join(line + b"\n" for line in lines)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zst":
+        path.write_bytes(zstandard.compress(content))
+    elif path.suffix in (".parquet", ".arrow"):
+        table = pyarrow.table({"text": pyarrow.array(lines, pyarrow.binary())})
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+                stream.write_table(table)
+    elif path.suffix == ".tar":
+        with tarfile.open(path, "w") as tar:
+            for number, line in enumerate(lines):
+                member = tarfile.TarInfo(f"{number}.txt")
+                member.size = len(line)
+                tar.addfile(member, io.BytesIO(line))
+    else:
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "file_format"),
+    [
+        ("a.txt", "lines"), ("a.jsonl", "jsonl"), ("a.jsonl.gz", "gzip"), ("a.jsonl.zst", "zstd"),
+        ("a.parquet", "parquet"), ("a.arrow", "arrow"), ("a.tar", "tar"),
+    ],
+)  # fmt: skip
+def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file_format: str
+) -> None:
+    is_json = file_format in ("jsonl", "gzip", "zstd")
+    wrap: Callable[[str], bytes] = (lambda text: f'{{"text":"{text}"}}'.encode()) if is_json else str.encode
+    most = len(wrap("x" * MOST))
+    monkeypatch.setattr(sources, "LONGEST", most)
+    texts = ["one", "x" * MOST, "y" * (MOST + 1), "z" * MOST, "long" * 1000, "last"]
+    path = write_lines(tmp_path / name, [wrap(text) for text in texts])
+    found = documents(path, file_format, 1 if file_format == "parquet" else None)
+    assert [(one.line, one.text) for one in found if one.reason is None] == [
+        (number, text) for number, text in enumerate(texts, 1) if len(text) <= MOST
+    ]
+    assert {one.line: "longer than" in str(one.reason) for one in found if one.reason} == {3: True, 5: True}
+
+
+@settings(deadline=None, max_examples=100)
+@given(content=st.binary(max_size=60).map(lambda data: bytes(b"ab\n"[byte % 3] for byte in data)), data=st.data())
+def test_pieces_give_lines_that_are_too_long_once(
+    content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "long.txt"
+    path.write_bytes(content)
+    borders = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
+    source = Input(str(path), len(content), 0, "lines")
+    found: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sources, "LONGEST", 3)
+        patched.setattr(sources, "_BLOCK", 2)
+        for start, end in pairwise(borders):
+            found += [one.text if one.reason is None else None for one in read_documents(source, start, end, "text")]
+    lines = content.decode().split("\n")
+    assert found == [line if len(line) <= 3 else None for line in lines[: len(lines) - (not lines[-1])]]
+
+
+BOMBS = {  # a line of 200 MB, two lines that are short enough, but come to 4 GB of objects
+    "line": b'{"text": "' + b"x" * 200_000_000 + b'"}\n',
+    "objects": b'{"text": "x", "more": [' + b"{}," * 22_000_000 + b"0]}\n",
+    "strings": b'{"text": "x", "more": [' + b'"\\\\\\"a",' * 7_000_000 + b"0]}\n",
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(BOMBS[kind] + b'{"text": "next"}\n'))
+    assert path.stat().st_size < 300_000
+    program = (
+        "import sys, json\n"
+        "from data_prep.inputs.sources import Input, read_documents\n"
+        "found = read_documents(Input(sys.argv[1], 1, 0, 'gzip'), 0, 1, 'text')\n"
+        "print(json.dumps([(one.line, one.text, one.reason) for one in found]))\n"
+    )
+    most = 1_000_000_000  # bytes of address space, of which Python and its modules take a tenth
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=SECONDS,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (most, most)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line, text, reason), second = json.loads(done.stdout)
+    assert (line, text) == (1, "") and ("longer than" if kind == "line" else "values") in reason
+    assert second == [2, "next", None]
+
+
+def test_json_is_as_deep_as_may_be_whoever_calls(tmp_path: Path) -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"text": "x", "more": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    path = write_lines(tmp_path / "a.jsonl", [nested(DEEPEST), nested(DEEPEST + 1), nested(500), nested(100_000)])
+
+    def call(depth: int) -> list[Document]:
+        return call(depth - 1) if depth else documents(path, "jsonl")
+
+    for depth in (0, 500):
+        found = call(depth)
+        assert [one.text for one in found] == ["x", "", "", ""]
+        assert {one.reason for one in found[1:]} == {f"JSON that nests more than {DEEPEST} deep"}
+
+
+def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> None:
+    text = "[{,:" * 5_000_000
+    found = documents(write_lines(tmp_path / "a.jsonl", [json.dumps({"text": text, "id": 1}).encode()]), "jsonl")
+    assert [one.text == text for one in found] == [True]
+
+
+# -- tar ---------------------------------------------------------------------------------------------------
+
+
+def header(kind: bytes, size: int, name: str = "x") -> bytes:
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def extended(kind: bytes, content: bytes) -> bytes:
+    return header(kind, len(content)) + content + b"\0" * (-len(content) % 512)
+
+
+def record(key: str, value: str) -> bytes:
+    length = len(key) + len(value) + 3
+    length += len(str(length + len(str(length))))
+    return f"{length} {key}={value}\n".encode()
+
+
+MEMBER = header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
+END = b"\0" * 1024
+SPARSE = record("GNU.sparse.major", "1") + record("GNU.sparse.minor", "0") + record("GNU.sparse.name", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (extended(tarfile.XHDTYPE, record("comment", "x" * 100_000_000)) + MEMBER + END, "extended header"),
+        (extended(tarfile.XGLTYPE, record("comment", "x" * 100_000) * 1000) + MEMBER + END, "extended header"),
+        (extended(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + MEMBER + END, "extended header"),
+        (extended(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + MEMBER + END, "extended header"),
+        (header(tarfile.XHDTYPE, -512) + MEMBER + END, "extended header"),
+        (extended(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + MEMBER + END, "extended headers"),
+        (extended(tarfile.XHDTYPE, record("comment", "x")) * 2000 + MEMBER + END, "extended headers"),
+        (
+            b"".join(extended(tarfile.XGLTYPE, record(f"k{i}", "x" * 60_000)) + MEMBER for i in range(9)) + END,
+            "global headers",
+        ),
+        (extended(tarfile.XHDTYPE, SPARSE) + MEMBER + END, "sparse"),
+        (header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + END, "sparse"),
+    ],
+    ids=["pax", "global", "name", "link", "negative", "many names", "many pax", "many global", "sparse", "old sparse"],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_headers_of_a_tar_have_bounds(tmp_path: Path, content: bytes, words: str, packed: bool) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(gzip.compress(content, 1) if packed else content)
+    with pytest.raises(UserError, match=rf"{path} is damaged.*{words}"):
+        documents(path, "tar")
+
+
+def test_ordinary_extended_headers_are_read(tmp_path: Path) -> None:
+    for number, kind in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
+        with tarfile.open(
+            path := tmp_path / f"{number}.tar", "w", format=kind, pax_headers={"comment": "x" * 99}
+        ) as tar:
+            for name in ("a" * 300, "ü" * 90):
+                member = tarfile.TarInfo(f"{name}.txt")
+                member.size, member.linkname = 5, "l" * 200
+                tar.addfile(member, io.BytesIO(b"hello"))
+        assert [one.text for one in documents(path, "tar")] == ["hello", "hello"]
+
+
+def test_a_sample_of_a_tar_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_LARGEST_SAMPLE", 1000)
+    content = b"".join(header(tarfile.REGTYPE, 5, f"a.{i}.txt") + b"hello".ljust(512, b"\0") for i in range(201))
+    (path := tmp_path / "a.tar").write_bytes(content + END)
+    with pytest.raises(UserError, match=rf"{path}: the members of sample 'a' have more than 1,000 bytes"):
+        documents(path, "tar")
+
+
+def test_the_headers_of_all_members_are_not_kept(tmp_path: Path) -> None:
+    (path := tmp_path / "a.tar").write_bytes(header(tarfile.REGTYPE, 0, "a.bin") * 1000 + MEMBER + END)
+    members = tar_members(str(path), (".txt",))
+    assert next(members) == ("a.txt", b"hello")
+    assert sum(isinstance(one, tarfile.TarInfo) for one in gc.get_objects()) < 50

@@ -1,0 +1,30 @@
+"""A worker that reads HDF5 as the real one does, and fails in the middle of the datasets that a test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.inputs import hdf5
+from data_prep.inputs.worker import Answer, serve
+
+
+def blocks(dataset: Any, rows: int) -> Iterator[Answer]:
+    """One block, and what a damaged file does to libhdf5; all blocks of another dataset."""
+    found = read_blocks(dataset, rows)
+    failure = os.environ.get("FAIL_BY", "")
+    if failure:
+        yield next(found)
+    if failure == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while failure == "loop":
+        pass
+    yield from found
+
+
+if __name__ == "__main__":
+    read_blocks = hdf5._blocks
+    hdf5._blocks = blocks
+    serve(hdf5._answer)
