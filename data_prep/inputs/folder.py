@@ -40,8 +40,8 @@ from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, Shar
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
-SHARED = "pipeline/data/chat_template.py"
-"""Another module that shapes them, in the folder of `PACKAGE`. Copies of older code do not have it."""
+SHARED = ("pipeline/data/chat_template.py", "pipeline/data/special_tokens.py")
+"""Other modules that shape them, in the folder of `PACKAGE`. Copies of older code do not have them."""
 AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
 
 PROGRESS = "progress.jsonl"
@@ -134,8 +134,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @cached_property
     def code(self) -> str:
         """Hash of the code that does the work."""
-        found, shared = code_sha256(self.package), self.package.parent / SHARED
-        return sha256_json([found, sha256_file(shared)]) if shared.exists() else found
+        found, others = code_sha256(self.package), [self.package.parent / name for name in SHARED]
+        shared = [sha256_file(path) for path in others if path.exists()]
+        return sha256_json([found, *shared]) if shared else found
 
     def unit_path(self, unit: int) -> Path:
         """The manifest of a work unit."""

@@ -10,6 +10,7 @@ Each step is a function of config and inputs, so a second run on another node gi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_co
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
 from pipeline.config.datasets import DataConfig
+from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.manifest import CHAT
+from pipeline.data.special_tokens import end_of_turn
 
 _SLICES = 256  # places of the source where a sample is taken
 _LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
@@ -69,6 +72,8 @@ def tokenizer_and_plan(
         content = wanted.path.read_bytes()
     write_atomic(folder / "tokenizer.json", content)
     encoder = load_encoder(folder / "tokenizer.json", wanted.eos_token, data.add_special_tokens)
+    if chat is not None:
+        _log_end_of_turn(encoder, json.loads(chat), log)
     if wanted.path is None and encoder.vocab_size < wanted.vocab_size:
         log(f"prepare: the text gives {encoder.vocab_size} tokens, not {wanted.vocab_size}")
 
@@ -85,6 +90,18 @@ def tokenizer_and_plan(
     write_plan(folder / "units.json", plan)
     log(f"prepare: {told}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
     return encoder, len(plan.units), told
+
+
+def _log_end_of_turn(encoder: Encoder, chat: Mapping[str, Any], log: Callable[[str], None]) -> None:
+    """Say which token a model that learns these dialogues ends its answers with, or why it will not end them."""
+    turn = end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), encoder.tokenizer)
+    if turn.problem:
+        log(
+            f"warning: {turn.problem}. The model does not learn to end an answer: let the chat template write one "
+            "special token behind it"
+        )
+    else:
+        log(f"prepare: answers end with {' or '.join(str(encoder.tokenizer.id_to_token(one)) for one in turn.ids)}")
 
 
 def take_sample(

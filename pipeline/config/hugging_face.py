@@ -32,6 +32,10 @@ from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
 """The files' names."""
+FORMAT = "5.0.0"
+"""`transformers_version` of an export. transformers 4.57.3 and later take a tokenizer beside a config.json without a
+version, or with an older one, for one with a wrong regular expression of Mistral's, and warn of "incorrect
+tokenization". The keys are those that 4 knows as well."""
 ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
 FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
@@ -230,10 +234,13 @@ def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{n: given.get(n) for n in _ROPE[kind]}}}
 
 
-def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_id: int, dtype: str) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig, vocab_size: int, sequence_length: int, eos_id: int | list[int], dtype: str
+) -> dict[str, Any]:
     """The content of a config.json for a trained decoder, which transformers 4 and 5 read alike.
 
-    dtype: of the weights, such as `float32`. Raises UserError for a mixture of features that no family has.
+    eos_id: the token that ends a text, or several. dtype: of the weights, such as `float32`. Raises UserError for a
+    mixture of features that no family has.
     """
     family = "qwen3" if model.qk_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
     if family == "llama" and model.sliding_window is not None:
@@ -252,7 +259,7 @@ def config_json(model: ModelConfig, vocab_size: int, sequence_length: int, eos_i
     theirs = {name: resolved[key] for key, name in _SAME.items()}
     theirs |= {"architectures": [FAMILIES[family][0]], "model_type": family, "hidden_act": "silu", "use_cache": True}
     theirs |= {"attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": eos_id, "torch_dtype": dtype}
-    theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling, "transformers_version": FORMAT}
     if family in ("llama", "qwen3"):
         theirs["attention_bias"] = biased
     if family.startswith("qwen"):
@@ -287,6 +294,12 @@ def pieces(folder: Path) -> list[str]:
 def along(folder: Path) -> dict[str, str]:
     """The texts of the files in the folder that go with its tokenizer, by name. Raises FolderError."""
     return {name: inside(folder, name).read_text("utf-8", "replace") for name in ALONG if (folder / name).is_file()}
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """What config.json says of the tokens that begin, end and fill up a text."""
+    values = read_json(folder / CONFIG)
+    return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in values}
 
 
 def _end_token(folder: Path) -> str:

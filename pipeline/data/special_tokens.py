@@ -72,7 +72,7 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
     """Find the token that closes the assistant's answers in what the template writes."""
     found: dict[int, None] = {}
     problems: dict[str, None] = {}
-    tokenizer.encode_special_tokens = False  # names of special tokens are these tokens, as in training
+    before, tokenizer.encode_special_tokens = tokenizer.encode_special_tokens, False  # names are tokens, as in training
     for turns in (1, 2):
         pairs = zip(_ASKED[:turns], _ANSWERED[:turns], strict=True)
         messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(_ROLES, pair, strict=True)]
@@ -88,6 +88,7 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
                 continue  # what follows may begin the next message
             found |= {} if token is None else {token: None}
             problems |= {problem: None} if problem else {}
+    tokenizer.encode_special_tokens = before
     return EndOfTurn(tuple(found), next(iter(problems), ""))
 
 

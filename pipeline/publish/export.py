@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
 from pipeline.checkpoint.saved import check_files
 from pipeline.checkpoint.verify import named_checkpoint
-from pipeline.config.hugging_face import ALONG, CONFIG, INDEX, TOKENIZER, WHOLE, config_json
+from pipeline.config.hugging_face import ALONG, CONFIG, FORMAT, INDEX, TOKENIZER, WHOLE, config_json
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
+from pipeline.data.special_tokens import load_tokenizer
 from pipeline.model.decoder import EMBEDDING
+from pipeline.publish.model_tokens import GENERATION, model_tokens
 from pipeline.run.directory import Run
 
 PIECE_BYTES = 5_000_000_000
@@ -64,32 +66,40 @@ def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
+    notes: Sequence[str] = ()
     with ThreadPoolExecutor(1) as other:
         intact = other.submit(check_files, checkpoint, manifest)  # takes as long as all else
         try:
             if run.config.model.target is None:
-                _write_words(run, folder, shapes[EMBEDDING][0], dtype)
+                notes = _write_words(run, folder, shapes[EMBEDDING][0], dtype)
             total = _write_weights(folder, shapes, checkpoint, dtype)
         finally:
             intact.result()  # what is damaged explains what failed
-    return f"{len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
+    words = f"{len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
+    return "\n".join([words, *notes])
 
 
-def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> None:
-    """The decoder's config and its tokenizer."""
+def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
+    """The decoder's config and its tokenizer; what a user of them has to know."""
     manifest, config = manifest_of(run), run.config
     assert isinstance(manifest, Manifest)
-    length, end = config.data.sequence_length, config.data.tokenizer.eos_token
-    write_json(folder / CONFIG, config_json(config.model, vocab_size, length, manifest.eos_id, TYPES[dtype][2]))
-    write_json(folder / "generation_config.json", {"eos_token_id": manifest.eos_id})
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
-    write_json(folder / "tokenizer_config.json", {**kind, "clean_up_tokenization_spaces": False})
+    length, eos_token = config.data.sequence_length, config.data.tokenizer.eos_token
+    tokens = model_tokens(run, manifest, load_tokenizer(run.data / TOKENIZER, eos_token))
+    theirs = config_json(config.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2])
+    write_json(folder / CONFIG, dict(sorted({**theirs, **tokens.ids}.items())))
+    known = {key: value for key, value in tokens.ids.items() if value is not None}
+    write_json(folder / GENERATION, {**known, "transformers_version": FORMAT})
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
+    write_json(folder / "tokenizer_config.json", {**kind, **tokens.names, "clean_up_tokenization_spaces": False})
     kept = source_of(run).get("along", {})
     for name in ALONG:
         if name in kept:
-            write_atomic(folder / name, _for_both(kept[name]))
+            write_atomic(folder / name, _for_both(tokens.corrected(name, kept[name])))
+    if tokens.chat_template is not None:
+        write_atomic(folder / "chat_template.jinja", tokens.chat_template)
     shutil.copyfile(run.data / TOKENIZER, folder / TOKENIZER)
     fsync(folder / TOKENIZER)
+    return tokens.notes
 
 
 def _for_both(text: str) -> str:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse, read_json
-from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
@@ -32,6 +31,7 @@ from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import added_tokens, encode_prompt, load_tokenizer
 from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
+from pipeline.publish.model_tokens import model_tokens
 from pipeline.publish.open_weights import fitting, held_by
 from pipeline.run.directory import Run
 
@@ -94,15 +94,15 @@ def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
     run = Run.open(path)
     if run.config.model.target is not None:
         raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
-    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER)
+    eos_token = run.config.data.tokenizer.eos_token
+    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER, eos_token)
     assert isinstance(manifest, Manifest)
     ids = encode_prompt(tokenizer, prompt, manifest.bos_ids)
     checkpoint, _ = intact_checkpoint(run, step)
     rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
     load({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
-    end = {"eos_token_id": tokenizer.token_to_id(run.config.data.tokenizer.eos_token)}
-    return model, tokenizer, _ends(end, source_of(run).get("along", {})), ids
+    return model, tokenizer, list(model_tokens(run, manifest, tokenizer).end_ids), ids
 
 
 def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:

@@ -27,7 +27,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.comm.groups import agree
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces, stamp
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces, stamp, token_ids
 from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
@@ -105,7 +105,8 @@ def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     """Note what the training begins with."""
     own = run.config.data.tokenizer.path == folder / TOKENIZER
     files = {CONFIG: run.config.model.init_sha256, **hashes}
-    write_json(run.path / SOURCE, seal({"folder": str(folder), "files": files, "along": along(folder) if own else {}}))
+    kept = {"along": along(folder), "token_ids": token_ids(folder)} if own else {"along": {}}
+    write_json(run.path / SOURCE, seal({"folder": str(folder), "files": files, **kept}))
 
 
 def held_by(file: Path) -> Held:

@@ -111,7 +111,7 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     assert first in {Path(path).name for path in read} and not (folder / "shards" / first).exists()
     assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl", *PREPARED, first} | {
         path.name
-        for path in (*PACKAGE.rglob("*.py"), Path(SHARED))  # the hash of the code is part of the key
+        for path in (*PACKAGE.rglob("*.py"), *map(Path, SHARED))  # the hash of the code is part of the key
     }
     assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).progress() == (0, 0, None)
     monkeypatch.undo()
@@ -334,19 +334,22 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
     assert code_sha256(copy) != original
 
 
-def test_the_code_that_runs_chat_templates_is_part_of_the_key(tmp_path: Path, data: DataConfig) -> None:
+def test_modules_of_pipeline_that_shape_shards_are_part_of_the_key(tmp_path: Path, data: DataConfig) -> None:
     shutil.copytree(PACKAGE, tmp_path / "data_prep", ignore=shutil.ignore_patterns("__pycache__"))
-    shared = tmp_path / SHARED
 
     def key() -> str:
         return TextFolder(data, tmp_path, tmp_path / "data_prep").key
 
-    before = key()
-    shared.parent.mkdir(parents=True)
-    shutil.copy(PACKAGE.parent / SHARED, shared)
-    assert before != key() == TextFolder(data, tmp_path).key
-    shared.write_text(shared.read_text() + "# another rule\n")
-    assert key() not in (before, TextFolder(data, tmp_path).key)
+    keys = [key()]
+    for name in SHARED:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE.parent / name, tmp_path / name)
+        keys.append(key())
+    assert keys[-1] == TextFolder(data, tmp_path).key
+    for name in SHARED:
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# another rule\n")
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
 def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:

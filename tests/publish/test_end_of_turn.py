@@ -1,0 +1,219 @@
+"""Where a text ends: the token that closes learned answers is in every exported file, and `generate` ends there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.files import read_json, write_json
+from pipeline.config.read import load_config
+from pipeline.data.chat_template import ChatTemplate
+from pipeline.data.special_tokens import end_of_turn
+from pipeline.publish.export import export
+from pipeline.publish.generate import _of_folder, _of_run
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from tests.publish.test_export import exported, save_rank
+from tests.publish.test_open_weights import save
+from tests.support.ranks import place, run_ranks
+from tests.support.tiny import WORDS, HarmlessFlag, make_run
+from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor, write_records
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
+TOKENIZER = byte_tokenizer(" ".join(WORDS))
+END, CLOSE, IM_END, BOS, PAD = (id_of(TOKENIZER, one) for one in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>"))
+CONFIG = """\
+run: {{name: chat, root: {root}}}
+data: {{source: {source}, records: {records}, sequence_length: 64, shard_tokens: 4096, held_out: 0.2}}
+model: {{init_from: {model}}}
+train: {{steps: 2, global_batch: 2, micro_batch: 1}}
+stages: {{train: {{tasks_per_node: 1}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "ids", "problem"),
+    [
+        (CHATML, (IM_END,), ""),
+        (MARKED_END, (IM_END,), ""),
+        (UNMARKED_END, (IM_END,), "<|im_end|>"),
+        (MISTRAL, (CLOSE,), ""),
+        (PLAIN, (), r"'\n\n'"),
+        (CHATML.replace("<|im_end|>", "<|stop|>"), (), "<|stop|>"),
+        (CHATML.replace("<|im_end|>", ""), (), r"'\n'"),
+        (MARKED_END.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}"), (CLOSE, IM_END), ""),
+        ("{{ raise_exception('no dialogue') }}", (), "no dialogue"),
+        ("{{ messages[1].content | upper }}<|im_end|>", (), "as it stands"),
+    ],
+)
+def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int, ...], problem: str) -> None:
+    found = end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
+    assert found.ids == ids
+    assert bool(found.problem) is bool(problem) and problem in found.problem
+
+
+def chat_run(folder: Path, template: str, settings: dict[str, Any], *overrides: str, records: str = "messages") -> Run:
+    """A run from a base model's folder with its first checkpoint; its prepare stage's log is in `prepare.log`."""
+    model, tokenizer = folder / "model", with_post_processor(byte_tokenizer(" ".join(WORDS)), "mistral")
+    save(model, "qwen2", vocab_size=tokenizer.get_vocab_size())
+    save_tokenizer(model, tokenizer, template, **{"eos_token": "<|end|>", "bos_token": "<s>", **settings})
+    write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
+    write_json(model / "generation_config.json", {"eos_token_id": [END], "temperature": 0.6, "pad_token_id": PAD})
+    roles = ("user", "assistant")
+    lines: list[Any] = [
+        {"messages": [{"role": role, "content": f"{role} {number}"} for role in roles]} for number in range(40)
+    ]
+    if records == "prompts":
+        lines = [{"prompt": f"the model {number} ", "response": "of the run"} for number in range(40)]
+    source = write_records(folder / "lines.jsonl", lines)
+    config = folder / "chat.yaml"
+    config.write_text(CONFIG.format(root=folder / "runs", source=source, model=model, records=records))
+    run = Run.create(load_config(config, overrides))
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    run_ranks(1, save_rank, run.path)
+    return run
+
+
+def ends_in(folder: Path) -> dict[str, Any]:
+    """What each file of an export says of where a text ends, and where `generate` and transformers end one."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer, files = AutoTokenizer.from_pretrained(folder), ("config.json", "generation_config.json")
+    found = {name: read_json(folder / name)["eos_token_id"] for name in files}
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == found[files[1]]
+    assert _of_folder(folder, "the model", None, 3)[2] == (
+        found[files[1]] if isinstance(found[files[1]], list) else [found[files[1]]]
+    )
+    return {**found, "tokenizer": tokenizer.eos_token}
+
+
+def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = chat_run(tmp_path, CHATML, {})
+    assert "<|im_end|>" in capsys.readouterr().out
+    said = export(run, tmp_path / "out", None, "fp32")
+    assert "warning" not in said
+    both = [IM_END, END]
+    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|im_end|>"}
+    assert _of_run(run.path, "the model", None, 3)[2] == both
+    generation, config = (read_json(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
+    assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
+    assert (config["bos_token_id"], config["pad_token_id"]) == (BOS, PAD)
+    assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
+
+
+def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
+    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    run = chat_run(tmp_path, CHATML, {}, given)
+    export(run, tmp_path / "out", None, "fp32")
+    all_three = [CLOSE, IM_END, END]
+    assert ends_in(tmp_path / "out") == {
+        "config.json": all_three, "generation_config.json": all_three, "tokenizer": "</s>",
+    }  # fmt: skip
+    assert _of_run(run.path, "the model", None, 3)[2] == all_three
+
+
+def test_the_template_goes_on_to_write_the_token_that_it_wrote_in_training(tmp_path: Path) -> None:
+    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    export(chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
+    both = [END, CLOSE]
+    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|end|>"}
+
+
+def test_the_template_of_the_training_is_exported(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (template := tmp_path / "own.jinja").write_text(CHATML)
+    export(chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32")
+    messages = [{"role": "user", "content": "a"}]
+    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
+    assert text == "<|im_start|>user\na<|im_end|>\n"
+    assert ends_in(tmp_path / "out")["tokenizer"] == "<|im_end|>"
+
+
+def test_what_already_agrees_stays_as_it_is(tmp_path: Path) -> None:
+    run = chat_run(tmp_path, MISTRAL, {})
+    export(run, tmp_path / "out", None, "fp32")
+    assert not (tmp_path / "out/chat_template.jinja").exists(), "it is in tokenizer_config.json"
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
+    assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END
+
+
+@pytest.mark.parametrize(("template", "told"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
+def test_answers_that_nothing_closes_are_told(
+    tmp_path: Path, template: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = chat_run(tmp_path, template, {})
+    for said in (capsys.readouterr().out, export(run, tmp_path / "out", None, "fp32")):
+        (line,) = (line for line in said.splitlines() if line.startswith("warning"))
+        assert told in line and "chat template" in line
+
+
+def test_pairs_end_with_the_token_of_the_config(tmp_path: Path) -> None:
+    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts")
+    said = export(run, tmp_path / "out", None, "fp32")
+    assert "<s>" in said and "add_special_tokens=False" in said, "trained without what the tokenizer adds"
+    both = [CLOSE, END]
+    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "</s>"}
+
+
+def test_a_tokenizer_of_its_own_goes_along_with_its_template(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    first = chat_run(tmp_path / "a", CHATML, {}, "model.dropout=0")
+    tokenizer = save_tokenizer(
+        tmp_path / "own", with_post_processor(TOKENIZER, "mistral"), CHATML, eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
+    overrides = (given, f"data.source={first.config.data.sources[0]}", "data.records=messages")
+    data = make_run(tmp_path, "data", overrides).data
+    folder, _ = exported(tmp_path, data, "run", *overrides)
+    assert ends_in(folder)["tokenizer"] == "<|im_end|>"
+    theirs, config = AutoTokenizer.from_pretrained(folder), read_json(folder / "config.json")
+    assert theirs.bos_token_id == config["bos_token_id"] == BOS
+    assert theirs.pad_token_id == config["pad_token_id"] == PAD
+    text = theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert text == "<|im_start|>user\na<|im_end|>\n"
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path: Path, family: str) -> None:
+    """One of more than 100,000 ids beside a config.json without a version is taken for a damaged one of Mistral's."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    content = json.loads(with_post_processor(byte_tokenizer(" ".join(WORDS)), "mistral").to_str())
+    content["model"]["vocab"] |= {f"unused {number}": number for number in range(300, 100_300)}
+    file = tmp_path / "tokenizer.json"
+    write_json(file, content)
+    given = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
+    window = ("model.sliding_window=32",) if family == "mistral" else ()
+    more = (given, "model.dim=8", "model.tie_word_embeddings=true", *window)
+    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data, "run", *more)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert model.config.model_type == family and tokenizer.vocab_size > 100_000
+    assert said == []
