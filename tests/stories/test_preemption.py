@@ -6,6 +6,7 @@ The cluster tests are the same for every version of Slurm; `make test-debian13` 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,3 +258,22 @@ def test_a_training_that_a_person_stops_in_its_grace_time_does_not_start_again(
     assert next(e for e in train if e["event"] == "stopped")["in_grace"], "it had left before it was preempted"
     assert accounted(cluster, job_of(run, "train")) == ("FAILED", f"{int(Exit.STOPPED)}:0")
     assert not evaluated(run)
+
+
+def test_a_requeue_that_an_administrator_asks_for_is_not_called_a_preemption(
+    tmp_path: Path, data: Path, cluster: Cluster
+) -> None:
+    run = submitted(tmp_path, data, cluster, 60, 0.5)
+    wait_for("some steps", lambda: len(steps_of(run)) >= 3)
+    cluster.output(["scontrol", "requeue", job_of(run, "train")])
+    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    told = Run.open(run).read_events("train")
+    assert [e["cause"] for e in told if e["event"] in ("stopped", "preempted", "failed")] == ["requeued"], told
+    shown = submit(cluster, tmp_path, "status", str(run)).stdout
+    assert re.search(r"^train \w+( \(\w+\))?, requeued at step \d+ \(1 attempt\)$", shown, re.M), shown
+    wait_for("the next start", lambda: events(run, "train").count("started") == 2, 120)
+    preempt(cluster)
+    wait_for("the preemption", lambda: "preempted" in events(run, "train"), 60)
+    shown = submit(cluster, tmp_path, "status", str(run)).stdout
+    assert re.search(r"^train \w+.* after preemption .*\(2 attempts\)$", shown, re.M), shown
+    cluster.clear()
