@@ -409,7 +409,7 @@ LATER = [
     Mistake(
         "a bug that shows after the training",
         "own.yaml",
-        "NameError: … correct own.py, line 13, then: … --update-code replaces it and continues from "
+        "NameError: … correct own.py, line 11, then: … --update-code replaces it and continues from "
         "checkpoints/step-00000002",
         edit("own.py", '{"right"', "{right"),
         edit("own.py", "{right", '{"right"'),
