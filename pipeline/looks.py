@@ -62,13 +62,16 @@ def generate(
     top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens of this probability only")] = 1.0,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 1,
     step: Step = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="TEXT is a user's message: answer it by the chat template")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="with --chat: the system message")] = None,
 ) -> None:
-    """Go on with a text, on this machine: a look at what was learned."""
+    """Go on with a text, or answer a message, on this machine: a look at what was learned."""
     from pipeline.publish.generate import generate
 
-    temperature = 0.0 if greedy else temperature
-    text = generate(target, prompt, step=step, most=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    print(printable(text))
+    options: dict[str, Any] = {"step": step, "most": max_tokens, "temperature": 0.0 if greedy else temperature}
+    print(printable(generate(target, prompt, **options, top_p=top_p, seed=seed, chat=chat, system=system)))
 
 
 @app.command()

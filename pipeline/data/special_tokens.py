@@ -10,7 +10,7 @@ none (Qwen), one before and one behind (BERT). transformers adds them to every t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,20 @@ def encode_prompt(tokenizer: Tokenizer, text: str, bos_ids: Sequence[int]) -> li
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids if ids[: len(bos_ids)] == list(bos_ids) else [*bos_ids, *ids]
+
+
+def encode_question(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the tokens of a dialogue up to where an answer begins, as `apply_chat_template` of transformers does.
+
+    Names of special tokens become these tokens, also in a message. Raises UserError if the template fails on it.
+    """
+    try:
+        text, _ = split_marks(template.render(messages, add_generation_prompt=True))
+    except ChatTemplateError as error:
+        raise UserError(f"--chat: the chat template does not take these messages: {error}") from None
+    tokenizer.encode_special_tokens = False
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 class EndOfTurn(NamedTuple):

@@ -8,6 +8,9 @@ Holtzman et al., arXiv 1904.09751); the same seed draws the same text on the sam
 
 A prompt for a folder of an open model gets the special tokens that its tokenizer puts before a text, as from
 transformers; one for a run gets those that its documents began with (pipeline/data/special_tokens.py).
+
+With `--chat` the prompt is a user's message: the chat template writes it, and the answer ends where the template ends
+answers. The template is the one that a run was trained with, otherwise that of its source model, or of the folder.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse, read_json
+from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, section_from
 from pipeline.config.sections import ModelConfig
+from pipeline.data.chat_template import ChatTemplate, find_template
 from pipeline.data.check import manifest_of
-from pipeline.data.manifest import Manifest
-from pipeline.data.special_tokens import added_tokens, encode_prompt, load_tokenizer
+from pipeline.data.manifest import CHAT, Manifest
+from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
 from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
 from pipeline.publish.model_tokens import model_tokens
 from pipeline.publish.open_weights import fitting, held_by
@@ -39,11 +45,25 @@ Ready = tuple[Decoder, Tokenizer, list[int], list[int]]
 """The decoder with its weights, its tokenizer, the tokens that end a text, and those of the prompt."""
 
 
+Prompt = str | Sequence[Mapping[str, str]]
+"""A text to continue, or the messages of a dialogue to answer."""
+
+
 def generate(
-    target: Path, prompt: str, *, step: str | None, most: int, temperature: float, top_p: float, seed: int
+    target: Path,
+    prompt: str,
+    *,
+    step: str | None,
+    most: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    chat: bool = False,
+    system: str | None = None,
 ) -> str:
     """The prompt and at most `most` further tokens, up to the one that ends a text; greedy where `temperature` is 0.
 
+    chat: the prompt is a user's message, after the `system` message if there is one; only the answer is returned.
     target: a run, whose checkpoint of `step` (None: the newest) is taken, or a folder in Hugging Face's format. Raises
     UserError for what cannot be generated, CheckpointError as `verify` does.
     """
@@ -52,13 +72,23 @@ def generate(
             f"--max-tokens {most} --temperature {temperature} --top-p {top_p} --seed {seed}: the first is at least 1, "
             "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1"
         )
-    prompt = prompt.encode(errors="replace").decode()  # a command line may hold bytes that are no text
+    if system is not None and not chat:
+        raise UserError("--system: a system message is for --chat: add --chat, or leave it out")
+    asked: Prompt = _as_text(prompt)
+    if chat:
+        first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
+        asked = [*first, {"role": "user", "content": _as_text(prompt)}]
     of_run = (target / "config.yaml").exists() or not (target / CONFIG).exists()
-    model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, prompt, step, most)
+    model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, asked, step, most)
     generator = torch.Generator().manual_seed(seed)
     new = further(model, ids, most, ends, lambda logits_V: chosen(logits_V, temperature, top_p, generator))
-    text: str = tokenizer.decode([*ids, *new])
+    text: str = tokenizer.decode(new if chat else [*ids, *new])  # without special tokens
     return text
+
+
+def _as_text(argument: str) -> str:
+    """Replace what is no text: a command line may hold any bytes."""
+    return argument.encode(errors="replace").decode()
 
 
 def chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -89,7 +119,7 @@ def further(
     return found
 
 
-def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
+def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     """Of a run's checkpoint."""
     run = Run.open(path)
     if run.config.model.target is not None:
@@ -97,26 +127,65 @@ def _of_run(path: Path, prompt: str, step: str | None, most: int) -> Ready:
     eos_token = run.config.data.tokenizer.eos_token
     manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER, eos_token)
     assert isinstance(manifest, Manifest)
-    ids = encode_prompt(tokenizer, prompt, manifest.bos_ids)
+    ids, turn_ends = _encoded(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
     checkpoint, _ = intact_checkpoint(run, step)
     rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
     load({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
-    return model, tokenizer, list(model_tokens(run, manifest, tokenizer).end_ids), ids
+    return model, tokenizer, [*model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
 
 
-def _of_folder(folder: Path, prompt: str, step: str | None, most: int) -> Ready:
+def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     """Of a folder in Hugging Face's format."""
     if step is not None:
         raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = ModelConfig(**section_from(folder))
     tokenizer = load_tokenizer(inside(folder, TOKENIZER))
-    ids = encode_prompt(tokenizer, prompt, added_tokens(tokenizer)[0])
+    begin = added_tokens(tokenizer)[0]
+    ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(along(folder), f"{folder}"))
     model = _decoder(config, config.vocab_size or 0, ids, most)
     held = {name: held_by(folder / name) for name in pieces(folder)}
     source = fitting(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
     source.fill(_made(model, config).named_weights())
-    return model, tokenizer, _ends(read_json(folder / CONFIG), along(folder)), ids
+    return model, tokenizer, [*_ends(read_json(folder / CONFIG), along(folder)), *turn_ends], ids
+
+
+def _encoded(
+    tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], template: Callable[[], ChatTemplate]
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the tokens of a prompt, and those that end an answer besides those that end any text."""
+    if isinstance(prompt, str):
+        return encode_prompt(tokenizer, prompt, bos_ids), ()
+    found = template()
+    return encode_question(tokenizer, found, prompt), end_of_turn(found, tokenizer).ids
+
+
+def _template_of_run(run: Run) -> ChatTemplate:
+    """Return the chat template that wrote a run's dialogues, or that of the model which it started from.
+
+    Raises UserError if there is none.
+    """
+    if run.config.data.records == "messages":
+        chat = read_json(run.data / CHAT)
+        return ChatTemplate(chat["template"], chat["tokens"])
+    return _template_in(source_of(run).get("along", {}), run.name)
+
+
+def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
+    """Return the chat template among the files that go with a tokenizer. Raises UserError if there is none."""
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    mapping, settings = (parse(files.get(name, "").encode()) for name in names)
+    given = {**(mapping if isinstance(mapping, dict) else {}), **(settings if isinstance(settings, dict) else {})}
+    template, tokens = find_template(given, files.get("chat_template.jinja"))
+    if template is None:
+        raise UserError(
+            f"--chat: {where} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: leave "
+            "--chat out and write the whole prompt"
+        )
+    try:
+        return ChatTemplate(template, tokens)
+    except TemplateError as error:
+        raise UserError(f"--chat: the chat template of {where} cannot be used: {error}") from None
 
 
 def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:

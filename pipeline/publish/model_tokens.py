@@ -50,16 +50,21 @@ class ModelTokens:
         return {"bos_token_id": self.bos_id, "eos_token_id": end, "pad_token_id": self.pad_id}
 
     def corrected(self, name: str, text: str) -> str:
-        """Return a file of the source model with the end tokens of the trained one; all else stays as it is."""
+        """Return a file of the source model with the end tokens of the trained one; all else stays as it is.
+
+        If the training had another chat template, that of the file is left out: there is chat_template.jinja.
+        """
         values = parse(text.encode())
         if not isinstance(values, dict):
             return text
         if name == GENERATION and set(_as_list(values.get("eos_token_id"))) != set(self.end_ids):
             values["eos_token_id"] = self.ids["eos_token_id"]
         elif name == _NAMES[0] or (name == _NAMES[1] and "eos_token" in values):
-            if _content(values.get("eos_token")) == self.eos_token:
+            replaced = self.chat_template is not None and values.pop("chat_template", None) is not None
+            if _content(values.get("eos_token")) == self.eos_token and not replaced:
                 return text
-            values["eos_token"] = self.eos_token
+            if _content(values.get("eos_token")) != self.eos_token:
+                values["eos_token"] = self.eos_token
         else:
             return text
         return json.dumps(values, indent=1, ensure_ascii=False) + "\n"

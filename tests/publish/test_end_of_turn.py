@@ -14,7 +14,7 @@ from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.special_tokens import end_of_turn
 from pipeline.publish.export import export
-from pipeline.publish.generate import _of_folder, _of_run
+from pipeline.publish.generate import _of_folder, _of_run, generate
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.publish.test_export import exported, save_rank
@@ -145,6 +145,22 @@ def test_the_template_of_the_training_is_exported(tmp_path: Path) -> None:
     text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
     assert ends_in(tmp_path / "out")["tokenizer"] == "<|im_end|>"
+    assert "chat_template" not in read_json(tmp_path / "out/tokenizer_config.json"), "programs read one or the other"
+
+
+def test_a_run_and_its_export_answer_alike(tmp_path: Path) -> None:
+    """With the template of the training, or, of a training on prompts, with that of the model it started from."""
+    options: dict[str, Any] = {"step": None, "most": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
+    cases = (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts"))
+    for records, override in cases:
+        run = chat_run(tmp_path / records, CHATML, {}, override, records=records)
+        export(run, tmp_path / records / "out", None, "fp32")
+        question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+        asked = [_of_run(run.path, question, None, 6), _of_folder(tmp_path / records / "out", question, None, 6)]
+        assert asked[0][3] == asked[1][3] and IM_END in asked[0][2] and set(asked[0][2]) == set(asked[1][2])
+        assert asked[0][1].decode(asked[0][3], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+        answers = [generate(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
+        assert answers[0] == answers[1]
 
 
 def test_what_already_agrees_stays_as_it_is(tmp_path: Path) -> None:

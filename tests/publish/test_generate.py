@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from data_prep.text.tokenizer import train_bpe
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_json
+from pipeline.data.chat_template import read_template
 from pipeline.publish.generate import _of_folder, _of_run, chosen, further, generate
 from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
@@ -110,6 +112,67 @@ def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
         if expected:
             text = generate(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
             assert generate(folder, PROMPT, most=12, **GREEDY) == text
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
+@pytest.mark.parametrize("system", [None, "of when"])
+def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, system: str | None) -> None:
+    """The tokens of apply_chat_template, then those of its `generate`, up to the token that closes answers."""
+    from transformers import AutoTokenizer
+
+    theirs = saved(tmp_path, "llama")
+    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), "llama 3")
+    tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    template = read_template(Path(name))
+    save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
+    messages = [{"role": role, "content": text} for role, text in (("system", system), ("user", PROMPT)) if text]
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    expected = made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    _, _, ends, ids = _of_folder(tmp_path, messages, None, 12)
+    assert ids == expected
+    close = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
+    assert ends[-1] == tokenizer.token_to_id(close)
+    new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    options: dict[str, Any] = {"most": 12, **GREEDY, "chat": True, "system": system}
+    assert generate(tmp_path, PROMPT, **options) == made.decode(new, skip_special_tokens=True)
+
+
+def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> None:
+    """Which only the chat template names; neither it nor the message is printed."""
+    theirs = saved(tmp_path, "llama")
+    tokenizer, template = byte_tokenizer(" ".join(WORDS), 280), read_template(Path("mistral-v0.1"))
+    file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
+    messages = [{"role": "user", "content": PROMPT}]
+    ids = _of_folder(tmp_path, messages, None, 12)[3]
+    new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    stop = next(place for place in range(3, 12) if new[place] not in new[:place])
+    content, name = json.loads(file.read_text()), str(tokenizer.id_to_token(int(new[stop])))
+    content["added_tokens"].append({**content["added_tokens"][0], "id": int(new[stop]), "content": name})
+    write_json(file, content)
+    save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
+    write_json(tmp_path / "tokenizer_config.json", save_config)
+    assert _of_folder(tmp_path, messages, None, 12)[3] == ids
+    answer = generate(tmp_path, PROMPT, most=12, chat=True, **GREEDY)
+    assert answer == tokenizer.decode(new[:stop].tolist())
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
+    done = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout.decode()) == (0, printable(answer) + "\n"), done.stderr
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "none", "llama")
+    run = make_run(tmp_path, "text")
+    for target, where in ((tmp_path / "none", "none"), (run.path, "text")):
+        with pytest.raises(UserError, match=rf"--chat: .*{where} has no chat template"):
+            generate(target, PROMPT, most=3, chat=True, **GREEDY)
+    with pytest.raises(UserError, match=r"--system: .* add --chat"):
+        generate(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
+    (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    with pytest.raises(UserError, match="--chat: the chat template does not take these messages: no user"):
+        generate(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
+    (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match=r"--chat: the chat template of .*none cannot be used"):
+        generate(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
 
 
 def test_draws_are_as_likely_as_asked() -> None:
