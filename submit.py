@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pipeline.base.command import command, venv_python
 
+_STARTED_BY = "SLUICE_STARTED_BY"
+"""The environment variable that names the Python by which submit.py started itself again."""
+
 try:
     from importlib.util import find_spec
 
@@ -36,10 +39,12 @@ except ImportError as error:
     if __name__ != "__main__":
         raise
     python = venv_python(Path(__file__))  # nobody has activated it
-    if not python.exists() or sys.executable == str(python):
+    # `python` may be a wrapper script that starts an interpreter elsewhere: the variable ends the second round
+    if not python.exists() or sys.executable == str(python) or os.environ.get(_STARTED_BY) == str(python):
         print(f"error: {sys.executable}: {error}; `make install` makes {python.parents[1]}", file=sys.stderr)
         sys.exit(2)
-    os.execv(python, [str(python), *sys.argv])
+    os.execve(python, [str(python), *sys.argv], {**os.environ, _STARTED_BY: str(python)})
+os.environ.pop(_STARTED_BY, None)
 
 if TYPE_CHECKING:
     from pipeline.run.directory import Run

@@ -141,6 +141,10 @@ _STORAGE_ERRNOS = {
     errno.ENAMETOOLONG: "the path is too long: choose a shorter `run.root` or `run.name`",
     errno.ELOOP: "links lead in a circle: remove the one that is in the way",
     errno.EEXIST: "something else is in the way: remove it, or choose another `run.name`",
+    errno.EFBIG: "the file would be larger than the file system or the limit of this process (`ulimit -f`) allows: "
+    "raise the limit, or have smaller files (`data.shard_tokens`)",
+    errno.ENOTEMPTY: "the folder is not empty; maybe another process writes to it: try again, or remove it",
+    errno.EBUSY: "another process uses it: try again",
     errno.EISDIR: "a folder is in the way: remove it",
     errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`), or have fewer, larger ones",
     errno.ENOMEM: "no memory is left, or too many files are mapped (vm.max_map_count): have fewer, larger ones",

@@ -43,6 +43,8 @@ class PrometheusConfig(Section):
 
     textfile: Path | None = None
     """Folder of node_exporter's textfile collector: sluice-RUN.prom is written there."""
+    textfile_sharing: Literal["private", "group", "all"] | None = None
+    """Who may read that file; null: as `run.sharing`. A collector that runs as another user needs `group` or `all`."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on 127.0.0.1 that can be scraped while a job runs; another run on the same node needs another one."""
 

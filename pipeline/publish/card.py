@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import printable
 from pipeline.base.files import read_json, sha256_file, write_atomic
 from pipeline.base.plot import Curve, Scale, area, document, thin
 from pipeline.base.yaml12 import dump
@@ -55,7 +56,7 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
         front["model-index"] = [{"name": name, "results": [told]}]
     sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude=_PLACES)
     text = [
-        f"---\n{dump(front)}---" if front else "", f"# {name}", wanted.description or "",
+        f"---\n{dump(front)}---" if front else "", f"# {escape_markdown(name)}", wanted.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
         f"Licence of the model: {wanted.license or 'not given'}. Of the data: {wanted.data_license or 'not given'}.",
         "## Evaluation", _table(result, measures) if result else "Not evaluated.", _list("Rules that it kept:", rules),
@@ -72,7 +73,12 @@ def _table(result: Mapping[str, Any], measures: Mapping[str, float]) -> str:
     for name, value in measures.items():
         error, items = result.get(f"{name}{STANDARD_ERROR}"), result.get(f"{name.rpartition('.')[0]}.{ITEMS}")
         rows.append(
-            [name, f"{value:.6g}", "" if error is None else f"{error:.2g}", "" if items is None else f"{items:,}"]
+            [
+                escape_markdown(name),
+                f"{value:.6g}",
+                "" if error is None else f"{error:.2g}",
+                "" if items is None else f"{items:,}",
+            ]
         )
     titles = ["figure", "value", "standard error", "items"]
     width = 4 if any(row[2] or row[3] for row in rows) else 2
@@ -95,7 +101,16 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
     energy = energy_kwh(run.path, [(0.0, inf)])
     told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
     start, folder = source_of(run).get("files", {}), run.config.model.init_from
-    return told + [f"began with {folder and folder.name}/{name}: sha256 {digest}" for name, digest in start.items()]
+    return told + [
+        f"began with {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"
+        for name, digest in start.items()
+    ]
+
+
+def escape_markdown(text: str) -> str:
+    """Return `text`, such as the name of a file, so that Markdown shows it as it is, in one line."""
+    line = " ".join(printable(text).split())
+    return re.sub(r"[\\`*\[\]<>|&!#~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
 
 
 def _data(run: Run) -> list[str]:
@@ -105,12 +120,15 @@ def _data(run: Run) -> list[str]:
         return [
             f"{manifest.documents:,} documents",
             f"{manifest.train_tokens:,} tokens, and {manifest.held_out_tokens:,} held out",
-            f"sources: {', '.join(Path(name).name for name in manifest.source)}",
+            f"sources: {', '.join(escape_markdown(Path(name).name) for name in manifest.source)}",
             *_sources(run),
             f"tokenizer: sha256 {manifest.tokenizer_sha256}",
             f"all that shards were made from: {manifest.key}",
         ]
-    return [f"{Path(entry.file).name}: {entry.samples:,} samples, sha256 {entry.sha256}" for entry in manifest.train]
+    return [
+        f"{escape_markdown(Path(entry.file).name)}: {entry.samples:,} samples, sha256 {entry.sha256}"
+        for entry in manifest.train
+    ]
 
 
 def _sources(run: Run) -> list[str]:
@@ -122,7 +140,7 @@ def _sources(run: Run) -> list[str]:
         file = Path(path)
         same = file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == (size, mtime_ns)
         words = f"sha256 {sha256_file(file)}" if same else "not there any more as it was read"
-        told.append(f"{file.name}: {size:,} bytes, {words}")
+        told.append(f"{escape_markdown(file.name)}: {size:,} bytes, {words}")
     return told
 
 

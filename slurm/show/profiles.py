@@ -64,6 +64,7 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
             LookupError,
             TypeError,
             ValueError,
+            RecursionError,
         ) as error:
             raise UserError(f"{path.parent} is damaged ({error!r}): remove it, or the file that is") from None
         yield f"{path.parent.name}: {said}"

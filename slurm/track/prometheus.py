@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pipeline.base.files import last_object
+from pipeline.base.files import last_object, replacing
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
 from pipeline.run.machines import SENSORS, look, readings
@@ -25,6 +25,8 @@ from slurm.track.record import Line, Record
 from slurm.track.sink import Memory, Sink, names
 
 GIGA = 1e9
+_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
+"""Modes of the textfile, by who may read it."""
 _OF_A_STEP = {
     "step": ("step", "Newest optimizer step", 1), "loss": ("loss", "Loss of the newest step", 1),
     "held_out_loss": ("held_out_loss", "Loss on held-out data", 1),
@@ -53,6 +55,7 @@ class Prometheus(Sink):
         assert wanted is not None
         called, sweep = names(run)
         self._textfile = wanted.textfile / f"sluice-{called}.prom" if wanted.textfile else None
+        self._textfile_mode = _MODES[wanted.textfile_sharing or run.config.run.sharing]
         self._labels, self._steps = {"run": called, "sweep": sweep or ""}, steps_of(run.config, run.data)
         self._newest: Line = {}
         self._events, self._evaluated = list[Line](), dict[str, float]()
@@ -99,7 +102,9 @@ class Prometheus(Sink):
         """Replace the textfile."""
         if self._textfile is not None:
             self._textfile.parent.mkdir(parents=True, exist_ok=True)
-            write_to_textfile(str(self._textfile), self._registry)
+            with replacing(self._textfile) as new:
+                new.write_bytes(generate_latest(self._registry))
+                new.chmod(self._textfile_mode)
 
     def close(self) -> None:
         """Free the port."""

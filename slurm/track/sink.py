@@ -42,9 +42,20 @@ class Memory:
         """What stands in a file; of what is not there, or another's, nothing was told."""
         memory, found = cls(), read_json(file) if file.exists() else None
         before = vars(memory)
-        if isinstance(found, dict) and all(isinstance(found.get(key, old), type(old)) for key, old in before.items()):
-            before.update(found)
+        if isinstance(found, dict) and all(cls._is_valid(key, found.get(key, old)) for key, old in before.items()):
+            before.update((key, found[key]) for key in before.keys() & found.keys())
         return memory
+
+    @staticmethod
+    def _is_valid(key: str, value: Any) -> bool:
+        """Whether `value` is one that this attribute can have had."""
+        if key in ("step", "events"):
+            return lines.count(value)
+        if key == "evaluations":
+            return isinstance(value, list) and all(map(lines.count, value))
+        if key == "stall":
+            return lines.text(value)
+        return lines.duration(value)
 
 
 class Sink:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -37,6 +38,16 @@ LEAST_HANG_S, _STEPS = 300.0, 10
 """The watchdog waits at least so long (pipeline/resilience/watchdog.py); a stall is told after so many usual steps."""
 _SUSPENDED_S = 30.0
 """Longer between two looks: the job was suspended (`scontrol suspend`), and with it this process."""
+
+
+def escape_chat_text(text: str) -> str:
+    """Return `text` so that a chat shows it as it is, and neither calls a channel nor makes a link of it.
+
+    Slack asks for the three entities (https://api.slack.com/reference/surfaces/formatting#escaping). Mattermost and
+    Discord also call everybody for a plain @channel, @here, @all or @everyone; a zero-width space prevents that.
+    """
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"@(?=(?:channel|here|all|everyone)\b)", "@\u200b", text, flags=re.IGNORECASE)
 
 
 class Webhook(Sink):
@@ -86,9 +97,11 @@ class Webhook(Sink):
         return True
 
     def _tell(self, words: str, name: str) -> None:
-        self._send(f"{names(self.run)[0]}: {printable(words)} [{self.run.path}, {HOST}, id {name}]", name)
+        text = f"{names(self.run)[0]}: {words} [{self.run.path}, {HOST}, id {name}]"
+        self._send(" ".join(printable(text).split()), name)  # one line: a path or a message may hold several
 
     def _send(self, text: str, name: str) -> None:
+        text = escape_chat_text(text)
         headers = {"Content-Type": "application/json", "Idempotency-Key": name}
         request = urllib.request.Request(self._url(), json.dumps({"text": text}).encode(), headers)
         try:

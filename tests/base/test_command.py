@@ -67,6 +67,18 @@ def test_submit_goes_on_in_the_checkouts_venv(checkout: Path, tmp_path: Path) ->
     assert "typer" in done.stderr and f"`make install` makes {checkout}/.venv" in done.stderr
 
 
+def test_a_wrapper_script_in_the_venv_is_started_once(checkout: Path, tmp_path: Path) -> None:
+    """It starts an interpreter elsewhere, which has no packages either: that is told, not tried again for ever."""
+    (checkout / ".venv").unlink()
+    script = checkout / ".venv/bin/python"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\necho started >>{tmp_path}/starts\nexec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    done = run([*UNPREPARED, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == Exit.USER_ERROR and "typer" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "starts").read_text().split() == ["started"]
+
+
 @pytest.mark.parametrize("door", ["here", "elsewhere", "sluice", "sluice by its path"])
 def test_a_printed_command_can_be_pasted(checkout: Path, sluice: Path, tmp_path: Path, door: str) -> None:
     folder, words, environment = tmp_path, [*UNPREPARED, "checkout/submit.py"], CLEAN

@@ -130,6 +130,33 @@ def _read_text(path: Path) -> None:
         pass
 
 
+def write_beyond_the_limit(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        (folder / "large").write_bytes(bytes(8192))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def rename_onto_a_folder(folder: Path) -> None:
+    (folder / "new").mkdir()
+    (folder / "old/file").mkdir(parents=True)
+    os.rename(folder / "new", folder / "old")
+
+
+@pytest.mark.parametrize(
+    ("use", "facts"), [(write_beyond_the_limit, ["ulimit -f"]), (rename_onto_a_folder, ["new", "not empty"])]
+)
+def test_a_limit_and_a_full_folder_are_storage_errors(
+    tmp_path: Path, use: Callable[[Path], None], facts: list[str]
+) -> None:
+    with pytest.raises(OSError) as found:
+        use(tmp_path)
+    error = storage_error(found.value)
+    assert error is not None and all(fact in str(error) for fact in facts)
+
+
 def test_too_many_maps_are_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux lets a process map 65,530 pieces (vm.max_map_count), whatever `ulimit -n` says."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -18,13 +19,16 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import seal, sha256_file, write_json
 from pipeline.base.place import Place
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
-from pipeline.publish.card import write_card
+from pipeline.publish.card import escape_markdown, write_card
 from pipeline.run.directory import Run
 from tests.support.ranks import PORTS, place, run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
@@ -94,6 +98,14 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
     assert publish(run) == Exit.DONE
     assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+
+
+@given(st.text(st.sampled_from(" _*`[](){}<>|!&#~$\\\\-+.0aZé\n\t:/\"'"), min_size=1))
+def test_a_file_name_in_a_card_is_text(name: str) -> None:
+    """A reader of Markdown shows it as it is: no link, picture, heading, list, table or HTML."""
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    shown = html.escape(f"x {name}: 3").replace("&#x27;", "'")
+    assert page.render(f"- {escape_markdown(f'x {name}: 3')}\n") == f"<ul>\n<li>{' '.join(shown.split())}</li>\n</ul>\n"
 
 
 def test_standard_errors_and_counts_are_no_metrics_of_a_card(wanted: Any, tmp_path: Path) -> None:

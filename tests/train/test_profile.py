@@ -207,13 +207,14 @@ def test_what_was_profiled_is_told_later(four: Run) -> None:
     assert not four.profile_file.exists()
 
 
-@pytest.mark.parametrize("damage", ["torn", "other", "parts"])
+@pytest.mark.parametrize("damage", ["torn", "other", "parts", "deep"])
 def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "profiles/step-00000003"
     shutil.copytree(four.profiles / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
     file = folder / ("parts.json" if damage == "parts" else "rank-2.json.gz")
     torn = file.read_bytes()[:-9]
-    file.write_bytes(gzip.compress(b'{"rank": 2}') if damage == "other" else torn)
+    texts = {"other": b'{"rank": 2}', "deep": b"[" * 100_000}
+    file.write_bytes(gzip.compress(texts[damage]) if damage in texts else torn)
     with pytest.raises(UserError, match="step-00000003 is damaged"):
         list(ask(Run(tmp_path), "", 0))
     assert not (folder / "trace.json.gz").exists() or damage == "parts"

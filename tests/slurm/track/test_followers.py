@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import stat
 import struct
 import subprocess
 import threading
@@ -176,6 +178,29 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
     assert all(f"id {name}]" in text for name, text in Chat.heard) and len({name for name, _ in Chat.heard}) == 3
 
 
+def test_a_message_to_a_chat_calls_nobody_and_is_one_line(tmp_path: Path, chat: str) -> None:
+    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    message = "<!channel> & <https://evil.example|log in> @here me@here.example\rsecond\u2028third\x0bfourth"
+    one.run.event("failed", "train", job_id="2", cause="crashed", exit_code=1, message=message)
+    Follower(one.run, "webhook").catch_up()
+    ((_, text),) = Chat.heard
+    assert "&lt;!channel&gt; &amp; &lt;https://evil.example|log in&gt;" in text
+    assert not re.search(r"[<>]|@here\b", text) and "me@\u200bhere.example" in text
+    assert len(text.splitlines()) == 1 and "second" in text and "fourth" in text
+
+
+@pytest.mark.parametrize("key", ["step", "events", "heard"])
+def test_a_memory_with_a_negative_number_counts_as_none(tmp_path: Path, key: str) -> None:
+    one = Invented(tmp_path, f"track={{jsonl: {tmp_path}/all.jsonl}}")
+    one.steps(2)
+    Follower(one.run, "jsonl").catch_up()
+    file = one.run.path / "track/jsonl.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: -7}))
+    (tmp_path / "all.jsonl").unlink()
+    Follower(one.run, "jsonl").catch_up()
+    assert [line["step"] for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"] == [1, 2]
+
+
 def test_a_chat_that_takes_few_at_a_time_hears_each_once(tmp_path: Path, chat: str) -> None:
     one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     for _ in range(3):
@@ -346,6 +371,7 @@ def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
     feed.catch_up()
     text = scraped(port)
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
+    assert stat.S_IMODE((tmp_path / "prom/sluice-tiny.prom").stat().st_mode) == 0o600
     (lost,) = (event for event in vars(feed._sink)["_events"] if event["event"] == "lost_work")
     assert not {"lines", "steps"} & lost.keys(), "they are many"
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -406,3 +432,12 @@ def test_a_sweep_tells_its_own_events_and_its_points_the_end(
     beside.bring_up_to_date(sweep.run, "tensorboard", ())
     beside.bring_up_to_date(sweep.run, "jsonl", ())
     assert fed == ["jsonl"], "a sweep has no steps"
+
+
+def test_a_collector_may_read_the_textfile_of_a_private_run(tmp_path: Path) -> None:
+    one = Invented(tmp_path, f"track={{prometheus: {{textfile: {tmp_path}/prom, textfile_sharing: all}}}}")
+    one.steps(1)
+    for _ in range(2):
+        Follower(one.run, "prometheus").catch_up()
+        assert stat.S_IMODE((tmp_path / "prom/sluice-tiny.prom").stat().st_mode) == 0o644
+    assert stat.S_IMODE(one.run.path.stat().st_mode) == 0o700
