@@ -171,9 +171,9 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
             f"data.add_special_tokens: the post-processor of {path} adds none to a text: set auto or false, or put a "
             "TemplateProcessing that adds one into the file"
         )
-    if unknown := [token for token in (*begin, *end) if token >= vocab_size]:
+    if unknown := [token for token in (*begin, *end) if tokenizer.id_to_token(token) is None]:
         raise UserError(
-            f"{path}: its post-processor adds the token {unknown[0]}, and the ids end at {vocab_size - 1}: mend the "
-            "file, or set data.add_special_tokens: false"
+            f"{path}: its post-processor adds the id {unknown[0]}, which is no token of it: mend the file, or set "
+            "data.add_special_tokens: false"
         )
     return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", begin, end)

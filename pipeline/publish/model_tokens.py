@@ -106,9 +106,8 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
 
     begin, behind = added_tokens(tokenizer)
     bos_id, pad_id = id_of("bos_token"), id_of("pad_token")
-    if bos_id is None and len(begin) == 1:
-        (bos_id,) = begin
-        names["bos_token"] = str(tokenizer.id_to_token(bos_id))
+    if bos_id is None and len(begin) == 1 and (name := tokenizer.id_to_token(begin[0])) is not None:
+        bos_id, names["bos_token"] = begin[0], name
     ends = [tokenizer.token_to_id(eos_token), *turn.ids, manifest.eos_id, *_as_list(theirs("eos_token_id"))]
     notes = []
     if turn.problem:

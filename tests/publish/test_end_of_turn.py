@@ -216,7 +216,9 @@ def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     content = json.loads(with_post_processor(byte_tokenizer(" ".join(WORDS)), "mistral").to_str())
-    content["model"]["vocab"] |= {f"unused {number}": number for number in range(300, 100_300)}
+    content["model"]["vocab"] |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"unused {number}": number for number in range(len(vocabulary), 100_300)}
     file = tmp_path / "tokenizer.json"
     write_json(file, content)
     given = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
@@ -232,4 +234,6 @@ def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path:
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert model.config.model_type == family and tokenizer.vocab_size > 100_000
+    assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS
     assert said == []
+    assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0", "4.57 warns of any family"
