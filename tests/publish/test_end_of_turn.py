@@ -66,13 +66,25 @@ def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int,
     assert bool(found.problem) is bool(problem) and problem in found.problem
 
 
-def chat_run(folder: Path, template: str, settings: dict[str, Any], *overrides: str, records: str = "messages") -> Run:
-    """A run from a base model's folder with its first checkpoint; its prepare stage's log is in `prepare.log`."""
-    model, tokenizer = folder / "model", with_post_processor(byte_tokenizer(" ".join(WORDS)), "mistral")
-    save(model, "qwen2", vocab_size=tokenizer.get_vocab_size())
+def chat_run(
+    folder: Path,
+    template: str,
+    settings: dict[str, Any],
+    *overrides: str,
+    records: str = "messages",
+    kind: str = "mistral",
+    in_config: list[int] | None = None,
+) -> Run:
+    """A run from a base model's folder with its first checkpoint.
+
+    in_config: the end tokens of its config.json, instead of those in its generation_config.json.
+    """
+    model, tokenizer = folder / "model", with_post_processor(byte_tokenizer(" ".join(WORDS)), kind)
+    save(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=in_config)
     save_tokenizer(model, tokenizer, template, **{"eos_token": "<|end|>", "bos_token": "<s>", **settings})
     write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
-    write_json(model / "generation_config.json", {"eos_token_id": [END], "temperature": 0.6, "pad_token_id": PAD})
+    ends = {} if in_config else {"eos_token_id": [END]}
+    write_json(model / "generation_config.json", {**ends, "temperature": 0.6, "pad_token_id": PAD})
     roles = ("user", "assistant")
     lines: list[Any] = [
         {"messages": [{"role": role, "content": f"{role} {number}"} for role in roles]} for number in range(40)
@@ -120,13 +132,11 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
 
 def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = chat_run(tmp_path, CHATML, {}, given)
+    run = chat_run(tmp_path, CHATML, {}, given, in_config=[END, PAD])
     export(run, tmp_path / "out", None, "fp32")
-    all_three = [CLOSE, IM_END, END]
-    assert ends_in(tmp_path / "out") == {
-        "config.json": all_three, "generation_config.json": all_three, "tokenizer": "</s>",
-    }  # fmt: skip
-    assert _of_run(run.path, "the model", None, 3)[2] == all_three
+    ends = [CLOSE, IM_END, END, PAD]
+    assert ends_in(tmp_path / "out") == {"config.json": ends, "generation_config.json": ends, "tokenizer": "</s>"}
+    assert _of_run(run.path, "the model", None, 3)[2] == ends
 
 
 def test_the_template_goes_on_to_write_the_token_that_it_wrote_in_training(tmp_path: Path) -> None:
@@ -184,9 +194,10 @@ def test_answers_that_nothing_closes_are_told(
 
 def test_pairs_end_with_the_token_of_the_config(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts")
-    said = export(run, tmp_path / "out", None, "fp32")
-    assert "<s>" in said and "add_special_tokens=False" in said, "trained without what the tokenizer adds"
+    run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
+    said = export(run, tmp_path / "out", None, "fp32").splitlines()
+    assert any("<s>" in line and "add_special_tokens=False" in line for line in said), "the training had none"
+    assert any("</s> behind a text" in line for line in said), "transformers ends a prompt"
     both = [CLOSE, END]
     assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "</s>"}
 
