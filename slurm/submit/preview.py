@@ -101,6 +101,6 @@ def print_resume(
             name = f"point {one.path.name} " if one is not changed else ""
             for stage in names:
                 work = stages.load(stage)
-                missing = work.missing(one)
-                say(f"{name}{stage:9} {f'done: {work.progress(one).words}' if missing is None else missing}")
+                words = "done" if work.missing(one) is None else "would run"
+                say(f"{name}{stage:9} {words}: {work.progress(one).words}".removesuffix(": -"))
     say("", *warnings(changed, executor), "nothing was written or submitted")

@@ -17,6 +17,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from slurm.query.capacity import check_capacity
 from slurm.query.causes import EARLY_S
 from slurm.query.site_variables import refuse_unready
 from slurm.submit.executor import Executor
@@ -47,7 +48,6 @@ def rehearse(config: Config, on_slurm: bool) -> Run:
 def check_jobs(run: Run) -> None:
     """Raise UserError if a job of the run, made or not, cannot be written, lacks something of this shell's, or asks for
     more than any node has."""
-    from slurm.query.capacity import check_capacity
     from slurm.submit.sbatch import parameters
 
     refuse_unready(run.config.site, os.environ)

@@ -113,7 +113,7 @@ def test_what_resume_refuses_is_refused_before_anything_is_recorded(
 def test_on_this_machine_stages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     shown = preview(run, "train.steps=40", slurm=False)
-    assert "train.steps: 30 → 40\n" in shown and "shard     done: " in shown and "of 40" in shown
+    assert "train.steps: 30 → 40\n" in shown and "shard     done: " in shown and "train     would run: 0/40" in shown
     assert "train's 2 processes" in shown and "#!/bin/bash" not in shown
     assert f"{run.code} would be replaced" in preview(run, slurm=False, update_code=True)
 
