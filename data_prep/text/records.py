@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -24,8 +25,9 @@ from jinja2 import TemplateError
 
 from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, read_json
+from pipeline.base.files import read_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
+from pipeline.config.hugging_face import inside, read_inside
 from pipeline.data.chat_template import (
     MARKS,
     ChatTemplate,
@@ -46,12 +48,12 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
     settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     source: Path | str = file if file.is_file() else settings
     try:
-        known, jinja = read_json(settings) if settings.is_file() else {}, None
+        known, jinja = read_inside(folder, settings.name), None
         if chat_template:
             jinja, source = read_template(Path(chat_template)), f"data.chat_template: {chat_template}"
-        elif file.is_file():
-            with open_regular(file) as stream:
-                jinja = stream.read().decode()
+        else:
+            with suppress(FileNotFoundError), inside(folder, file.name) as opened:
+                jinja = opened.read_bytes().decode()
         template, tokens = find_template(known, jinja)
         if template is None:
             raise UserError(

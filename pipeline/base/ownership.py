@@ -3,9 +3,10 @@
 A path proves nothing: between a check of the path and its use, whoever may write a folder above can put something else
 there. So files and folders are opened first, never through a link, and the descriptor is checked.
 
-Jobs run a run's `code/`, read the pickles that submitit leaves in `jobs/`, and their shells run the lines of
-`site.setup` in its config. Whoever could write there could do what we can. So everything that executes a run asks
-first: is it ours (root's is root's), and can nobody else write to it?
+Jobs run a run's `code/`, read the pickles that submitit leaves in `jobs/`, import the filter that `prepare` leaves in
+`data/`, and their shells run the lines of `site.setup` and `publish.run` in its config. Whoever could write there could
+do what we can. So everything that executes a run asks first: is it ours (root's is root's), and can nobody else write
+to it?
 What only reads (status, report, logs, verify) works on anybody's run, and with the code that was started.
 """
 
@@ -24,6 +25,8 @@ from pathlib import Path
 
 from pipeline.base.errors import Exit, UserError
 
+_PREPARED = ("prepare.json", "filter.py", "chat.json")
+"""What `prepare` leaves in the data folder and later stages execute: the filter, with its hash, and a chat template."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -57,6 +60,11 @@ def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
         jobs = top / "jobs"
         read = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
         yield from ((path, reachable) for path in (jobs, *jobs.glob("*/"), *read))
+        data = top / "data"
+        yield data, reachable
+        for path in (path for name in _PREPARED for path in (data / name, *data.glob(f"*/{name}"))):
+            yield path.parent, reachable  # of a mixture, each source has a folder of its own in `data`
+            yield path, reachable or data.is_symlink()
     yield home / "code", reachable
     for folder, names, files in os.walk(home / "code") if reachable else ():
         yield from ((Path(folder, name), True) for name in (*names, *files))
@@ -64,15 +72,27 @@ def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[Path]:
-    """Open the folder `path`; yield a path that leads to this very folder, even if `path` is renamed or replaced.
+    """Open the folder `path`; yield a path that leads to this very folder, as `held_open` does.
 
-    Errors that are raised in the block name `path` again. Raises UserError if `path` is a link or not a folder, does
-    not belong to us, or may be written by others.
+    Raises UserError if `path` is a link or not a folder, does not belong to us, or may be written by others.
     """
     fd = _open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with held_open(fd, path) as held:
+            _require_own(path, os.fstat(fd))
+            yield held
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def held_open(fd: int, path: Path) -> Iterator[Path]:
+    """Yield a path that leads to what is open as `fd`, even if `path`, by which it was opened, is renamed or replaced.
+
+    Errors that are raised in the block name `path` again.
+    """
     held = Path(f"/proc/self/fd/{fd}")
     try:
-        _require_own(path, os.fstat(fd))
         yield held
     except UserError as error:
         error.args = (str(error).replace(str(held), str(path)),)
@@ -82,8 +102,6 @@ def own_folder(path: Path) -> Iterator[Path]:
             if isinstance(found := getattr(error, name), str | os.PathLike):
                 setattr(error, name, os.fspath(found).replace(str(held), str(path), 1))
         raise
-    finally:
-        os.close(fd)
 
 
 def require_own_folder(path: Path) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pydantic import ValidationError
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular, parse, read_json, sha256_file, sha256_json
+from pipeline.base.ownership import held_open
 from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
@@ -133,8 +135,8 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
 def section_from(folder: Path) -> dict[str, Any]:
     """What the section `model` gets from the folder: all keys but those that are the user's. Raises FolderError."""
     try:
-        with open_regular(inside(folder, CONFIG)) as stream:
-            content = stream.read()
+        with inside(folder, CONFIG) as file:
+            content = file.read_bytes()
         ours = section_of(parse(content))
     except OSError as error:
         words = f"{folder / CONFIG}: cannot read it: {error.strerror}; name a folder with a model's files"
@@ -161,18 +163,40 @@ def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     return {"kind": "file", "path": str(given), "eos_token": end}
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder. Raises FolderError for a link that leads out of it, and for a pipe.
+@contextmanager
+def inside(folder: Path, name: str) -> Iterator[Path]:
+    """Open the file of this name in the folder; yield a path that leads to this very file (ownership.held_open).
 
-    In the Hub's cache links lead from `snapshots/COMMIT` to `blobs` beside it: there, out of the model's own folder.
+    Raises FileNotFoundError if there is none, and FolderError for a link that leads out of the folder, or for a pipe.
+    In the Hub's cache, links may lead from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
     """
-    root = Path(os.path.realpath(folder))
-    root = root.parents[1] if root.parent.name == "snapshots" else root
-    if not Path(os.path.realpath(folder / name)).is_relative_to(root):
-        raise FolderError(f"{folder / name} is a link that leads out of {root}: put the file itself in its place")
-    if (folder / name).exists() and not (folder / name).is_file():
-        raise FolderError(f"{folder / name} is no ordinary file: put one in its place")
-    return folder / name
+    path, root = folder / name, Path(os.path.realpath(folder))
+    cache = root.parents[1] if root.parent.name == "snapshots" else root
+    is_of_hub = cache.name.startswith("models--")
+    try:
+        stream = open_regular(path)
+    except (UserError, IsADirectoryError):
+        raise FolderError(f"{path} is no ordinary file: put one in its place") from None
+    with stream, held_open(stream.fileno(), path) as held:
+        opened = Path(os.readlink(held))
+        if not (opened.is_relative_to(root) or (is_of_hub and opened.is_relative_to(cache / "blobs"))):
+            around = cache if is_of_hub else root
+            raise FolderError(f"{path} is a link that leads out of {around}: put the file itself in its place")
+        yield held
+
+
+def read_inside(folder: Path, name: str) -> Any:
+    """Return the JSON value of a file in the folder; None if there is none. Raises FolderError as `inside` does."""
+    with suppress(FileNotFoundError), inside(folder, name) as file:
+        return parse(file.read_bytes())
+    return None
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    """Whether there is such a file. Raises FolderError as `inside` does."""
+    with suppress(FileNotFoundError), inside(folder, name):
+        return True
+    return False
 
 
 def section_of(theirs: Any) -> dict[str, Any]:
@@ -272,47 +296,51 @@ def config_json(
 
 def pieces(folder: Path) -> list[str]:
     """The names of the files with the weights. Raises FolderError where none is there, or one is missing or outside."""
-    if (folder / INDEX).exists():
-        index = read_json(inside(folder, INDEX))
+    if _is_there(folder, INDEX):
+        index = read_inside(folder, INDEX)
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
             raise FolderError(f"{folder / INDEX} has no weight_map from tensors to files")
         names = sorted(set(table.values()))
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
             raise FolderError(f"{folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder")
-    elif (folder / WHOLE).exists():
+    elif _is_there(folder, WHOLE):
         names = [WHOLE]
     else:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
         raise FolderError(f"{folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
-    if missing := [name for name in names if not inside(folder, name).is_file()]:
+    if missing := [name for name in names if not _is_there(folder, name)]:
         raise FolderError(f"{folder / missing[0]} is missing: fetch the folder again")
     return names
 
 
 def along(folder: Path) -> dict[str, str]:
     """The texts of the files in the folder that go with its tokenizer, by name. Raises FolderError."""
-    return {name: inside(folder, name).read_text("utf-8", "replace") for name in ALONG if (folder / name).is_file()}
+    texts = {}
+    for name in ALONG:
+        with suppress(FileNotFoundError), inside(folder, name) as file:
+            texts[name] = file.read_text("utf-8", "replace")
+    return texts
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
     """What config.json says of the tokens that begin, end and fill up a text."""
-    values = read_json(folder / CONFIG)
+    values = read_inside(folder, CONFIG) or {}
     return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in values}
 
 
 def _end_token(folder: Path) -> str:
     """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
-    place, file = f"{folder / TOKENIZER}", inside(folder, "tokenizer_config.json")
-    if not inside(folder, TOKENIZER).is_file():
+    place = f"{folder / TOKENIZER}"
+    if not _is_there(folder, TOKENIZER):
         raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
-    known = read_json(file) if file.is_file() else None
+    known = read_inside(folder, "tokenizer_config.json")
     end = known.get("eos_token") if isinstance(known, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     wanted = None
     if end is None:
-        ids, content = read_json(folder / CONFIG).get("eos_token_id"), read_json(folder / TOKENIZER)
+        ids, content = (read_inside(folder, CONFIG) or {}).get("eos_token_id"), read_inside(folder, TOKENIZER)
         wanted = ids[0] if isinstance(ids, list) and ids else ids
         added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
         end = next((token.get("content") for token in added if token.get("id") == wanted), None)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type, flock, open_lock, replacing
+from pipeline.base.ownership import require_own_folder
 from pipeline.data.manifest import SampleFile, ShardEntry
 from pipeline.data.samples import MappedDataset
 
@@ -142,12 +143,11 @@ def _name(entry: ShardEntry | SampleFile) -> str:
 
 
 def _joined(folder: Path) -> int:
-    """A shared lock on a folder that is there: its descriptor. Raises OSError where it is not ours."""
+    """A shared lock on a folder that is there: its descriptor. Raises UserError where it is not ours."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # who left last removed it just now
-            if folder.lstat().st_uid != os.geteuid():
-                raise PermissionError(f"{folder} is somebody else's")
+            require_own_folder(folder)
             users = open_lock(folder / "users")
             flock(users, fcntl.LOCK_SH)
             with suppress(FileNotFoundError):

@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import parse, read_json
+from pipeline.base.files import parse, read_json, reading
 from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, section_from
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, read_inside, section_from
 from pipeline.config.sections import ModelConfig
 from pipeline.data.chat_template import ChatTemplate, find_template
 from pipeline.data.check import manifest_of
@@ -140,14 +140,15 @@ def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Rea
     if step is not None:
         raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = ModelConfig(**section_from(folder))
-    tokenizer = load_tokenizer(inside(folder, TOKENIZER))
+    with reading(str(folder / TOKENIZER)), inside(folder, TOKENIZER) as file:
+        tokenizer = load_tokenizer(file)
     begin = added_tokens(tokenizer)[0]
     ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(along(folder), f"{folder}"))
     model = _decoder(config, config.vocab_size or 0, ids, most)
-    held = {name: held_by(folder / name) for name in pieces(folder)}
+    held = {name: held_by(folder, name) for name in pieces(folder)}
     source = fitting(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
     source.fill(_made(model, config).named_weights())
-    return model, tokenizer, [*_ends(read_json(folder / CONFIG), along(folder)), *turn_ends], ids
+    return model, tokenizer, [*_ends(read_inside(folder, CONFIG), along(folder)), *turn_ends], ids
 
 
 def _encoded(

@@ -27,7 +27,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.comm.groups import agree
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, pieces, stamp, token_ids
+from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
 from pipeline.model.decoder import HEAD, local, own_slices
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
@@ -55,7 +55,7 @@ class OpenWeights:
         for name, parameter in weights:
             part = local(parameter)
             if part.numel():
-                with safe_open(self.folder / self.files[name], framework="pt") as file:
+                with inside(self.folder, self.files[name]) as path, safe_open(path, framework="pt") as file:
                     part.copy_(file.get_slice(name)[own_slices(parameter)])
 
 
@@ -72,12 +72,12 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
     def digest_of(name: str) -> str:
-        with reading(str(folder / name)):
-            return sha256_file(folder / name)
+        with reading(str(folder / name)), inside(folder, name) as file:
+            return sha256_file(file)
 
     def look() -> dict[str, Held]:
-        with reading(str(folder / CONFIG)):
-            if sha256_file(folder / CONFIG) != model.init_sha256:
+        with reading(str(folder / CONFIG)), inside(folder, CONFIG) as file:
+            if sha256_file(file) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
         names = pieces(folder)[rank::ranks]
         if model.init_files not in (None, stamp(folder)):
@@ -85,7 +85,7 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
                 f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
                 "a new run"
             )
-        return {name: held_by(folder / name) for name in names}
+        return {name: held_by(folder, name) for name in names}
 
     seen = {name: found for part in agree(group, look) for name, found in part.items()}
     whole = dict(task.weights(task.build(range(model.layers))))
@@ -109,10 +109,11 @@ def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     write_json(run.path / SOURCE, seal({"folder": str(folder), "files": files, **kept}))
 
 
-def held_by(file: Path) -> Held:
+def held_by(folder: Path, file_name: str) -> Held:
     """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
+    file = folder / file_name
     try:
-        with reading(str(file)), safe_open(file, framework="pt") as content:
+        with reading(str(file)), inside(folder, file_name) as path, safe_open(path, framework="pt") as content:
             names = content.keys()
             slices = {name: content.get_slice(name) for name in names}
             return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}

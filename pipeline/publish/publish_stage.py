@@ -44,6 +44,7 @@ from pipeline.base.files import (
     write_atomic,
     write_json,
 )
+from pipeline.base.ownership import own_folder
 from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.saved import newest_step, read_manifest, step_name
@@ -111,8 +112,8 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     for key, what in _further(run, step).items():
         if key == "registered":
             _register(run, version, step)
-        elif code := subprocess.run(["bash", "-c", str(wanted.run)], cwd=version, check=False).returncode:
-            raise UserError(f"publish.run ended with code {code} in {version}, which is published: {wanted.run}")
+        else:
+            _run_command(str(wanted.run), version)
         write_json(run.path / _DONE, {**_object(run.path / _DONE), key: what})
     if _changed_file(run, step) is not None:  # by publish.run
         _compare_hashes(version)
@@ -160,6 +161,14 @@ def _make(run: Run, step: int, version: Path) -> None:
             ) from None
         _compare_hashes(version)
         print(f"{version} was published by another run in the meantime, with the same weights", flush=True)
+
+
+def _run_command(shell: str, version: Path) -> None:
+    """Run `publish.run` in the published folder, which must be our own: the command may execute what is in it."""
+    with own_folder(version) as held:
+        code = subprocess.run(["bash", "-c", shell], cwd=held, check=False).returncode
+    if code:
+        raise UserError(f"publish.run ended with code {code} in {version}, which is published: {shell}")
 
 
 def _lacking(run: Run, step: int) -> str | None:

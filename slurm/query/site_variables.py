@@ -75,16 +75,19 @@ def refuse_unready(site: SiteConfig, env: Mapping[str, str]) -> None:
 def secrets_lines(site: SiteConfig) -> list[str]:
     """Shell that runs `site.secrets` and exports what it sets; it ends the job where the file is not its user's alone.
 
-    :func:`refuse_unready` looked before, but the job may start days later.
+    :func:`refuse_unready` looked before, but the job may start days later. The file is opened once: what is checked
+    is what is run, whatever the path leads to meanwhile.
     """
     if site.secrets is None:
         return []
     path = site.secrets.expanduser()
     quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_refusal(path)}")
     return [
-        f"[[ -f {quoted} && -O {quoted} && $(stat -Lc %a {quoted}) == [46]00 ]] || "
+        f"{{ [[ -f {quoted} ]] && exec {{secrets}}< {quoted} && "
+        # our own, an ordinary file (81..), mode 0600 or 0400
+        """[[ $(stat -Lc '%u %f' "/proc/self/fd/$secrets") == "$EUID 81"[08]0 ]]; } || """
         f"{{ echo {words} >&2; exit {int(Exit.USER_ERROR)}; }}",
-        f"set -a; . {quoted}; set +a",
+        'set -a; . "/proc/self/fd/$secrets"; set +a; exec {secrets}<&-',
     ]
 
 

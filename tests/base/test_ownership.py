@@ -95,10 +95,17 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
     only_read(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["config.yaml", "changes.jsonl", "jobs/train/1_submitted.pkl"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "config.yaml", "changes.jsonl", "jobs/train/1_submitted.pkl", "data/filter.py", "data/prepare.json",
+        "data/chat.json", "data/code/filter.py", "data/code/prepare.json", "data",
+    ],
+)  # fmt: skip
 def test_a_single_file_of_somebody_elses_in_our_run_is_refused(tmp_path: Path, place: str) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     run.stage_folder("train")
+    (run.data / "code").mkdir()  # of a source of a mixture
     (run.path / place).touch()
     run.refuse_foreign()
     if os.geteuid() != 0:
@@ -129,6 +136,10 @@ PLACES: dict[str, Callable[[Run], Path]] = {
     "a job's script": lambda run: run.stage_folder("train") / "submission_file_1.sh",
     "the config, whose lines each job's shell runs": lambda run: run.config_file,
     "its changes": lambda run: run.changes,
+    "its data": lambda run: run.data,
+    "the filter that prepare copied": lambda run: run.data / "filter.py",
+    "what prepare fixed": lambda run: run.data / "prepare.json",
+    "the chat template": lambda run: run.data / "chat.json",
 }
 
 

@@ -13,7 +13,7 @@ import transformers
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
-from pipeline.config.hugging_face import config_json, section_of
+from pipeline.config.hugging_face import FolderError, along, config_json, inside, section_from, section_of
 from pipeline.config.read import ConfigError, dump_config, load_config, point_configs
 from pipeline.config.sections import ModelConfig
 
@@ -296,6 +296,66 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
             load_config(file)
         (folder / name).unlink()
         (cache / "blobs" / name).rename(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("place", "target", "is_allowed"),
+    [
+        ("models--a--b/snapshots/0a1b", "models--a--b/blobs/f00d", True),
+        ("models--a--b/snapshots/0a1b", "models--a--b/snapshots/0a1b/other.json", True),
+        ("models--a--b/snapshots/0a1b", "models--a--b/refs/main", False),
+        ("models--a--b/snapshots/0a1b", "models--a--b/snapshots/other/config.json", False),
+        ("models--a--b/snapshots/0a1b", "models--a--c/blobs/f00d", False),
+        ("project/snapshots/0a1b", "project/private.json", False),
+        ("project/snapshots/0a1b", "project/blobs/f00d", False),
+        ("project/0a1b", "project/blobs/f00d", False),
+    ],
+)
+def test_links_below_snapshots_lead_to_the_blobs_of_a_cache_of_the_hub_only(
+    tmp_path: Path, place: str, target: str, is_allowed: bool
+) -> None:
+    for path in (tmp_path / place, (tmp_path / target).parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    folder, file = folder_with(tmp_path / place), tmp_path / target
+    file.parent.mkdir(exist_ok=True)
+    (folder / "config.json").rename(file)
+    (folder / "config.json").symlink_to(file)
+    if is_allowed:
+        assert section_from(folder)["dim"] == 32
+    else:
+        with pytest.raises(FolderError, match=r"config\.json is a link that leads out of"):
+            section_from(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_what_belongs_to_a_tokenizer_is_no_link_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path / "open")
+    (folder / name).write_text("theirs")
+    assert along(folder)[name] == "theirs"
+    (folder / name).unlink()
+    (tmp_path / "secret").write_text("mine")
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(FolderError, match=f"{name} is a link that leads out of {folder}"):
+        along(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(FolderError, match=f"{name} is no ordinary file"):
+        along(folder)
+
+
+def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced by a link behind the check: the file that was opened is read."""
+    (tmp_path / "secret").write_text('{"model_type": "mine"}')
+    folder, original = folder_with(tmp_path / "open"), os.path.realpath
+    with inside(folder, "config.json") as file:
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to(tmp_path / "secret")
+        assert json.loads(file.read_text())["model_type"] != "mine"
+    monkeypatch.setattr(
+        os.path, "realpath", lambda path: str(folder) if str(path).startswith(str(folder)) else original(path)
+    )
+    with pytest.raises(FolderError, match="leads out of"):
+        section_from(folder)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_whatever_fails_is_told_once_and_nothing_stays(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with copies(dataset, tmp_path / "shared", disk, told):
         until(lambda: bool(told))
-    assert "somebody else's" in told[0]["error"]
+    assert "belongs to" in told[0]["error"]
 
 
 def test_closing_in_the_middle_of_a_file_leaves_nothing(

@@ -284,6 +284,15 @@ def test_what_a_template_cannot_tell_is_refused_in_words(tmp_path: Path) -> None
     assert json.loads(chat_json(named, "<|im_end|>"))["template"] == "a"
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_is_no_link_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    tokenizer = folder_of(tmp_path / "open", in_file=True)
+    (tmp_path / "open" / name).rename(tmp_path / "secret")
+    (tmp_path / "open" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=f"{name} is a link that leads out of {tmp_path}/open"):
+        chat_json(tokenizer, "<|im_end|>")
+
+
 def test_files_and_tokenizers_that_hold_no_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"a.txt: no supported ending; there are .jsonl, .jsonl.gz, .jsonl.zst"):

@@ -30,6 +30,7 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
 from pipeline.publish.card import escape_markdown, write_card
 from pipeline.run.directory import Run
+from tests.support.needs import lacking
 from tests.support.ranks import PORTS, place, run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
 
@@ -260,6 +261,26 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
     assert [each.name for each in server.search_registered_models()] == ["tiny", "tiny-model"]
     with pytest.raises(ConfigError, match=r"publish.mlflow.uri: .*write http"):
         wanted(mlflow={"uri": "http://me:secret@host"})
+
+
+@pytest.mark.parametrize("whose", ["not ours", "others may write it"])
+def test_the_command_is_not_run_in_a_folder_that_others_could_have_filled(
+    wanted: Any, tmp_path: Path, whose: str
+) -> None:
+    """It may execute what is there: its working directory is the published folder."""
+    run, version = wanted(run=f"touch {tmp_path}/executed; exit 1"), tmp_path / "models/tiny/step-00000003"
+    with pytest.raises(UserError, match=r"publish\.run ended with code 1"):
+        publish(run)
+    (tmp_path / "executed").unlink()
+    if whose == "not ours":
+        if os.geteuid() != 0:
+            lacking("giving a folder to somebody else needs root")
+        os.chown(version, 1234, 1234)
+    else:
+        version.chmod(0o775)
+    with pytest.raises(UserError, match=rf"{version} .*(belongs to uid 1234|may be written by others)"):
+        publish(run)
+    assert not (tmp_path / "executed").exists() and publish_stage.missing(run) is not None
 
 
 def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:

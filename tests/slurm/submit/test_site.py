@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -433,6 +434,44 @@ def test_a_job_runs_the_secrets_and_its_script_has_none(tmp_path: Path, secrets:
     secrets.chmod(0o640)
     done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
     assert (done.returncode, done.stdout) == (2, "") and f"chmod 600 {secrets}" in done.stderr
+
+
+def test_a_job_runs_the_secrets_that_it_checked(tmp_path: Path, secrets: Path) -> None:
+    """Whoever may write the folder above can replace the file at any moment: here behind the check."""
+    text = site_script(tmp_path, {"secrets": str(secrets)})
+    (tmp_path / "theirs").write_text("WANDB_API_KEY=theirs\n")
+    (tool := tmp_path / "bin/stat").parent.mkdir()
+    tool.write_text(f'#!/bin/sh\n{shutil.which("stat")} "$@"\nmv {tmp_path}/theirs "{secrets}" 2>/dev/null\n:\n')
+    tool.chmod(0o755)
+    setup = text[text.index("# setup") : text.index("# command")]
+    shell = ["bash", "-c", f"PATH={tmp_path}/bin:$PATH\n{setup}\nenv -0"]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=10)
+    assert "WANDB_API_KEY=hunter2 $x\0" in done.stdout and done.returncode == 0, done.stderr
+    assert secrets.read_text() == "WANDB_API_KEY=theirs\n", "it was replaced"
+
+
+@pytest.mark.parametrize("what", ["none", "a folder", "a pipe", "not ours", "others can read", "others can write"])
+def test_a_job_ends_where_the_secrets_are_not_ours_alone(tmp_path: Path, secrets: Path, what: str) -> None:
+    text = site_script(tmp_path, {"secrets": str(secrets)})
+    setup = text[text.index("# setup") : text.index("# command")]
+    if what in ("none", "a folder", "a pipe"):
+        secrets.unlink()
+    if what == "a folder":
+        secrets.mkdir(mode=0o700)
+    elif what == "a pipe":
+        os.mkfifo(secrets, 0o600)
+    elif what == "not ours":
+        os.chown(secrets, 1234, 1234)
+    elif what.startswith("others"):
+        secrets.chmod(0o604 if what == "others can read" else 0o602)
+    done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stdout) == (2, "") and f"chmod 600 {secrets}" in done.stderr
+    if what.startswith("others"):  # a link to a file of our own will do, and so will one that nobody can write
+        secrets.chmod(0o400)
+        secrets.rename(tmp_path / "moved")
+        secrets.symlink_to(tmp_path / "moved")
+        done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+        assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
 
 
 def test_secrets_that_others_can_read_are_refused(tmp_path: Path, secrets: Path) -> None:
