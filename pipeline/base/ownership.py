@@ -183,15 +183,17 @@ def own_folders_shell(folders: Iterable[str]) -> str:
     """
     return f"""\
 # others may have replaced the run while the job waited: what it executes must still be your own
-closed=
-for folder in {" ".join(folders)}; do
-  found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
-  if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
-    echo "error: $folder must be a folder of your own that others cannot write: nothing in it was run" >&2
-    exit {int(Exit.USER_ERROR)}
-  fi
-  closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
-done"""
+( # in a subshell: its variables are not yours
+  closed=
+  for folder in {" ".join(folders)}; do
+    found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
+    if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
+      echo "error: $folder must be a folder of your own that others cannot write: nothing in it was run" >&2
+      exit {int(Exit.USER_ERROR)}
+    fi
+    closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
+  done
+) || exit"""
 
 
 def _open(path: Path, flags: int) -> int:

@@ -83,11 +83,11 @@ def secrets_lines(site: SiteConfig) -> list[str]:
     path = site.secrets.expanduser()
     quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_refusal(path)}")
     return [
-        f"{{ [[ -f {quoted} ]] && exec {{secrets}}< {quoted} && "
+        f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
         # our own, an ordinary file (81..), mode 0600 or 0400
-        """[[ $(stat -Lc '%u %f' "/proc/self/fd/$secrets") == "$EUID 81"[08]0 ]]; } || """
+        """[[ $(stat -Lc '%u %f' "/proc/self/fd/$sluice_fd") == "$EUID 81"[08]0 ]]; } || """
         f"{{ echo {words} >&2; exit {int(Exit.USER_ERROR)}; }}",
-        'set -a; . "/proc/self/fd/$secrets"; set +a; exec {secrets}<&-',
+        'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',
     ]
 
 

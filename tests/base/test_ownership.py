@@ -347,11 +347,13 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 )
 def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, change: str, sharing: str) -> None:
     """The script that Slurm keeps looks, since what it starts would be theirs."""
-    (python := tmp_path / "python3").write_text(f"#!/bin/sh\necho started $PYTHONPATH > {tmp_path}/started\n")
+    started = "echo $PYTHONPATH $closed $folder $found"
+    (python := tmp_path / "python3").write_text(f"#!/bin/sh\n{started} > {tmp_path}/started\n")
     python.chmod(0o755)
     (tmp_path / "my runs").mkdir()
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={tmp_path}/my runs", f"run.sharing={sharing}"]))
-    config = run.config.model_copy(update={"site": run.config.site.model_copy(update={"python": python})})
+    site = {"python": python, "setup": ["export closed=mine folder=mine found=mine"]}
+    config = run.config.model_copy(update={"site": run.config.site.model_copy(update=site)})
     job = script(run, config, "train")
     alter, place = CHANGES[change]
     alter(run.path / place)
@@ -361,7 +363,8 @@ def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, chang
     if not is_harmless:
         assert done.returncode == Exit.USER_ERROR and str(run.path / place) in done.stderr
     else:
-        assert done.returncode == 0 and not done.stderr and str(run.code) in (tmp_path / "started").read_text()
+        assert done.returncode == 0 and not done.stderr
+        assert re.search(rf"{run.code}\S* mine mine mine$", (tmp_path / "started").read_text().rstrip())
 
 
 def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:

@@ -430,6 +430,8 @@ def secrets(tmp_path: Path) -> Path:
 def test_a_job_runs_the_secrets_and_its_script_has_none(tmp_path: Path, secrets: Path) -> None:
     text = site_script(tmp_path, {"secrets": str(secrets), "setup": ["export AFTER=$WANDB_API_KEY"]})
     assert "hunter2" not in text and exported(text)["AFTER"] == exported(text)["WANDB_API_KEY"] == "hunter2 $x"
+    secrets.write_text("secrets=1\n")
+    assert exported(text)["secrets"] == "1" and "sluice_fd" not in exported(text)
     setup = text[text.index("# setup") : text.index("# command")]
     secrets.chmod(0o640)
     done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
