@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from data_prep.inputs.listing import PYTHON_STDLIB, endings_of, find_inputs, named_files
+from data_prep.inputs.listing import PYTHON_STDLIB, find_inputs, named_files
 from data_prep.inputs.lustre import stripe
 from data_prep.inputs.sources import Input
 from pipeline.base.command import command
@@ -228,13 +228,13 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return self.named()
 
     def named(self) -> list[str]:
-        """The files that the config names, by names alone; the library's own are left out.
+        """The files that the config names, as `named_files` finds them; the library's own are left out.
 
         Raises UserError where there are none.
         """
         named = [source for source in self.data.sources if source != PYTHON_STDLIB]
         asked = self.data.model_copy(update={"source": named})
-        return [path for path, _ in named_files(asked, self.endings or endings_of(asked))]
+        return [path for path, _ in named_files(asked, self.endings)]
 
     @property
     def fixed(self) -> str:

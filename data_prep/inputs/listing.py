@@ -10,9 +10,15 @@ import glob
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from data_prep.inputs.sources import ENDINGS, JSON_LINES, LONGEST, Input
+from data_prep.inputs import objects
+from data_prep.inputs.compression import COMPRESSION_ENDINGS, COMPRESSIONS
+from data_prep.inputs.content import CONVERSIONS, is_mds, seems
+from data_prep.inputs.objects import Rejected, read_objects
+from data_prep.inputs.sources import ENDINGS, FORMATS, Input, compressed, value_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, reading
 from pipeline.config.datasets import DataConfig
@@ -21,6 +27,7 @@ PYTHON_STDLIB = "python-stdlib"
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 """What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
+Answer = TypeVar("Answer")
 _DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
 
 
@@ -28,18 +35,19 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
     """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
 
     `formats`: the endings that may stand there and what they are; without it, those of texts.
-    A file that two items name counts once, at its first place. Raises UserError naming the item for a glob
-    without a match, and naming the file for an ending that no format has, a file that cannot be read, or a text that is
-    too long for one document.
+    A file that two items name counts once, at its first place. Raises UserError as `named_files` does, and naming the
+    file for one that cannot be read, or a text that is too long for one document.
     """
     found: dict[str, Input] = {}
-    for path, file_format in named_files(data, formats or endings_of(data)):
+    for path, file_format in named_files(data, formats):
         with reading(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        if file_format == "text" and seen.st_size > LONGEST:
-            out = f"{LONGEST:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
+        if file_format == "text" and seen.st_size > objects.LONGEST:
+            out = (
+                f"{objects.LONGEST:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
+            )
             raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())
@@ -56,29 +64,195 @@ def beside(path: str) -> list[list[str | int]]:
     return [*map(stamp, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
 
 
-def endings_of(data: DataConfig) -> Mapping[str, str]:
-    """The endings that files of documents may have, and their formats: all, or those of lines that hold records."""
-    return ENDINGS if data.records == "text" else {end: kind for end, kind in ENDINGS.items() if kind in JSON_LINES}
+def named_files(data: DataConfig, formats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """Path and format of each file that the config names, sorted by path within each item of `data.source`.
 
+    formats: the endings that files may have, and their formats; None: those of documents. Names tell. Of files of
+    documents these are opened: those whose name tells nothing, if a glob matches them or a folder has no others; and in
+    folders JSON, CSV and TSV, which may be about the data: they are taken if they have the field of `data.text_field`.
 
-def named_files(data: DataConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Path and format of each file that the config names, by names alone. Raises UserError as `find_inputs` does."""
+    Raises UserError, with what the files seem to be, for an item without a file, and for files of no known format.
+    """
+    documents = _Documents(data) if formats is None else None
     for source in data.sources:
         if source == PYTHON_STDLIB:
-            paths = _stdlib_files(sysconfig.get_path("stdlib"))
+            yield from ((path, "text") for path in _stdlib_files(sysconfig.get_path("stdlib")))
+            continue
+        pattern = os.path.expanduser(source)
+        endings = documents.endings if documents else formats or {}
+        if os.path.isdir(pattern):
+            found, others = _in_folder(pattern, documents, endings)
         else:
-            pattern = os.path.expanduser(source)
-            if os.path.isdir(pattern):
-                matches = files_in(pattern, formats)
-            else:
-                matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-                matches = [path for path in matches if not os.path.isdir(path)]
-            paths = sorted(map(os.path.abspath, matches))
-            if not paths:
-                _check_listable(source, pattern)
-                others = f", or {PYTHON_STDLIB}" if formats is ENDINGS else ""
-                raise UserError(f"data.source: {source!r} matches no file; name {', '.join(formats)} files{others}")
-        yield from ((path, "text" if source == PYTHON_STDLIB else _format(path, data, formats)) for path in paths)
+            matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            found, others = _of_glob(_absolute(one for one in matches if not os.path.isdir(one)), documents, endings)
+        if others or not found:
+            raise _unrecognised(source, pattern, others, documents, endings)
+        yield from sorted(found.items())
+
+
+class _Documents:
+    """Which files hold documents, by their names and what is in them."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.data = data
+        kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
+        self.endings = {end: kind for end, kind in ENDINGS.items() if kinds is None or FORMATS[kind].kind in kinds}
+        self.kinds = {FORMATS[kind].kind for kind in self.endings.values()}
+        self.fields = _FIELDS.get(data.records, (data.text_field,))
+
+    def by_name(self, path: str) -> str | None:
+        """Return the format of a file by its name, or by `data.format`; None if the name tells nothing."""
+        kind = self.data.format
+        if kind is None:
+            found = _by_ending(path, self.endings)
+        else:
+            packed = next((ending for ending in COMPRESSIONS if path.endswith(ending)), "")
+            found = compressed(kind, packed) if packed and compressed(kind, packed) in FORMATS else kind
+        return found and self._lines(found)
+
+    def _lines(self, found: str) -> str:
+        is_text = FORMATS[found].kind == "text" and self.data.text_documents == "line"
+        return f"lines{found.removeprefix('text')}" if is_text else found
+
+    def by_content(self, path: str) -> str | None:
+        """Return the format of a file by its content, None if it is not clear that documents are in it."""
+        found = seems(path)
+        kind = _BY_CONTENT.get(found.kind)
+        if kind not in self.kinds:
+            return None
+        if found.compression is None or kind == "tar":
+            return kind
+        packed = compressed(kind, COMPRESSION_ENDINGS[found.compression])
+        return packed if packed in FORMATS else None
+
+    def why_not(self, path: str, file_format: str) -> str | None:
+        """Return why a file of objects has no documents by its first record, None if it has some."""
+        kind = FORMATS[file_format].kind
+        try:
+            with reading(path):
+                records = read_objects(path, 0, os.path.getsize(path), kind, self.fields[0])
+                first = next((one.found for one in records if one.found is not None), None)
+            if isinstance(first, Exception):
+                return str(first)
+            if first is None:
+                return None if kind in ("csv", "tsv") else "no object in it"  # a header is all right
+            if not any(field in first for field in self.fields):
+                value_in(first, self.fields[0])
+        except (UserError, Rejected) as error:
+            return str(error).removeprefix(f"{path}: ")
+        return None
+
+
+_FIELDS = {"prompts": ("prompt",), "messages": ("messages", "conversations")}
+_BY_CONTENT = {"JSON Lines": "jsonl", "JSON": "json", "Parquet": "parquet", "Arrow": "arrow", "tar": "tar"}
+_MOST_NAMED = 20
+"""Files that a message lists, and so many files of a folder are opened to see whether there is anything in it."""
+_AT_ONCE = 16  # files that are opened: on a parallel file system one takes milliseconds
+Found = tuple[dict[str, str], dict[str, str]]
+"""The formats of files by path, and of files that are not taken what they seem to be."""
+
+
+def _in_folder(folder: str, documents: _Documents | None, endings: Mapping[str, str]) -> Found:
+    """The files of a folder; if none is taken, the first of them."""
+    if documents is None:
+        found = {path: _by_ending(path, endings) or "" for path in _absolute(files_in(folder, endings))}
+        return found, {}
+    if documents.data.format is not None:
+        kind = documents.data.format
+        own = [ending for ending, known in ENDINGS.items() if FORMATS[known].kind == kind]
+        paths = _absolute(files_in(folder, own) or files_in(folder, [""]))
+        return {path: documents.by_name(path) or "" for path in paths}, {}
+    named = {path: documents.by_name(path) or "" for path in _absolute(files_in(folder, documents.endings))}
+    doubtful = [path for path, known in named.items() if FORMATS[known].kind in ("json", "csv", "tsv")]
+    reasons = _each(lambda path: documents.why_not(path, named[path]), doubtful)
+    left_out = {path: reason for path, reason in reasons.items() if reason}
+    if taken := {path: known for path, known in named.items() if path not in left_out}:
+        return taken, {}
+    paths = sorted({*_absolute(files_in(folder, [""]))} - {*named})
+    known = _each(documents.by_content, paths[:_MOST_NAMED])
+    if any(known.values()):
+        known |= _each(documents.by_content, paths[_MOST_NAMED:])
+    taken = {path: kind for path, kind in known.items() if kind}
+    return taken, ({} if taken else {path: left_out.get(path, "") for path in sorted({*paths, *left_out})})
+
+
+def _of_glob(paths: Sequence[str], documents: _Documents | None, endings: Mapping[str, str]) -> Found:
+    """The files that a glob matches; all of them should be taken."""
+    if documents is None:
+        named = {path: _by_ending(path, endings) for path in paths}
+    else:
+        named = {path: documents.by_name(path) for path in paths}
+        unknown = [path for path, kind in named.items() if kind is None]
+        named |= dict.fromkeys(filter(is_mds, paths))
+        for path, kind in _each(documents.by_content, unknown).items():
+            named[path] = kind or ("jsonl" if seems(path).kind == "empty" and len(paths) > 1 else None)
+    return {path: kind for path, kind in named.items() if kind}, {path: "" for path, kind in named.items() if not kind}
+
+
+def _absolute(paths: Iterable[str]) -> list[str]:
+    return sorted(map(os.path.abspath, paths))
+
+
+def _each(function: Callable[[str], Answer], paths: Sequence[str]) -> dict[str, Answer]:
+    """The answers for files that are opened, several at once."""
+    if len(paths) < 2:
+        return {path: function(path) for path in paths}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(paths, pool.map(function, paths), strict=True))
+
+
+def _by_ending(path: str, endings: Mapping[str, str]) -> str | None:
+    return next((kind for ending, kind in endings.items() if path.endswith(ending)), None)
+
+
+def _unrecognised(
+    source: str, pattern: str, others: Mapping[str, str], documents: _Documents | None, endings: Mapping[str, str]
+) -> UserError:
+    """The error for an item of data.source that names no file, or files of no known format (`others`, and why)."""
+    plain = ", ".join(end for end in endings if not end.endswith((*COMPRESSIONS,)))
+    wanted, folder = f"name {plain} files", pattern
+    if documents:
+        wanted += f" (also compressed: {', '.join(COMPRESSIONS)})"
+    if documents and documents.data.records == "text":
+        wanted += f", or {PYTHON_STDLIB}"
+    if others:
+        several = len(others) != 1
+        what = f": {len(others):,} file{'s have' if several else ' has'} no supported ending, or no documents; {wanted}"
+        listed = "What is there:"
+    else:
+        _check_listable(source, pattern)
+        what = f" matches no file; {wanted}"
+        is_glob = glob.has_magic(pattern) and not os.path.isdir(pattern)
+        folder = (_fixed(pattern) if is_glob or os.path.isdir(pattern) else os.path.dirname(pattern)) or os.curdir
+        if os.path.isdir(folder):
+            there = sorted(one.path for one in os.scandir(folder) if not one.is_dir())
+            others = {path: "" for path in there if not os.path.basename(path).startswith(".")}
+            listed = f"The folder {folder} has:" if others else f"The folder {folder} has no files."
+        else:
+            listed = f"There is no folder {folder}."
+    shown = sorted(others)[:_MOST_NAMED]
+    kinds = _each(seems, shown)
+    rows = [
+        f"  {os.path.relpath(path, folder) if os.path.isdir(folder) else path}: {kinds[path]}"
+        + (f": {others[path]}" if others[path] else "")
+        for path in shown
+    ]
+    if len(others) > len(shown):
+        rows.append(f"  … and {len(others) - len(shown):,} more")
+    unread = dict.fromkeys(one.kind for one in kinds.values() if one.kind in CONVERSIONS)
+    rows += [f"To convert {kind}: {CONVERSIONS[kind]}" for kind in unread]
+    if documents and documents.data.records != "text":
+        rows.append(f"data.records: {documents.data.records} is read from objects of JSON.")
+    elif documents and any(one.kind == "text" for one in kinds.values()):
+        rows.append("To read files of other names as text set data.format: text.")
+    return UserError("\n".join([f"data.source: {source!r}{what}", listed, *rows]))
+
+
+def _fixed(pattern: str) -> str:
+    """The beginning of a glob that is a path."""
+    while glob.has_magic(pattern):
+        pattern = os.path.dirname(pattern)
+    return pattern
 
 
 def _check_listable(source: str, pattern: str) -> None:
@@ -86,9 +260,7 @@ def _check_listable(source: str, pattern: str) -> None:
 
     `pattern`: the item as a path, or as a glob, of which the fixed beginning is checked.
     """
-    fixed = pattern
-    while glob.has_magic(fixed):
-        fixed = os.path.dirname(fixed)
+    fixed = _fixed(pattern)
     try:
         os.listdir(fixed or os.curdir)
     except PermissionError as error:
@@ -155,10 +327,3 @@ def _stdlib_files(root: str) -> list[str]:
     if not paths:
         raise UserError(f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")
     return [os.path.join(root, path) for path in sorted(paths)]
-
-
-def _format(path: str, data: DataConfig, formats: Mapping[str, str]) -> str:
-    for ending, file_format in formats.items():
-        if path.endswith(ending):
-            return "lines" if file_format == "text" and data.text_documents == "line" else file_format
-    raise UserError(f"data.source: {path}: no supported ending; there are {', '.join(formats)}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tarfile import HeaderError, ReadError
 from typing import Any, cast
 
+from data_prep.inputs.compression import open_decompressed
 from pipeline.base.errors import UserError
 
 MOST_PACKED = 1 << 14
@@ -97,7 +98,7 @@ def tar_members(path: str, endings: tuple[str, ...], most: int = _LARGEST) -> It
     """Name and content of each ordinary file with such an ending, in order; no content of one with more than `most`
     bytes. Raises UserError for a damaged tar."""
     try:
-        with tarfile.open(path, "r|*", tarinfo=_Strict) as tar:
+        with open_decompressed(path) as (stream, _, _), tarfile.open(fileobj=stream, mode="r|", tarinfo=_Strict) as tar:
             while (member := tar.next()) is not None:
                 cast(Any, tar).members = []  # it keeps the headers of all that it has read
                 if member.isfile() and member.name.endswith(endings):

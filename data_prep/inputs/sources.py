@@ -2,62 +2,95 @@
 
 :func:`read_documents` reads one piece of one input:
 
-    format      files                           a document is                        a piece is
+    kind        files                           a document is                        a piece is
     text        .txt, the library's .py files   the whole file                       the whole file
     lines       .txt, `text_documents: line`    a line without its line end          bytes [start, end)
-    jsonl       .jsonl                          a line's object: its `text_field`,   bytes [start, end)
+    jsonl       .jsonl, .ndjson                 a line's object: its `text_field`,   bytes [start, end)
                                                 or what `data.records` says
-    gzip, zstd  .jsonl.gz, .jsonl.zst           the same                             the whole file
+    json        .json                           an object of the array, or of the    bytes [start, end)
+                                                file; JSON Lines are read as above
+    csv, tsv    .csv, .tsv                      a row: its column `text_field`       the whole file
     parquet     .parquet                        a row of column `text_field`         row groups [start, end)
     arrow       .arrow, of Hugging Face         a row of column `text_field`         the whole file
-    tar         .tar, .tar.gz (WebDataset)      a member .txt; of a sample (KEY.*)   the whole file
+    tar         .tar, .tar.gz, … (WebDataset)   a member .txt; of a sample (KEY.*)   the whole file
                                                 without one, .json's field
+
+All but Parquet and Arrow may be compressed (.gz, .zst, .bz2, .xz); then a piece is the whole file. The name tells how a
+file is planned, its content how it is read: if a file with pieces turns out to be compressed, or to be one JSON array,
+the piece from byte 0 on has all of its documents and the other pieces have none.
 
 A byte range stands for the lines that *start* in it, so that any cut of a file gives each line once.
 
-Text is taken as it stands: strict UTF-8, no translation of line ends, nothing stripped, a byte order mark is
-text. Empty documents and blank lines are no documents: they are neither used nor counted.
+Text is taken as it stands: strict UTF-8, no translation of line ends, nothing stripped but a byte order mark at the
+beginning of a file. Empty documents and blank lines are no documents: they are neither used nor counted.
 
-A line, row or member has at most `LONGEST` bytes, and a JSON object at most `MOST_VALUES` values, nested at most
-`DEEPEST` deep. What exceeds that is rejected as a document, without holding it in memory: a small compressed file may
-have lines of any length.
+A line, row or member has a bound, and so has a JSON object (data_prep/inputs/objects.py). What exceeds it is rejected
+as a document, without holding it in memory: a small compressed file may have lines of any length.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from textwrap import shorten
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from data_prep.inputs import objects
+from data_prep.inputs.compression import COMPRESSIONS, HEAD, open_decompressed
+from data_prep.inputs.content import BOM, UTF16, UTF16_ADVICE, Seems, binary_kind
 from data_prep.inputs.filters import FilterError, Keep
+from data_prep.inputs.objects import Rejected, check_packed, check_text, lines_of, object_in, read_objects
 from data_prep.inputs.row_files import arrow_batches, tar_members
 from pipeline.base.command import command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading
 
-ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet"}
-"""What the files of an ending are; a .txt file may also be `lines`."""
-ENDINGS |= {".arrow": "arrow", ".tar": "tar", ".tar.gz": "tar"}
-LONGEST = 1 << 26
-"""Bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB)."""
-MOST_VALUES = 1 << 22
-"""Names and values in one line of JSON: each takes up to 240 bytes of memory."""
-DEEPEST = 100
-"""Arrays and objects within each other in one line of JSON. Python's own limit depends on who calls."""
 _LARGEST_SAMPLE = 1 << 28  # bytes of the members of one sample in a tar
-_TOO_LONG = f"longer than {LONGEST:,} bytes, the most that a document may have"
-_TOO_DEEP = f"JSON that nests more than {DEEPEST} deep"
-_NESTS = (dict, list)
-_STRING = re.compile('"[^"]*"')
-_BLOCK = 1 << 20
-_JSON_SPACE = b" \t\r\n"  # RFC 8259, section 2
+
+
+class Format(NamedTuple):
+    """What a file is by its name, and how it is planned."""
+
+    kind: str
+    """How it is read, see above."""
+    splits: bool = False
+    """Whether any byte range of a file is a piece; else the whole file is one."""
+    expansion: int = 1
+    """Bytes of text for each byte of a file: rough, but only the balance between units depends on it."""
+
+
+def compressed(kind: str, ending: str) -> str:
+    """Return the name of the format of a kind's compressed files, such as `csv.gz`."""
+    return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)  # as old folders name them
+
+
+_KINDS = {
+    "text": [".txt"],
+    "jsonl": [".jsonl", ".ndjson"],
+    "json": [".json"],
+    "csv": [".csv"],
+    "tsv": [".tsv"],
+}
+"""The kinds whose files may be compressed, and their endings."""
+FORMATS = {kind: Format(kind, splits=kind in ("lines", "jsonl", "json")) for kind in (*_KINDS, "lines")}
+FORMATS |= {
+    compressed(kind, ending): Format(kind, expansion=expansion)
+    for kind in (*_KINDS, "lines")
+    for ending, expansion in COMPRESSIONS.items()
+}
+FORMATS |= {kind: Format(kind) for kind in ("parquet", "arrow", "tar")}
+"""The formats of inputs, by the names that `units.json` has for them."""
+ENDINGS = {ending: kind for kind, endings in _KINDS.items() for ending in endings}
+ENDINGS |= {
+    ending + packed: compressed(kind, packed)
+    for kind, endings in _KINDS.items()
+    for ending in endings
+    for packed in COMPRESSIONS
+}
+ENDINGS |= {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".tgz": "tar"}
+ENDINGS |= {f".tar{ending}": "tar" for ending in ("", *COMPRESSIONS)}
+"""What the files of an ending are; a .txt file may also be `lines`."""
 
 
 class Input(NamedTuple):
@@ -98,7 +131,6 @@ class Input(NamedTuple):
             raise InputError(problem)
 
 
-Content = TypeVar("Content", bound=bytes | None)
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -117,10 +149,6 @@ class Document(NamedTuple):
 
 FILTERED = "left out by data.filter"
 """The reason that is no fault of the document's."""
-
-
-class Rejected(ValueError):
-    """Why there is no document in a line or row."""
 
 
 Record = tuple[str, Spans]
@@ -149,7 +177,8 @@ def read_documents(
 
 
 def _read(source: Input, start: int, end: int, field: str, read: Read | None, keep: Keep | None) -> Iterator[Document]:
-    if source.format in JSON_LINES and (read or keep):
+    kind, packed = FORMATS[source.format].kind, FORMATS[source.format].expansion > 1
+    if kind in OBJECTS:
         plain = read or (lambda value: (text_in(value, field), ()))
 
         def kept(value: dict[str, Any]) -> Record:
@@ -158,157 +187,91 @@ def _read(source: Input, start: int, end: int, field: str, read: Read | None, ke
                 raise Rejected(FILTERED)
             return found
 
-        yield from _records(source.format, source.path, start, end, kept)
+        records = read_objects(source.path, start, end, kind, field if read is None else None, packed)
+        yield from (Document(line, "") if found is None else _document(line, found, kept) for line, found in records)
         return
-    for document in FORMATS[source.format].read(source.path, start, end, field):
+    if kind in ("text", "lines"):
+        documents = (_text_documents if kind == "text" else _line_documents)(source.path, start, end, packed)
+    else:
+        documents = _READERS[kind](source.path, start, end, field)
+    for document in documents:
         left_out = keep is not None and document.text and not keep({field: document.text})
         yield document._replace(text="", reason=FILTERED) if left_out else document
 
 
-def _text_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        content = file.read()
+OBJECTS = ("jsonl", "json", "csv", "tsv")
+"""Kinds whose records are objects (data_prep/inputs/objects.py)."""
+
+
+def _document(line: int, found: Any, text_of: Callable[[Any], str | Record]) -> Document:
+    """The document in what stands in a line; `text_of` and `found` say why there is none."""
     try:
-        yield Document(1, content.decode())
+        if isinstance(found, Exception):
+            raise found
+        made = text_of(found)
+        text, learned = (made, ()) if isinstance(made, str) else made
+        return Document(line, text, learned=learned)
     except UnicodeDecodeError as error:
-        yield Document(content.count(b"\n", 0, error.start) + 1, "", _bad_byte(error))
+        return Document(line, "", _bad_byte(error))
+    except Rejected as error:
+        return Document(line, "", str(error))
 
 
-def _line_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        yield from _documents(_lines_from(file, start, end), _line_text)
-
-
-def _line_text(line: bytes | None) -> str:
-    if line is None:
-        raise Rejected(_TOO_LONG)
-    return line.removesuffix(b"\n").removesuffix(b"\r").decode()
-
-
-def _plain_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
-    with open(path, "rb") as file:
-        yield from _lines_from(file, start, end)
-
-
-def _gzip_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
-    with gzip.open(path) as file:
-        yield from (line for line, _ in _bounded_lines(file))
-
-
-def _zstd_lines(path: str, start: int, end: int) -> Iterator[bytes | None]:
-    try:
-        import pyarrow
-    except ImportError:
-        raise UserError(f"{path}: .zst needs the package pyarrow: pip install pyarrow") from None
-    with pyarrow.input_stream(path, compression="zstd") as stream:  # all frames; one that is cut short is an error
-        yield from (line for line, _ in _bounded_lines(io.BufferedReader(stream, _BLOCK)))
-
-
-JSON_LINES = {"jsonl": _plain_lines, "gzip": _gzip_lines, "zstd": _zstd_lines}
-"""Formats whose lines are JSON objects, and the lines of a piece of a file."""
-
-
-def _json_documents(file_format: str, path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    yield from _records(file_format, path, start, end, lambda value: (text_in(value, field), ()))
-
-
-def _records(file_format: str, path: str, start: int, end: int, read: Read) -> Iterator[Document]:
-    yield from _documents(JSON_LINES[file_format](path, start, end), partial(_json_record, read))
-
-
-def _documents(contents: Iterable[Content], text_of: Callable[[Content], str | Record]) -> Iterator[Document]:
+def _documents(contents: Iterable[Any], text_of: Callable[[Any], str | Record]) -> Iterator[Document]:
     """A document for each line or row; `text_of` raises Rejected or UnicodeDecodeError where there is none."""
-    for number, content in enumerate(contents, 1):
-        try:
-            found = text_of(content)
-            text, learned = (found, ()) if isinstance(found, str) else found
-            yield Document(number, text, learned=learned)
-        except UnicodeDecodeError as error:
-            yield Document(number, "", _bad_byte(error))
-        except Rejected as error:
-            yield Document(number, "", str(error))
+    return (_document(number, content, text_of) for number, content in enumerate(contents, 1))
 
 
 def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start}"
 
 
-def _lines_from(file: BinaryIO, start: int, end: int) -> Iterator[bytes | None]:
-    """The lines that start at bytes [start, end), each with its line end; None for one that is too long."""
-    if start > 0:
-        file.seek(start - 1)
-        start += _skip_line(file) - 1  # the rest of a line that started before; just its "\n" if none did
-    lines = _bounded_lines(file)
-    while start < end and (found := next(lines, None)):
-        line, length = found
-        start += length
-        yield line
-
-
-def _bounded_lines(file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[bytes | None, int]]:
-    """Each line with its line end, and its length; None for the content of one that is too long."""
-    while line := file.readline(LONGEST + 1):
-        if len(line) > LONGEST and not line.endswith(b"\n"):
-            yield None, len(line) + _skip_line(file)
-        else:
-            yield line, len(line)
-
-
-def _skip_line(file: BinaryIO | gzip.GzipFile) -> int:
-    """Read to the end of a line; how many bytes that were."""
-    length = 0
-    while part := file.readline(_BLOCK):
-        length += len(part)
-        if part.endswith(b"\n"):
-            break
-    return length
-
-
-def _json_record(read: Read, line: bytes | None) -> str | Record:
-    if line is None:
-        raise Rejected(_TOO_LONG)
-    source = line.strip(_JSON_SPACE).decode()
-    if not source:
-        return ""
-    if len(source) > MOST_VALUES and _value_count(source) > MOST_VALUES:
-        raise Rejected(f"JSON with more than {MOST_VALUES:,} values")
+def _text_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
+    with open_decompressed(path) as (stream, head, compression):
+        check_packed(path, head, compression, packed)
+        content = head if len(head) < HEAD else stream.read(objects.LONGEST + 1)
+    if len(content) > objects.LONGEST:
+        yield Document(1, "", f"{objects.too_long()}: set data.text_documents: line, or cut it into files")
+        return
+    content = content.removeprefix(BOM)
     try:
-        value = json.loads(source)
-    except RecursionError:
-        raise Rejected(_TOO_DEEP) from None
-    except ValueError as error:
-        raise Rejected(f"broken JSON: {getattr(error, 'msg', error)}") from None
-    if not isinstance(value, dict):
-        raise Rejected(f"not a JSON object but {type(value).__name__}")
-    if _is_too_deep(value):
-        raise Rejected(_TOO_DEEP)
-    return read(value)
+        yield Document(1, content.decode())
+    except UnicodeDecodeError as error:
+        reason = _bad_byte(error)
+        if known := binary_kind(head):
+            reason = f"no text, but what seems to be {Seems(known, compression)}"
+        if head.startswith(UTF16):
+            reason = UTF16_ADVICE
+        yield Document(content.count(b"\n", 0, error.start) + 1, "", reason)
 
 
-def _value_count(source: str) -> int:
-    """About how many names and values there are in a JSON text; of one that is none, any number."""
-    marks = "[{,:"
-    if sum(map(source.count, marks)) <= MOST_VALUES:  # those in strings count, too
-        return 0
-    plain = source.replace("\\\\", "").replace('\\"', "")
-    return sum(map(_STRING.sub("", plain).count, marks))
+def _line_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
+    with open_decompressed(path) as (stream, head, compression):
+        check_packed(path, head, compression, packed)
+        check_text(path, head, compression)
+        yield from _documents(lines_of(stream, start, end, compression), _line_text)
 
 
-def _is_too_deep(value: dict[str, Any]) -> bool:
-    level = [one for one in value.values() if isinstance(one, _NESTS)]
-    for _ in range(DEEPEST - 1):
-        if not level:
-            return False
-        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
-        level = [child for child in children if isinstance(child, _NESTS)]
-    return bool(level)
+def _line_text(line: bytes | None) -> str:
+    if line is None:
+        raise Rejected(objects.too_long())
+    return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+
+
+def value_in(value: Mapping[str, Any], field: str) -> Any:
+    """Return what is in a field of an object; `a.b` is field `b` of the object in field `a`, unless there is a field
+    `a.b`. Raises Rejected if there is no such field."""
+    found: Any = value
+    for name in [field] if field in value else field.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            raise Rejected(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
+        found = found[name]
+    return found
 
 
 def text_in(value: Mapping[str, Any], field: str) -> str:
-    """The text in a field of an object. Raises Rejected where there is none."""
-    if field not in value:
-        raise Rejected(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
-    text = value[field]
+    """Return the text in a field of an object. Raises Rejected if there is none."""
+    text = value_in(value, field)
     if not isinstance(text, str):
         raise Rejected(f"field {field!r} is no string but {type(text).__name__}")
     try:
@@ -329,13 +292,55 @@ def _parquet(path: str, column: str) -> Any:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    schema = file.schema_arrow
-    if column not in schema.names:
-        raise UserError(f"{path}: no column {column!r} (data.text_field); there are {', '.join(schema.names)}")
-    kind, types = schema.field(column).type, pyarrow.types
-    if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)):
-        raise UserError(f"{path}: column {column!r} (data.text_field) holds {kind}, not text")
+    _column(path, file.schema_arrow, column)
     return file
+
+
+def _column(path: str, schema: Any, column: str) -> list[str]:
+    """Return the names that lead to a column of text, from the outer to the inner one: `a.b` is `b` in the struct `a`.
+
+    Raises UserError naming the file if there is no such column, or it holds no text.
+    """
+    from pyarrow import types
+
+    names = [column] if column in schema.names else column.split(".")
+    kind: Any = None
+    for number, name in enumerate(names):
+        inside = {one.name: one.type for one in (schema if number == 0 else kind)}
+        if name not in inside:
+            there = ", ".join(inside)
+            part = ".".join(names[:number])
+            raise UserError(
+                f"{path}: no column {column!r} (data.text_field); there are {there}" + (f" in {part}" if part else "")
+            )
+        kind = inside[name]
+        if number + 1 < len(names) and not types.is_struct(kind):
+            outer = ".".join(names[: number + 1])
+            raise UserError(f"{path}: column {outer!r} holds {kind}, which has no fields (data.text_field: {column})")
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if str(value) not in _TEXTS:
+        has_fields = types.is_struct(kind) and kind.num_fields
+        out = f": name one of its fields, such as {column}.{kind[0].name}" if has_fields else ""
+        raise UserError(f"{path}: column {column!r} (data.text_field) holds {kind}, not text{out}")
+    return names
+
+
+_TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+"""Arrow's types of text. Binary ones: Arrow does not check that a column of strings holds UTF-8."""
+
+
+def _as_bytes(batch: Any, names: Sequence[str]) -> list[bytes | None]:
+    """The texts of a batch's column, as bytes: one bad row must not take its whole batch along."""
+    import pyarrow
+    import pyarrow.compute
+
+    column = batch.column(batch.schema.names.index(names[0]))
+    if len(names) > 1:
+        column = pyarrow.compute.struct_field(column, names[1:])
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    found: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
+    return found
 
 
 def parquet_groups(path: str, column: str) -> list[int]:
@@ -344,7 +349,7 @@ def parquet_groups(path: str, column: str) -> list[int]:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         if file.metadata.num_columns != len(file.schema_arrow.names):  # nested columns: leaves are not columns
             return [group.total_byte_size for group in groups]
-        place = file.schema_arrow.names.index(column)
+        place = file.schema_arrow.names.index(_column(path, file.schema_arrow, column)[0])
         return [group.column(place).total_uncompressed_size for group in groups]
 
 
@@ -352,58 +357,53 @@ def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator
     import pyarrow
 
     with _parquet(path, column) as file:
+        names = _column(path, file.schema_arrow, column)
         batches = file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column])
-        # As bytes: Arrow does not check that a string column holds UTF-8, and one bad row must not take its whole
-        # batch along.
-        rows = (row for batch in batches for row in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
         try:
-            yield from _documents(rows, partial(_text_of, column))
+            yield from _row_documents(batches, names)
         except pyarrow.ArrowException as error:
             raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _text_of(column: str, row: bytes | None) -> str:
-    if row is None:
-        raise Rejected(f"field {column!r} is null")
-    if len(row) > LONGEST:
-        raise Rejected(_TOO_LONG)
-    return row.decode()
+def _row_documents(batches: Iterable[Any], names: Sequence[str]) -> Iterator[Document]:
+    """The documents of the column with these names, batch by batch."""
+    null = Rejected(f"field {'.'.join(names)!r} is null")
+    rows = (null if row is None else row for batch in batches for row in _as_bytes(batch, names))
+    return _documents(rows, _text_of)
+
+
+def _text_of(content: bytes | None) -> str:
+    """The text of a row, or of a tar's member that is None if it is too long."""
+    if content is None or len(content) > objects.LONGEST:
+        raise Rejected(objects.too_long())
+    return content.decode()
 
 
 def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
     schema, batches = arrow_batches(path)
-    kind = schema.field(column).type if column in schema.names else "no such column"
-    if str(kind) not in ("string", "large_string", "binary", "large_binary"):
-        raise UserError(f"{path}: column {column!r} (data.text_field) should hold text: {kind}; {schema.names}")
-    rows = (row for batch in batches for row in batch[column].cast("large_binary").to_pylist())
-    yield from _documents(rows, partial(_text_of, column))
+    yield from _row_documents(batches, _column(path, schema, column))
 
 
 def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     number = 0
-    members = tar_members(path, (".txt", ".json"), LONGEST)
+    members = tar_members(path, (".txt", ".json"), objects.LONGEST)
     for key, same in groupby(members, lambda member: _sample_of(member[0])):
         texts: list[bytes | None] = []
-        objects: list[bytes | None] = []
+        values: list[bytes | None] = []
         size = 0
         for name, content in same:
-            (texts if name.endswith(".txt") else objects).append(content)
+            (texts if name.endswith(".txt") else values).append(content and content.removeprefix(BOM))
             if (size := size + len(content or b"")) > _LARGEST_SAMPLE:
                 raise UserError(
                     f"{path}: the members of sample {key!r} have more than {_LARGEST_SAMPLE:,} bytes: give samples "
                     "different names, or fewer members"
                 )
-        documents = _documents(texts, _member_text) if texts else _documents(
-            objects, partial(_json_record, lambda value: (text_in(value, field), ()))
-        )  # fmt: skip
+        if texts:
+            documents = _documents(texts, _text_of)
+        else:
+            documents = _documents(map(object_in, values), lambda value: "" if value is None else text_in(value, field))
         for one in documents:
             yield one._replace(line=(number := number + 1))
-
-
-def _member_text(content: bytes | None) -> str:
-    if content is None:
-        raise Rejected(_TOO_LONG)
-    return content.decode()
 
 
 def _sample_of(name: str) -> str:
@@ -412,24 +412,9 @@ def _sample_of(name: str) -> str:
     return folder + slash + base.partition(".")[0]
 
 
-class Format(NamedTuple):
-    """How the files of a format are read."""
-
-    read: Callable[[str, int, int, str], Iterator[Document]]
-    """The documents of a piece [start, end) of the file at a path, by `text_field`."""
-    splits: bool = False
-    """Whether any byte range of a file is a piece; else the whole file is one."""
-    expansion: int = 1
-    """Bytes of text for each byte of a file: rough, but only the balance between units depends on it."""
-
-
-FORMATS = {
-    "text": Format(_text_documents),
-    "lines": Format(_line_documents, splits=True),
-    "jsonl": Format(partial(_json_documents, "jsonl"), splits=True),
-    "gzip": Format(partial(_json_documents, "gzip"), expansion=4),
-    "zstd": Format(partial(_json_documents, "zstd"), expansion=4),
-    "parquet": Format(_parquet_documents),
-    "arrow": Format(_arrow_documents),
-    "tar": Format(_tar_documents),
+_READERS: dict[str, Callable[[str, int, int, str], Iterator[Document]]] = {
+    "parquet": _parquet_documents,
+    "arrow": _arrow_documents,
+    "tar": _tar_documents,
 }
+"""The documents of a piece [start, end) of the file at a path, by `text_field`."""

@@ -95,7 +95,7 @@ class TextPrepared(Keyed):
     filter: FileEntry | None = None
 
 
-_LATER = ("records", "deduplicate", "filter", "chat_template", "long_dialogues")
+_LATER = ("records", "deduplicate", "filter", "chat_template", "long_dialogues", "format")
 """Keys of `data` that older folders do not have in their key: with their defaults they are left out of it."""
 
 

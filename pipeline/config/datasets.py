@@ -14,6 +14,7 @@ from pipeline.config.types import FilePath, Fraction, Name, Section, matching, r
 FilterTarget = Annotated[
     str, matching(re.compile(r"(?s).+:[A-Za-z_]\w*"), "write MODULE:FUNCTION, such as quality:keep")
 ]
+DocumentFormat = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tar"]
 Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
@@ -45,6 +46,8 @@ class SourceConfig(Section):
     """As `data.source`."""
     records: Literal["text", "tokens"] = "text"
     """As `data.records`."""
+    format: DocumentFormat | None = None
+    """As `data.format`."""
     text_field: str = "text"
     """As `data.text_field`."""
     text_documents: Literal["file", "line"] = "file"
@@ -124,9 +127,14 @@ class DataConfig(Section):
     """Several sources with weights, instead of `source`; null: one."""
     source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
     """`python-stdlib` (the running interpreter's own library sources), or one or more globs, or folders, of .txt,
-    .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or .tar files."""
+    .jsonl, .json, .csv, .tsv, .parquet, .arrow or .tar files; all but .parquet and .arrow may be compressed (.gz, .zst,
+    .bz2, .xz)."""
+    format: DocumentFormat | None = None
+    """What the files are, whatever their names; null: names tell, and content where they do not. Of a folder, the files
+    with the usual endings of this format are taken, or all files if there are none."""
     text_field: str = "text"
-    """Field (JSON) or column (parquet) that holds a document's text."""
+    """Field (JSON) or column (CSV, Parquet, Arrow) that holds a document's text; `message.content` is field `content`
+    of the object, or struct, in `message`."""
     text_documents: Literal["file", "line"] = "file"
     """What a document is in a .txt file: the whole `file`, or each non-empty `line`."""
     records: Literal["text", "prompts", "messages", "tokens"] = "text"
@@ -190,6 +198,13 @@ class DataConfig(Section):
                 f"long_dialogues ({self.long_dialogues}) is for records: prompts or messages, not for {self.records}: "
                 "remove it"
             )
+        if self.format is not None and self.records != "text":
+            if self.records == "tokens":
+                raise ValueError("format: it is for documents; files of tokens are known by their content")
+            if self.format not in ("jsonl", "json"):
+                raise ValueError(
+                    f"format: {self.format} holds no objects, which records: {self.records} needs: jsonl, json"
+                )
         if self.records == "text":
             return self
         if "python-stdlib" in self.sources:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import tarfile
 from collections.abc import Callable
@@ -69,10 +72,23 @@ def arrow_of(documents: list[str]) -> bytes:
     return content.getvalue()
 
 
+def csv_of(documents: list[str], delimiter: str = ",") -> bytes:
+    content = io.StringIO()
+    rows = csv.writer(content, delimiter=delimiter)
+    rows.writerows([("id", "text"), *((number, text) for number, text in enumerate(documents))])
+    return content.getvalue().encode()
+
+
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     ".jsonl": lines_of,
     ".jsonl.gz": lambda documents: gzip.compress(lines_of(documents)),
     ".jsonl.zst": lambda documents: zstandard.ZstdCompressor(write_checksum=True).compress(lines_of(documents)),
+    ".jsonl.bz2": lambda documents: bz2.compress(lines_of(documents)),
+    ".jsonl.xz": lambda documents: lzma.compress(lines_of(documents)),
+    ".json": lambda documents: json.dumps([{"text": text} for text in documents], indent=1).encode(),
+    ".json.gz": lambda documents: gzip.compress(lines_of(documents)),
+    ".csv": csv_of,
+    ".tsv.xz": lambda documents: lzma.compress(csv_of(documents, "\t")),
     ".parquet": parquet_of,
     ".arrow": arrow_of,
     ".tar": tar_of,
@@ -210,7 +226,7 @@ def test_any_split_of_a_mixture(
 def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
     """A thousand in all. What has a checksum is read right, or refused; the rest never crashes, or reads far more."""
     source, documents = Random(ending), texts(30)
-    whole, refused, checked = FORMATS[ending](documents), 0, ending in (".jsonl.gz", ".jsonl.zst")
+    whole, refused, checked = FORMATS[ending](documents), 0, ending.endswith((".gz", ".zst", ".bz2", ".xz"))
     path = tmp_path / f"a{ending}"
     for _ in range(150):
         path.write_bytes(content := mutated(whole, source))
@@ -227,7 +243,7 @@ def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
         assert all(one.reason is None or not one.text for one in read)
         if checked and content:
             assert good == documents
-    assert refused > 30 or ending in (".jsonl", ".txt")
+    assert refused > 30 or ending in (".jsonl", ".txt", ".csv")
 
 
 @pytest.mark.parametrize("way", ["plain", *WAYS])

@@ -25,9 +25,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs import hdf5, sources
+from data_prep.inputs import hdf5, objects, sources
+from data_prep.inputs.objects import DEEPEST
 from data_prep.inputs.row_files import tar_members
-from data_prep.inputs.sources import DEEPEST, Document, Input, read_documents
+from data_prep.inputs.sources import Document, Input, read_documents
 from data_prep.inputs.worker import Worker
 from data_prep.tokens.formats import look
 from data_prep.tokens.token_file import scan
@@ -164,7 +165,7 @@ def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
     is_json = file_format in ("jsonl", "gzip", "zstd")
     wrap: Callable[[str], bytes] = (lambda text: f'{{"text":"{text}"}}'.encode()) if is_json else str.encode
     most = len(wrap("x" * MOST))
-    monkeypatch.setattr(sources, "LONGEST", most)
+    monkeypatch.setattr(objects, "LONGEST", most)
     texts = ["one", "x" * MOST, "y" * (MOST + 1), "z" * MOST, "long" * 1000, "last"]
     path = write_lines(tmp_path / name, [wrap(text) for text in texts])
     found = documents(path, file_format, 1 if file_format == "parquet" else None)
@@ -185,8 +186,8 @@ def test_pieces_give_lines_that_are_too_long_once(
     source = Input(str(path), len(content), 0, "lines")
     found: list[str | None] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sources, "LONGEST", 3)
-        patched.setattr(sources, "_BLOCK", 2)
+        patched.setattr(objects, "LONGEST", 3)
+        patched.setattr(objects, "_BLOCK", 2)
         for start, end in pairwise(borders):
             found += [one.text if one.reason is None else None for one in read_documents(source, start, end, "text")]
     lines = content.decode().split("\n")

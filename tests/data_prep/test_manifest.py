@@ -148,13 +148,13 @@ def test_the_key_of_a_folder_made_before_there_were_filters_still_fits(tmp_path:
     """By the formula of then: `deduplicate` and `filter` were no keys, `records` of text was left out."""
     data = config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
     left = {"verify", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
-    left |= {"chat_template", "long_dialogues"}
+    left |= {"chat_template", "long_dialogues", "format"}
     left |= {"sequence_length", "records"} if records == "text" else set()
     then = {**data.model_dump(mode="json", exclude=left), "source": data.sources}
     folder = TextFolder(data, tmp_path / "data")
     assert folder.key == sha256_json({"format": FORMAT_VERSION, "config": then, "code": folder.code})
     others: list[dict[str, Any]] = [{"deduplicate": True}, {"filter": "quality:keep"}, {"add_special_tokens": "auto"}]
-    for more in (*others, {"chat_template": Path("qwen3")}, {"long_dialogues": "drop"}):
+    for more in (*others, {"chat_template": Path("qwen3")}, {"long_dialogues": "drop"}, {"format": "jsonl"}):
         assert TextFolder(data.model_copy(update=more), tmp_path / "data").key != folder.key
 
 
