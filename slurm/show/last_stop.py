@@ -59,10 +59,13 @@ def find_last_stop(events: Sequence[Mapping[str, Any]], waiting_job: str | None)
         events: All events of the stage, oldest first.
         waiting_job: The job of the stage that waits in the queue, if one does: no attempt runs then.
     """
-    tasks = dict.fromkeys(event.get("task") for event in events if event["event"] == "started")
-    if not any(task is not None for task in tasks):
+    tasks: dict[Any, list[Mapping[str, Any]]] = {}
+    for event in events:
+        tasks.setdefault(event.get("task"), []).append(event)
+    if len(tasks) == 1:
         return _of_one(events, waiting_job)
-    found = [_of_one([event for event in events if event.get("task") == task], waiting_job) for task in tasks]
+    # what has no task is of the whole stage: jobs that were submitted, and the job behind an array
+    found = [_of_one(own, None if task is not None else waiting_job) for task, own in tasks.items()]
     return max((stop for stop in found if stop is not None), key=lambda stop: stop.attempts, default=None)
 
 

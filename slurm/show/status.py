@@ -258,8 +258,9 @@ class Lookout:
         }
         why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
         slow = _slow(run, told.started, events) if running else ""
-        last = find_last_stop(events, job.job_id if job and job.active and job.state == "PENDING" else None)
-        return Row(run, stage, state, why, going, cells, slow, last if state != "done" else None)
+        waits = job.job_id if job and job.active and job.state == "PENDING" else None
+        last = find_last_stop(events, waits) if state != "done" else None
+        return Row(run, stage, state, why, going, cells, slow, last)
 
 
 def _judge_so_far(

@@ -115,6 +115,7 @@ def test_tasks_of_an_array_are_told_apart() -> None:
     stop = find_last_stop(events, None)
     assert stop is not None and (stop.cause, stop.attempts, stop.continues) == ("preempted", 1, "requeued")
     assert find_last_stop([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}], None) is None
+    assert find_last_stop([SUBMITTED, *tasks], "4") is None, "the job behind the array waits, and the tasks run"
 
 
 def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
