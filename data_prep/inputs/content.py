@@ -35,7 +35,12 @@ _BINARY: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("ORC", re.compile(rb"ORC[\x00-\x08]")),
     ("Avro", b"Obj\x01"),
     ("SQLite", b"SQLite format 3\0"),
-    ("pickle", re.compile(rb"\x80[\x02-\x05][\x00-\x1f(KX\]}c\x80-\xff]")),
+    (
+        "pickle",
+        re.compile(
+            rb"\x80[\x04\x05]\x95[\x00-\xff]{5}\0{3}|\x80[\x02\x03]c[\w.]{3,}\n|\x80\x02\x8a\nl\xfc\x9cF", re.DOTALL
+        ),
+    ),
     ("PDF", b"%PDF-"),
     ("Megatron index", b"MMIDIDX\0\0"),
     ("safetensors", re.compile(rb"[\x00-\xff]{5}\x00{3}\{[\" ]", re.DOTALL)),
@@ -87,6 +92,11 @@ class Seems(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}, compressed with {self.compression}" if self.compression else self.kind
+
+
+def advice(kind: str) -> str:
+    """Return how to convert files of a kind, behind a colon; "" if nothing is known."""
+    return f". To convert it: {CONVERSIONS[kind]}" if kind in CONVERSIONS else ""
 
 
 def binary_kind(head: bytes) -> str | None:

@@ -230,22 +230,28 @@ def _unrecognised(
             listed = f"The folder {folder} has:" if others else f"The folder {folder} has no files."
         else:
             listed = f"There is no folder {folder}."
-    shown = sorted(others)[:_MOST_NAMED]
-    kinds = _each(seems, shown)
-    rows = [
-        f"  {os.path.relpath(path, folder) if os.path.isdir(folder) else path}: {kinds[path]}"
-        + (f": {others[path]}" if others[path] else "")
-        for path in shown
-    ]
-    if len(others) > len(shown):
-        rows.append(f"  … and {len(others) - len(shown):,} more")
-    unread = dict.fromkeys(one.kind for one in kinds.values() if one.kind in CONVERSIONS)
-    rows += [f"To convert {kind}: {CONVERSIONS[kind]}" for kind in unread]
+    rows = file_list(others, folder)
     if documents and documents.data.records != "text":
         rows.append(f"data.records: {documents.data.records} is read from objects of JSON.")
-    elif documents and any(one.kind == "text" for one in kinds.values()):
+    elif documents and any(row.endswith(": text") for row in rows):
         rows.append("To read files of other names as text set data.format: text.")
     return UserError("\n".join([f"data.source: {source!r}{what}", listed, *rows]))
+
+
+def file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
+    """Return lines that name the first files, what they seem to be (a mapping: and why they are not taken), and how to
+    convert that. Paths are relative to `folder`, if it is one."""
+    shown = sorted(files)[:_MOST_NAMED]
+    kinds = _each(seems, shown)
+    reasons = files if isinstance(files, Mapping) else {}
+    rows = []
+    for path in shown:
+        name = os.path.relpath(path, folder) if os.path.isdir(folder) else path
+        rows.append(f"  {name}: {kinds[path]}" + (f": {reasons[path]}" if reasons.get(path) else ""))
+    if (more := len([*files]) - len(shown)) > 0:
+        rows.append(f"  … and {more:,} more")
+    unread = dict.fromkeys(one.kind for one in kinds.values() if one.kind in CONVERSIONS)
+    return rows + [f"To convert {kind}: {CONVERSIONS[kind]}" for kind in unread]
 
 
 def _fixed(pattern: str) -> str:

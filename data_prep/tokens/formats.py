@@ -11,6 +11,7 @@ nanoGPT       .bin of bare uint16                           mapped
 
 from __future__ import annotations
 
+from data_prep.inputs.content import advice, seems
 from data_prep.tokens import arrow, datatrove, hdf5_tokens, llm_c, megatron, raw_tokens, web_tar
 from data_prep.tokens.token_file import TokenFile, head_of
 from pipeline.base.command import command
@@ -37,7 +38,11 @@ def look(path: str, check: bool = True) -> TokenFile:
                 if check and found.ends is not None:
                     found.ends.check()
                 return found
-    raise UserError(f"{path} is no file of tokens that is known (docs/data.md has the formats)")
+    found = seems(path)
+    raise UserError(
+        f"{path} is no file of tokens that is known (docs/data.md has the formats); it seems to be {found}"
+        f"{advice(found.kind)}"
+    )
 
 
 def mappable(path: str, check: bool = True) -> TokenFile:

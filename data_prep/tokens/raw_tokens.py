@@ -10,6 +10,8 @@ import os
 
 import numpy as np
 
+from data_prep.inputs.compression import compression_of
+from data_prep.inputs.content import advice, binary_kind, is_text
 from data_prep.tokens.token_file import BARE, TokenFile, head_of, size_of
 from pipeline.base.errors import UserError
 
@@ -20,11 +22,16 @@ def fits(path: str, head: bytes) -> bool:
 
 
 def look(path: str) -> TokenFile:
-    """Count them. Raises UserError for an odd number of bytes, and for an index beside it that is none,
-    or where every other word of the first megabyte is next to nothing: the upper half of a wider id."""
+    """Count them. Raises UserError for an odd number of bytes, for an index beside it that is none, for text, for what
+    has another format's mark, or where every other word of the first megabyte is next to nothing: the upper half of a
+    wider id."""
     size, index = size_of(path), f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index):
         raise UserError(f"{path}: {index} beside it is damaged, or no index of Megatron's")
+    head = head_of(path, 1 << 10)
+    packed = compression_of(head) if not head.startswith(b"\x5d") else None  # xz's old mark is two likely tokens
+    if known := binary_kind(head) or packed or ("text" if len(head) >= 64 and is_text(head) else None):
+        raise UserError(f"{path} seems to be {known}, and no uint16 tokens: leave it out{advice(known)}")
     if size % 2:
         raise UserError(f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens")
     words = np.frombuffer(head_of(path, 1 << 20), "<u2")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.inputs.listing import beside, files_in, stamp
+from data_prep.inputs.listing import beside, file_list, files_in, stamp
 from data_prep.text.shard_file import ShardWriter
 from data_prep.text.tokenizer import Encoder, load_encoder
 from data_prep.tokens.formats import look
@@ -26,7 +26,7 @@ from data_prep.tokens.token_file import TokenFile, scan
 from data_prep.tokens.tokens_folder import ENDINGS
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
-from pipeline.base.files import append_line, flock, fsync, open_lock, parse, sha256_file, sha256_json
+from pipeline.base.files import append_line, flock, fsync, open_lock, parse, reading, sha256_file, sha256_json
 from pipeline.base.ownership import current_umask, normalise, open_own_file, own_folder, require_own_folder
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS, ShardEntry
 
@@ -38,33 +38,54 @@ _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
 
 def main(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
-    """Do one of the three. Raises UserError; of `verify`, when all files were looked at."""
+    """Do one of the three. Raises UserError; for `inspect` and `verify`, after all paths were looked at."""
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
-    files = _unique(file for path in paths for file in _files(path))
-    if action == "import":
-        if to is None or encoder is None or tokenizer is None:
-            raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
-        copy(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
+    if action != "import":
+        _report(action, paths, encoder)
         return
-    bad = 0
-    for path in files:
+    files = _unique(file for path in paths for file in _files(path))
+    if to is None or encoder is None or tokenizer is None:
+        raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
+    copy(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
+
+
+def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
+    """Print what each file is, and at the end how many are usable. Raises UserError if some path or file is not."""
+    files: list[str] = []
+    bad = mapped = copied = 0
+    for path in paths:
         try:
-            file = look(path)
-            print(_words(file) + (_read_words(file, encoder) if action == "verify" else ""))
+            files += _files(path)
         except UserError as error:
             bad += 1
             print(f"error: {error}")
+    files = _unique(files)
+    total = bad + len(files)
+    for path in files:
+        try:
+            with reading(path):
+                file = look(path)
+                told = _words(file) + (_read_words(file, encoder) if action == "verify" else "")
+            print(told)
+            mapped, copied = mapped + (not file.why_not), copied + bool(file.why_not)
+        except UserError as error:
+            bad += 1
+            print(f"error: {error}")
+    print(f"{total:,} in all: {mapped:,} can be used where they lie, {copied:,} are to be copied, {bad:,} will not do")
     if bad:
-        raise UserError(f"{bad} of {len(files)} files will not do")
+        raise UserError(f"{bad} of {total} files {'or folders ' * (total > len(files))}will not do")
 
 
 def _files(path: str) -> list[str]:
-    """A file, or all of a folder that may hold tokens."""
-    if not Path(path).is_dir():
+    """A file, or all of a folder that may hold tokens. Raises UserError for what is not there, or a folder without."""
+    if not os.path.isdir(path):
+        if not os.path.lexists(path):
+            raise UserError(f"{path}: there is no such file or folder")
         return [str(Path(path).absolute())]
     found = sorted(map(os.path.abspath, files_in(path, ENDINGS)))
     if not found:
-        raise UserError(f"{path}: no file in it ends with {', '.join(ENDINGS)}")
+        rows = file_list(sorted(files_in(path, [""])), path)
+        raise UserError("\n".join([f"{path}: no file in it ends with {', '.join(ENDINGS)}", *rows]))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -483,6 +484,71 @@ def test_a_file_that_is_named_twice_is_copied_once(
     (lone := folder / "lone.idx").touch()
     with pytest.raises(UserError, match="1 of 2 files will not do"):
         main("inspect", [str(path), str(lone), str(lone)], None, None, "<|endoftext|>", False)
+
+
+def test_inspect_and_verify_continue_after_what_cannot_be_read(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "in").mkdir()
+    nano_gpt(folder, encoded(tokenizer))
+    (empty := tmp_path / "no").mkdir()
+    np.arange(99, dtype="<u2").tofile(empty / "a.npy")
+    arrow(tmp_path, [[5, EOS]])
+    (tmp_path / "cut.bin").write_bytes(b"\x05\x00\x05")
+    named = [tmp_path / "none.bin", empty, folder, tmp_path / "cut.bin", tmp_path / "a.arrow", empty / "a.npy"]
+    for action in ("inspect", "verify"):
+        with pytest.raises(UserError, match="4 of 6 files or folders will not do"):
+            main(action, [*map(str, named)], None, str(tokenizer), "<|endoftext|>", False)
+        *said, last = capsys.readouterr().out.splitlines()
+        assert last == "6 in all: 1 can be used where they lie, 1 are to be copied, 4 will not do"
+        told = "\n".join(said)
+        assert f"error: {named[0]}: there is no such file" in told and "nanoGPT .bin" in told and "Arrow" in told
+        assert f"error: {empty}: no file in it ends with" in told and "  a.npy: bare tokens named .npy" in told
+        assert f"error: {named[5]} is no file of tokens" in told and "rename the file to NAME.bin" in told
+        assert "odd number" in told
+    main("inspect", [str(folder)], None, None, "<|endoftext|>", False)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 in all: 1 can be used")
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ((20240522, 1, 10042, 1000), "evaluation file"),
+        ((20240326, 5, 1024, 50257, 12, 12, 768, 50304), "a model of llm.c's"),
+        ((20240328, 2, 50257, 50256), "a tokenizer"),
+        ((20251231, 1, 7), "a file with the number 20251231"),
+    ],
+)
+def test_other_files_of_llm_c_are_no_tokens(header: tuple[int, ...], told: str, tmp_path: Path) -> None:
+    content = np.zeros(256, "<i4")
+    content[: len(header)] = header
+    path = tmp_path / "hellaswag_val.bin"
+    path.write_bytes(content.tobytes() + np.arange(5000, dtype="<u2").tobytes())
+    with pytest.raises(UserError, match=told) as error:
+        look(str(path))
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"PK\x03\x04" + bytes(60), "zip.*unzip"),
+        (gzip.compress(bytes(1000)), "gzip"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "pickle"),
+        (b"plain text, perhaps a README. " * 10, "text"),
+        (b"\x93NUMPY\x01\x00" + bytes(60), "NumPy"),
+    ],
+)
+def test_what_has_another_mark_is_no_bare_tokens(content: bytes, told: str, tmp_path: Path) -> None:
+    (path := tmp_path / "pytorch_model.bin").write_bytes(content + bytes(len(content) % 2))
+    with pytest.raises(UserError, match=rf"{path} seems to be {told}"):
+        look(str(path))
+
+
+@pytest.mark.parametrize("first", [(93, 0, 7, 9, 11, 0, 256), (640, 0x717D, 5), (1152, 0x295, 8), (20304, 98, 9)])
+def test_tokens_that_look_like_a_short_mark_are_read(first: tuple[int, ...], tmp_path: Path) -> None:
+    np.array([*first, *range(1000)], "<u2").tofile(path := tmp_path / "a.bin")
+    assert look(str(path)).tokens == len(first) + 1000
 
 
 def test_of_hdf5_the_dataset_is_read_that_was_looked_at(tmp_path: Path) -> None:
