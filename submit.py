@@ -79,6 +79,12 @@ def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, do nothing")] = False,
+    scripts: Annotated[
+        bool, typer.Option("--scripts", help="with --dry-run: the resolved config and sbatch scripts, too")
+    ] = False,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="with --dry-run: check the memory of its GPU")
+    ] = None,
     executor: Annotated[
         Executor, typer.Option(help="auto: Slurm where it answers, inside salloc its allocation, else this machine")
     ] = "auto",
@@ -100,8 +106,10 @@ def submit(
         from slurm.submit.dry_run import print_plan
 
         notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(loaded) if chosen == "local" else ())]
-        print_plan(loaded, executor in ("auto", "slurm"), console, notes)
+        print_plan(loaded, chosen, console, notes, scripts=scripts, machine=machine)
         return
+    if scripts or machine is not None:
+        raise UserError("--scripts and --machine go with --dry-run")
     corrections = rehearsed.corrections
     if corrections:
         known.refuse_running(running(known))

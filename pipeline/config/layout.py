@@ -116,6 +116,18 @@ class Layout:
         return f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
 
 
+def describe_layout(layout: Layout) -> str:
+    """Return what the ranks are: `2 data-parallel replicas × pipeline 2 (1f1b) × tensor 2, ZeRO 1 over 2 ranks`."""
+    parts = [f"{layout.data} data-parallel replica{'s' * (layout.data > 1)}"]
+    if layout.pipeline > 1:
+        stages = f", {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""
+        parts.append(f"pipeline {layout.pipeline} ({layout.schedule}{stages})")
+    if layout.tensor > 1:
+        parts.append(f"tensor {layout.tensor}")
+    zero = f", ZeRO {layout.zero} over {layout.shard} ranks" if layout.zero else ""
+    return " × ".join(parts) + zero
+
+
 def layout_of(
     config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
     near: bool = True,

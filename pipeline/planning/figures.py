@@ -13,9 +13,8 @@ from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
 from pipeline.planning.measure import shapes
-from pipeline.planning.memory import memories, reserve
+from pipeline.planning.memory import GB, memories, reserve
 from pipeline.planning.predict import predict, rank_of, replayed
-from pipeline.planning.search import GB
 from pipeline.planning.workload import Workload, workload_of
 
 _PRODUCTS = ("query, key, value", "attention's output", "MLP in", "MLP out", "output layer")

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pipeline.config.layout import Layout
+from pipeline.config.layout import SPLIT_BACKWARD, Layout
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
 from pipeline.parallel.traffic import Weight, away_from, kept_width, stream_width, trained_of, weights_of
 from pipeline.planning.timeline import Action, actions
 
+GB = 1e9
 CONTEXT = 400_000_000
 """Bytes of CUDA's context, its kernels loaded when wanted: some 400 MB (github.com/pytorch/pytorch/issues/109888)."""
 COMMUNICATOR = 688 * 2**20
@@ -54,6 +56,50 @@ class Memory:
     def on_gpu(self, config: Config) -> int:
         """What of it is not in host memory."""
         return self.gathered + self.activations if config.parallel.offload else self.total
+
+
+class GpuFit(NamedTuple):
+    """How the fullest rank of a layout fits into a GPU; sizes in bytes."""
+
+    rank: int
+    """The pipeline rank that needs most."""
+    needed: int
+    """What its tensors take."""
+    reserved: int
+    """What CUDA and NCCL take."""
+    size: float
+    """What the GPU has."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough."""
+        return self.needed + self.reserved <= self.size
+
+
+def gpu_fit(config: Config, layout: Layout, ranks: Sequence[Memory], gib: float) -> GpuFit:
+    """Return how a layout, whose pipeline ranks hold `ranks`, fits into GPUs of so many GiB."""
+    needs = [part.on_gpu(config) for part in ranks]
+    return GpuFit(needs.index(max(needs)), max(needs), reserve(layout), gib * 2**30)
+
+
+def describe_overflow(config: Config, fit: GpuFit, whence: str) -> str:
+    """Return what does not fit, and what to change. `whence`: where the GPU's size is from."""
+    return (
+        f"rank {fit.rank} of the pipeline needs {fit.needed / GB:.1f} GB, CUDA's context and NCCL some "
+        f"{fit.reserved / GB:.1f}, and a GPU has {fit.size / GB:.1f} ({whence}): lower train.micro_batch "
+        f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
+        "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
+    )
+
+
+def needs_torch(layout: Layout) -> bool:
+    """Return whether the actions of the layout's schedule are torch's own: `actions` imports torch for it."""
+    return layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+
+
+def describe_size(size: float) -> str:
+    """Return bytes in GB with two digits or three: 0.35 GB, 12.5 GB, 1,300 GB."""
+    return f"{size / GB:.2g} GB" if size < GB else f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
 def _moment_bytes(config: Config, weight: Weight, ranks: int) -> int:

@@ -13,9 +13,9 @@ from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.traffic import traffic
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import Memory, memories, reserve
+from pipeline.planning.memory import GB, Memory, describe_overflow, gpu_fit, memories
 from pipeline.planning.predict import predict
-from pipeline.planning.search import GB, node_counts, search, write_choice
+from pipeline.planning.search import node_counts, search, write_choice
 from pipeline.planning.timeline import actions, timeline
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
@@ -48,19 +48,13 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
 
 def _room(config: Config, layout: Layout, ranks: Sequence[Memory]) -> str:
     """What is left of a GPU, in words. Raises UserError where it is nothing."""
-    size = (config.site.gpu_memory_gib or 0) * 2**30
-    needs, own = [part.on_gpu(config) for part in ranks], reserve(layout)
-    most = max(needs)
-    if most + own > size:
-        raise UserError(
-            f"rank {needs.index(most)} of the pipeline needs {most / GB:.1f} GB, CUDA's context and NCCL some "
-            f"{own / GB:.1f}, and a GPU has {size / GB:.1f} ({config.site.gpu_memory_gib:g} GiB, by --machine or "
-            f"site.gpu_memory_gib): lower train.micro_batch ({config.train.micro_batch}), let "
-            "parallel.activation_checkpointing be selective or full, set "
-            "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
-        )
-    left = (size - most - own) / GB
-    return f"a GPU has {size / GB:.3f} GB: some {own / GB:.1f} for CUDA and NCCL, {left:.3f} are left for fragmentation"
+    gib = config.site.gpu_memory_gib or 0
+    fit = gpu_fit(config, layout, ranks, gib)
+    if not fit.fits:
+        raise UserError(describe_overflow(config, fit, f"{gib:g} GiB, by --machine or site.gpu_memory_gib"))
+    left = (fit.size - fit.needed - fit.reserved) / GB
+    own = f"some {fit.reserved / GB:.1f} for CUDA and NCCL"
+    return f"a GPU has {fit.size / GB:.3f} GB: {own}, {left:.3f} are left for fragmentation"
 
 
 def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:

@@ -43,8 +43,7 @@ from pipeline.model.decoder import local
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
 from pipeline.parallel.traffic import traffic_of, trained_of
-from pipeline.planning.memory import memory
-from pipeline.planning.plan import GB
+from pipeline.planning.memory import GB, memory
 from pipeline.planning.timeline import actions
 from pipeline.train import engine as engines
 from pipeline.train import norm

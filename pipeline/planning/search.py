@@ -24,7 +24,7 @@ from pipeline.config.parallel import DataParallel
 from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import memories, reserve
+from pipeline.planning.memory import GB, memories, reserve
 from pipeline.planning.predict import Prediction, predict
 from pipeline.planning.workload import Workload, workload_of
 
@@ -37,7 +37,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """All that is sought, as the command line says it: for a config whose own layout does not fit."""
-GB = 1e9
 FRAGMENTS = 1.08
 """What an allocator holds, to what its tensors are; published peaks agree best with it (benchmarks/footprint.py)."""
 

@@ -21,6 +21,7 @@ from slurm.query.capacity import check_capacity
 from slurm.query.causes import EARLY_S
 from slurm.query.site_variables import refuse_unready
 from slurm.submit.executor import Executor
+from slurm.submit.memory_check import memory_warnings
 from slurm.track.sinks import refuse_missing
 
 START_S = 60
@@ -77,6 +78,8 @@ def warnings(run: Run, executor: Executor) -> Iterator[str]:
     """Yield what the user should know when the run starts, or starts again."""
     yield from filter(None, (exposed(run.config), replaceable(run.path)))
     yield from (*stages.notes(run), *run.code_notes)
+    if stages.load("train").missing(run):
+        yield from memory_warnings(run.config, executor)
     if executor == "slurm":
         yield from short_times(run)
     elif executor == "local":

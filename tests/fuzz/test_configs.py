@@ -180,7 +180,7 @@ def refused_or_kept(folder: Path, number: int) -> bool:
     signal.alarm(120)
     try:
         config = load_config(path, overrides)
-        print_plan(config, True, Plain(file=io.StringIO(), width=100))
+        print_plan(config, "slurm", Plain(file=io.StringIO(), width=100), scripts=True)
         path.write_text(dump_config(config))
         assert load_config(path) == config, "the frozen config is another one"
         return True

@@ -79,8 +79,9 @@ def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path)
         "usage is of the table"
     )
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
+    asked = ("stages.count.time=00:07:00", "--dry-run", "--scripts", "--executor", "slurm")
     for more in ((), (sweep,)):
-        dry = submit(counting, tmp_path, "tiny.yaml", *SMALL, *more, "stages.count.time=00:07:00", "--dry-run")
+        dry = submit(counting, tmp_path, "tiny.yaml", *SMALL, *more, *asked)
         assert dry.returncode == 0, dry.stderr
         assert "count     1 process, 00:07:00, after shard" in dry.stdout and "# ---- on Slurm: count" in dry.stdout
         assert "#SBATCH --time=7" in dry.stdout

@@ -136,7 +136,7 @@ def test_the_views(finished: Path) -> None:
     assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
     assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
     plan = submit(finished, "tiny.yaml", "--dry-run").stdout
-    assert "python -m slurm train" in plan
+    assert "\ntrain     " in plan
 
 
 def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
     refused = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
     assert refused.returncode == Exit.USER_ERROR and "PASSED" in refused.stderr, "as it would be without the option"
-    dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides, **shell)
+    dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
     assert done.returncode == 0, done.stderr
     job = next(e["job_id"] for e in run.read_events("train") if e["event"] == "submitted")

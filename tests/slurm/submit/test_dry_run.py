@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import typer
 
 import submit
+from pipeline.base.errors import Exit, UserError
+from pipeline.config.read import load_config
+from pipeline.planning.plan import plan
+from pipeline.run.directory import Run
+from slurm.show.console import Plain
+from slurm.submit import here, memory_check
 from tests.support.tiny import write_config
 
 
@@ -29,13 +39,193 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return type_
 
 
-def test_the_plan_stands_last_where_it_is_on_the_screen(typed: Callable[..., str]) -> None:
-    whole = typed("tiny.yaml", "--dry-run")
-    above, plan = whole.split("# ---- the plan\n")
-    assert len(plan.splitlines()) <= 20 and plan.startswith("run       runs/tiny\n") and "python -m slurm train" in plan
-    assert above.count("#!/bin/bash") == 5 and "sequence_length:" in above
-    assert "#!/bin/bash" not in typed("tiny.yaml", "--dry-run", "--executor", "local")
+def test_the_answer_comes_first_and_fits_a_screen(typed: Callable[..., str]) -> None:
+    for more in ((), ("--executor", "slurm"), ("sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}}",)):
+        shown = typed("tiny.yaml", "--dry-run", *more)
+        assert len(shown.splitlines()) <= 24 and shown.startswith("run       runs/tiny\nverdict   "), shown
+        assert "#!/bin/bash" not in shown and "sequence_length" not in shown and "--scripts" in shown
     assert not Path("runs").exists()
+
+
+def test_scripts_are_printed_on_request_behind_the_answer(typed: Callable[..., str]) -> None:
+    """And only for Slurm."""
+    local = typed("tiny.yaml", "--dry-run", "--scripts", "--executor", "local")
+    assert "#!/bin/bash" not in local and "sequence_length: 32" in local
+    whole = typed("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
+    above, below = whole.split("# ---- config, resolved\n")
+    assert above.startswith("run ") and below.count("#!/bin/bash") == 5 and "sequence_length: 32" in below
+
+
+def test_without_slurm_there_is_nothing_of_slurm(typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    shown = typed("tiny.yaml", "--dry-run", "--scripts")
+    assert "#SBATCH" not in shown and "none of Slurm's: 4 stages on this machine" in shown
+
+
+@pytest.mark.parametrize("controller", [None, "UP", "DOWN"])
+def test_a_controller_that_is_away_is_a_problem(
+    typed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller: str | None
+) -> None:
+    """A dry run for Slurm needs none, but submitting does."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "scontrol") if controller else ():
+        (tools / name).write_text(f"#!/bin/sh\necho 'Slurmctld(primary) at here is {controller}'\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin" if controller else "/nowhere")
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm")
+    assert ("problem   submitting would be refused" in shown) == (controller != "UP"), shown
+    assert ("scontrol ping" in shown) == (controller != "UP")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "training", "layout"),
+    [
+        (
+            ["parallel.tensor=2"],
+            "1 replica × 2 micro-batches of 4",
+            "2 ranks on 1 node: 1 data-parallel replica × tensor 2",
+        ),
+        ([], "2 replicas × 1 micro-batch of 4", "2 ranks on 1 node: 2 data-parallel replicas"),
+        (
+            ["parallel={pipeline: 2, zero: 1}", "stages.train={nodes: 2, tasks_per_node: 2}", "train.global_batch=16"],
+            "2 replicas × 2 micro-batches of 4",
+            "4 ranks on 2 nodes: 2 data-parallel replicas × pipeline 2 (1f1b), ZeRO 1 over 2 ranks",
+        ),
+    ],
+)  # fmt: skip
+def test_the_batch_is_split_over_replicas_and_the_layout_is_shown(
+    typed: Callable[..., str], overrides: list[str], training: str, layout: str
+) -> None:
+    shown = typed("tiny.yaml", "--dry-run", "train.micro_batch=4", *overrides)
+    assert re.search(rf"^training  30 steps of .* sequences .*: {re.escape(training)}$", shown, re.M), shown
+    assert f"\nlayout    {layout}\n" in shown, shown
+
+
+def test_what_is_asked_of_slurm_is_summed_up(typed: Callable[..., str]) -> None:
+    site = "site={partition: gpu, gpus_per_node: 4, mem_gb: 100, sbatch: {reservation: r1}}"
+    train = "stages.train={nodes: 3, tasks_per_node: 4, time: '02:00:00'}"
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", site, train, "train.global_batch=24")
+    assert "jobs      5 jobs of Slurm, 6 with the tasks of arrays; the largest 3 nodes and 12 GPUs; " in shown
+    assert "10.0 node-hours, 25.0 GPU-hours at most" in shown, shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("train ")]
+    assert "3 × 4 = 12 processes, 02:00:00, after shard" in line
+    assert all(words in line for words in ("partition gpu", "mem_gb 100", "gpus_per_node 4", "reservation r1"))
+
+
+LARGE = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 28672}", "train.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("more", "size", "fits"),
+    [
+        (["site.gpu_memory_gib=80"], "site.gpu_memory_gib: 80 GiB", False),
+        (["site.machine=h100"], "site.machine h100: 79.6 GiB", False),
+        (["--machine", "b200", "site.machine=h100"], "--machine b200: 180 GiB", False),
+        (["site.gpu_type=h100", "model.layers=2"], "site.gpu_type h100: 79.6 GiB", True),
+        (["site.gpu_type=nvidia_a100_3g.20gb", "model.layers=2"], "site.gpu_type nvidia_a100_3g.20gb: 20 GiB", False),
+        (["site.gpu_type=a100_40gb", "model.layers=2"], "site.gpu_type a100_40gb: 40 GiB", True),
+        (["site.gpu_type=gtx"], None, True),
+        ([], None, True),
+    ],
+)
+def test_a_gpu_whose_size_is_known_gets_the_verdict_of_plan(
+    typed: Callable[..., str], more: list[str], size: str | None, fits: bool
+) -> None:
+    """As many GPUs as ranks; the same answer as `plan` gives, and no torch."""
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *more)
+    lines = [line for line in shown.splitlines() if re.match("(problem|memory) .*GPU", line)]
+    if size is None:
+        assert not lines
+        return
+    (line,) = lines
+    assert size in line and line.startswith("memory ") == fits and (" fits: " in line) == fits, line
+    known = re.search(r": ([\d.]+) GiB", line)
+    assert known is not None
+    overrides = [word for word in more if "=" in word]
+    config = load_config(Path("tiny.yaml"), [*LARGE, *overrides, f"site.gpu_memory_gib={known[1]}"])
+    with nullcontext() if fits else pytest.raises(UserError, match="of the pipeline needs"):
+        assert list(plan(config))
+
+
+def test_a_type_of_gpu_with_several_sizes_gets_a_verdict_for_each(typed: Callable[..., str]) -> None:
+    shown = typed("tiny.yaml", "--dry-run", *LARGE, "model.layers=4", "site.gpu_type=a100", "--executor", "slurm")
+    (line,) = [line for line in shown.splitlines() if "GPU: " in line]
+    assert re.search(r"does not fit: .*a100: 40 GiB.*; fits: .*a100: 80 GiB", line), line
+
+
+def test_a_machine_that_nobody_knows(typed: Callable[..., str]) -> None:
+    assert "problem   GPU memory: site.machine: h101" in typed("tiny.yaml", "--dry-run", "site.machine=h101")
+    with pytest.raises(UserError, match="h101: no such machine"):
+        submit.app(["tiny.yaml", "--dry-run", "--machine", "h101"])
+    with pytest.raises(UserError, match="go with --dry-run"):
+        submit.app(["tiny.yaml", "--machine", "h100"])
+
+
+HUGE = "model={dim: 16384, layers: 64, heads: 128}"
+
+
+def test_host_memory_of_this_machine_is_compared(typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is counted by hand: fp32 weights, gradients and two moments, and a copy of all but gradients."""
+    monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
+    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    assert "memory    host: fits" in typed("tiny.yaml", "--dry-run", "--executor", "local")
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "local", HUGE)
+    found = re.search(r"^problem   host memory: does not fit: .* ([\d,]+) GB at the start .* of 23.0 GB", shown, re.M)
+    parameters = 64 * 16384 * (2 * 16384 + 2 * 2 * 128 + 3 * 43712) + 2 * 300 * 16384  # two heads of keys and values
+    assert found and float(found[1].replace(",", "")) * 1e9 == pytest.approx(2 * 16 * parameters, rel=0.01), shown
+
+
+@pytest.mark.parametrize(
+    ("ask", "limit"),
+    [
+        ("site.mem_gb=64", "68.7 GB (mem_gb)"),
+        ("stages.train.mem_gb=32", "34.4 GB (mem_gb)"),
+        ("site={cpus_per_task: 4, sbatch: {mem-per-cpu: 2G}}", "17.2 GB (sbatch.mem-per-cpu)"),
+        ("site={gpus_per_node: 2, sbatch: {mem-per-gpu: 500}}", "1.0 GB (sbatch.mem-per-gpu)"),
+    ],
+)
+def test_host_memory_of_a_job_is_compared(typed: Callable[..., str], ask: str, limit: str) -> None:
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE, ask)
+    (line,) = [line for line in shown.splitlines() if "host memory: does not fit" in line]
+    assert limit in line
+    assert "its memory" not in line
+
+
+def test_ranks_on_gpus_hold_in_host_memory_what_is_offloaded(typed: Callable[..., str]) -> None:
+    def held(*more: str) -> tuple[float, float]:
+        shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *more)
+        found = re.search(r"hold some ([\d.,]+) GB at the start and ([\d.,]+) GB at a save", shown)
+        assert found is not None, shown
+        return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
+
+    start, peak = held()
+    assert start < 5 < peak, "the copy that a save makes"
+    start_offloaded, _ = held("parallel={offload: true, zero: 3}")
+    assert start_offloaded > 100
+
+
+def test_a_point_of_a_sweep_that_does_not_fit_is_named(
+    typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "local", "sweep={grid: {model.dim: [32, 16384]}}")
+    assert "problem   host memory: point 001: does not fit" in shown, shown
+
+
+def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write_config(tmp_path), [HUGE, "site.mem_gb=64", "site.gpu_memory_gib=80"])
+    kinds = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
+    assert kinds == ["warning: GPU memory:", "warning: host memory:"]
+    out = io.StringIO()
+    monkeypatch.setattr(submit, "console", Plain(file=out, width=300))
+    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    monkeypatch.setattr(here, "run_chain", lambda run, console: Exit.STOPPED)
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    with pytest.raises(typer.Exit):
+        submit._go(Run.create(config), "local", again=False)
+    assert "warning: host memory: does not fit" in out.getvalue()
 
 
 def test_it_says_how_much_there_is_to_read(typed: Callable[..., str]) -> None:

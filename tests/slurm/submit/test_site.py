@@ -228,12 +228,13 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     own = "stages.evaluate.sbatch={spank-pat: hunter2}"
     cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", own)
     out = io.StringIO()
-    print_plan(cfg.model_copy(update={"site": SiteConfig.model_validate(site)}), True, Plain(file=out, width=80))
+    cfg = cfg.model_copy(update={"site": SiteConfig.model_validate(site)})
+    print_plan(cfg, "slurm", Plain(file=out, width=80), scripts=True)
     text = out.getvalue()
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
     assert text.count("#!/bin/bash") == 5 and "--array=0-1%2" in text
-    assert re.search(r"^train +2 × 2 = 4 processes, 00:20:00, after shard$", text, re.M)
+    assert re.search(r"^train +2 × 2 = 4 processes, 00:20:00, after shard; asks for ", text, re.M)
     assert "sequence_length: 32" in text and "#SBATCH --nice=5" in text
     assert not (tmp_path / "runs").exists()
 
@@ -241,7 +242,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
 def planned(config: Config) -> dict[str, str]:
     """What a dry run prints for Slurm: the scripts by their headings."""
     out = io.StringIO()
-    print_plan(config, True, Plain(file=out, width=80))
+    print_plan(config, "slurm", Plain(file=out, width=80), scripts=True)
     _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
@@ -268,16 +269,20 @@ def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("time", "left"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
 def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str, left: str | None) -> None:
     out = io.StringIO()
-    print_plan(config(tmp_path, f"stages.train.time='{time}'"), False, Plain(file=out, width=200))
-    told = re.findall(r"^ +short: asked to save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M)
+    print_plan(config(tmp_path, f"stages.train.time='{time}'"), "slurm", Plain(file=out, width=200))
+    told = re.findall(
+        rf"^problem +stages.train.time: {time} is short: .*save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M
+    )
     assert told == ([left] if left else [])
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate"])
 def test_and_so_for_each_stage_that_gets_the_signal(tmp_path: Path, stage: str) -> None:
     out = io.StringIO()
-    print_plan(config(tmp_path, f"stages.{stage}.time='00:01:00'"), False, Plain(file=out, width=200))
-    assert re.search(rf"^{stage} .*\n.*\n +short: asked to save 90 s before .* leaves 0 s", out.getvalue(), re.M)
+    print_plan(config(tmp_path, f"stages.{stage}.time='00:01:00'"), "slurm", Plain(file=out, width=200))
+    assert re.search(
+        rf"^problem +stages.{stage}.time: 00:01:00 is short: .*90 s before .* leaves 0 s", out.getvalue(), re.M
+    )
 
 
 def test_two_ways_to_ask_for_memory_are_refused(tmp_path: Path) -> None:
@@ -415,7 +420,7 @@ def test_who_may_read_the_setup_is_told(tmp_path: Path) -> None:
     assert warning and "(export GH_PAT=*****)" in warning and "site.secrets or site.pass" in warning
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "run.sharing=group", EXPORTS]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert warning in done.stdout and "hunter2" not in done.stdout + done.stderr, done.stderr
+    assert warning.removeprefix("warning: ") in done.stdout and "hunter2" not in done.stdout + done.stderr, done.stderr
 
 
 @pytest.fixture
@@ -700,7 +705,8 @@ def test_doctor_says_what_a_machine_without_slurm_offers(tmp_path: Path) -> None
 
 def test_submit_without_slurm_still_plans(tmp_path: Path) -> None:
     write_config(tmp_path)
-    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "site.scratch=/with space"]
+    dry = ["--dry-run", "--scripts", "--executor", "slurm"]
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", *dry, "site.scratch=/with space"]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )

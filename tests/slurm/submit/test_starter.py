@@ -76,7 +76,7 @@ def test_the_command_writes_what_can_be_shown_and_never_overwrites(
     assert early.returncode == Exit.USER_ERROR and "error: data.source: " in early.stderr, "its data are not named yet"
     write_data(tmp_path)
     shown = sluice(config, "--dry-run")
-    assert shown.returncode == 0 and "python -m slurm train" in shown.stdout, shown.stderr
+    assert shown.returncode == 0 and "\ntrain     " in shown.stdout, shown.stderr
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     again = sluice(*words)
     assert again.returncode == Exit.USER_ERROR and "exists already and stays as it is" in again.stderr

@@ -155,7 +155,7 @@ def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
 
 def test_a_dry_run_names_the_points(tmp_path: Path, data: Path) -> None:
     console = Plain(width=150, record=True)
-    print_plan(load_config(write_config(tmp_path), [SWEEP, *SMALL]), False, console)
+    print_plan(load_config(write_config(tmp_path), [SWEEP, *SMALL]), "local", console)
     assert "point 000 optimizer.lr 0.001, run.seed 4\n" in console.export_text()
 
 
@@ -174,7 +174,7 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = slowed(swept(tmp_path, data))
-    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run").stdout
+    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
         (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
