@@ -27,7 +27,7 @@ from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
-from pipeline.config.hugging_face import inside, read_inside
+from pipeline.config.hugging_face import check_added_tokens, inside, read_inside
 from pipeline.data.chat_template import (
     MARKS,
     ChatTemplate,
@@ -60,7 +60,7 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
                 f"data.records messages needs a chat template: there is no {file}, nor one in {settings}; set "
                 f"data.chat_template to a file, or to one of {', '.join(CHAT_TEMPLATES)}"
             )
-        added = read_json(Path(tokenizer)).get("added_tokens") or []
+        added = check_added_tokens(Path(tokenizer), read_json(tokenizer))
         special = {eos_token, *(one["content"] for one in added if one.get("special"))}
         chat = {"template": template, "tokens": tokens, "special": sorted(special)}
         content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()

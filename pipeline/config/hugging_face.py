@@ -34,6 +34,8 @@ from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
 """The files' names."""
+_LONGEST_NAME = 255
+"""Bytes that the name of a file may have (NAME_MAX of Linux)."""
 FORMAT = "5.0.0"
 """`transformers_version` of an export. transformers 4.57.3 and later take a tokenizer beside a config.json without a
 version, or with an older one, for one with a wrong regular expression of Mistral's, and warn of "incorrect
@@ -302,8 +304,9 @@ def pieces(folder: Path) -> list[str]:
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
             raise FolderError(f"{folder / INDEX} has no weight_map from tensors to files")
         names = sorted(set(table.values()))
-        if wrong := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-            raise FolderError(f"{folder / INDEX} names {wrong[0]!r}: no safetensors file in that folder")
+        if wrong := [name for name in names if not _is_name_of_weights(name)]:
+            shown = wrong[0] if len(wrong[0]) <= 80 else f"{wrong[0][:80]}…"
+            raise FolderError(f"{folder / INDEX} names {shown!r}: no safetensors file in that folder")
     elif _is_there(folder, WHOLE):
         names = [WHOLE]
     else:
@@ -313,6 +316,12 @@ def pieces(folder: Path) -> list[str]:
     if missing := [name for name in names if not _is_there(folder, name)]:
         raise FolderError(f"{folder / missing[0]} is missing: fetch the folder again")
     return names
+
+
+def _is_name_of_weights(name: str) -> bool:
+    """Whether a file in the folder can have this name, and it is that of a safetensors file."""
+    is_possible = Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= _LONGEST_NAME
+    return is_possible and name.endswith(".safetensors")
 
 
 def along(folder: Path) -> dict[str, str]:
@@ -340,15 +349,31 @@ def _end_token(folder: Path) -> str:
     end = end.get("content") if isinstance(end, dict) else end
     wanted = None
     if end is None:
-        ids, content = (read_inside(folder, CONFIG) or {}).get("eos_token_id"), read_inside(folder, TOKENIZER)
+        ids = (read_inside(folder, CONFIG) or {}).get("eos_token_id")
         wanted = ids[0] if isinstance(ids, list) and ids else ids
-        added = (content.get("added_tokens") if isinstance(content, dict) else None) or ()
-        end = next((token.get("content") for token in added if token.get("id") == wanted), None)
+        added = check_added_tokens(folder / TOKENIZER, read_inside(folder, TOKENIZER))
+        end = next((token["content"] for token in added if token["id"] == wanted), None)
     if not isinstance(end, str):
         no_word = "neither tokenizer_config.json nor config.json says which token ends a text"
         why = no_word if wanted is None else f"config.json's eos_token_id {json.dumps(wanted)} is none of added_tokens"
         raise FolderError(f"{place}: {why}: set data.tokenizer")
     return end
+
+
+def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
+    """Return `added_tokens` of the content of a `tokenizer.json`: objects with at least an `id` and a `content`.
+
+    Raises FolderError, naming the file and the entry, if it is anything else.
+    """
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    for number, token in enumerate(added if isinstance(added, list) else [added] if added else []):
+        fields = token if isinstance(token, dict) else {}
+        if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
+            raise FolderError(
+                f"{tokenizer}: entry {number} of added_tokens has no whole number `id` and text `content`: let "
+                "transformers' AutoTokenizer save the file again"
+            )
+    return added or []
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
+from data_prep.text.records import chat_json
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.hugging_face import FolderError, along, config_json, inside, section_from, section_of
@@ -365,6 +366,8 @@ def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
         ({"weight_map": {"a": "/etc/secret.safetensors"}}, [], "names '/etc/secret.safetensors'"),
         ({"weight_map": {"a": "pytorch_model.bin"}}, ["pytorch_model.bin"], "names 'pytorch_model.bin'"),
         ({"weight_map": {"a": "b.safetensors"}}, [], "b.safetensors is missing"),
+        ({"weight_map": {"a": "b" * 5000 + ".safetensors"}}, [], "model.safetensors.index.json names 'bbbb"),
+        ({"weight_map": {"a": "b\0.safetensors"}}, [], "model.safetensors.index.json names 'b"),
         ({"weight_map": {"a": 1}}, [], "has no weight_map"),
         ([], [], "has no weight_map"),
         (None, ["pytorch_model.bin"], "pytorch_model.bin is a pickle, which may execute anything and is not opened"),
@@ -393,3 +396,19 @@ def test_hostile_and_torn_folders_are_refused(tmp_path: Path, index: Any, there:
     with pytest.raises(ConfigError) as error:
         load_config(file)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("added", ["all", [3], [{"id": 2}], [{"id": "2", "content": "</s>"}], {"2": "</s>"}, [[]]])
+def test_malformed_added_tokens_are_named(tmp_path: Path, added: Any) -> None:
+    folder = folder_with(tmp_path / "open", eos_token_id=7)
+    write_json(folder / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": added})
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    assert f"{folder}/tokenizer.json" in str(error.value) and "added_tokens" in str(error.value)
+    write_json(folder / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    with pytest.raises(UserError) as refused:
+        chat_json(folder / "tokenizer.json", "</s>")
+    assert f"{folder}/tokenizer.json" in str(refused.value) and "added_tokens" in str(refused.value)
