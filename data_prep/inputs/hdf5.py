@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_prep.inputs.worker import Answer, Worker, WorkerDiedError, serve
 from pipeline.base.errors import UserError
 from pipeline.base.files import reading
+from pipeline.run.worker import Answer, Worker, WorkerDiedError, serve
 
 if TYPE_CHECKING:
     import numpy as np

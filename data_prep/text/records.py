@@ -21,8 +21,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from jinja2 import TemplateError
-
 from data_prep.inputs.sources import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json
@@ -32,6 +30,7 @@ from pipeline.data.chat_template import (
     MARKS,
     ChatTemplate,
     ChatTemplateError,
+    UnusableTemplateError,
     find_template,
     read_template,
     split_marks,
@@ -64,8 +63,8 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
         special = {eos_token, *(one["content"] for one in added if one.get("special"))}
         chat = {"template": template, "tokens": tokens, "special": sorted(special)}
         content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()
-        Dialogues(chat)
-    except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+        Dialogues(chat).check()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{source}: no chat template that can be used: {error}") from None
     return content + b"\n"
 
@@ -88,16 +87,31 @@ class Dialogues:
     """Dialogues in the words of a chat template."""
 
     def __init__(self, chat: Mapping[str, Any]) -> None:
-        """Raises jinja2.TemplateError for a template that is none."""
         self.template = ChatTemplate(chat["template"], chat["tokens"])
         self.forbidden = [*chat["special"], *MARKS]
+
+    def check(self) -> None:
+        """Render two dialogues. Raises UnusableTemplateError if the template cannot be used for any dialogue."""
+        dialogue = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+        for messages in (dialogue, dialogue[1:]):
+            try:
+                self.template.render(messages)
+            except UnusableTemplateError:
+                raise
+            except ChatTemplateError:  # it may want other roles
+                continue
 
     def read(self, value: dict[str, Any]) -> Record:
         """The record of a line's object. Raises Rejected where it has no dialogue, or one that teaches nothing."""
         messages = self._checked(value)
-        text, learned = split_marks(self._written(messages))
+        answers = [] if self.template.has_marks else [n for n, one in enumerate(messages) if one["role"] == "assistant"]
+        beginnings = [(len(messages), False)]
+        for number in answers:
+            beginnings += [(number, True), (number + 1, False)]
+        whole, *parts = self._written(messages, beginnings)
+        text, learned = split_marks(whole)
         if not self.template.has_marks:
-            learned = self._answers(messages, text)
+            learned = self._spans(text, answers, parts)
         if not learned:
             raise Rejected("no message of the role 'assistant': nothing to learn")
         return text, tuple(learned)
@@ -123,17 +137,19 @@ class Dialogues:
                     raise Rejected(f"message {number} holds {taken[0]!r}, which would be taken for a special token")
         return found
 
-    def _written(self, messages: Sequence[Mapping[str, str]], to_be_answered: bool = False) -> str:
+    def _written(self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]) -> list[str]:
         try:
-            return self.template.render(messages, to_be_answered)
+            return self.template.render_beginnings(messages, beginnings)
+        except UnusableTemplateError as error:
+            raise UserError(f"data.records messages: the chat template cannot be used: {error}") from None
         except ChatTemplateError as error:
             raise Rejected(f"the chat template does not take it: {error}") from None
 
-    def _answers(self, messages: Sequence[Mapping[str, str]], text: str) -> list[tuple[int, int]]:
-        """Where the assistant's messages stand in the whole `text`."""
+    @staticmethod
+    def _spans(text: str, answers: Sequence[int], parts: Sequence[str]) -> list[tuple[int, int]]:
+        """Where these messages stand in the whole `text`; `parts`: for each the text up to before and after it."""
         found = []
-        for number in (place for place, message in enumerate(messages) if message["role"] == "assistant"):
-            before, after = self._written(messages[:number], True), self._written(messages[: number + 1])
+        for number, before, after in zip(answers, parts[::2], parts[1::2], strict=True):
             if not text.startswith(before) or not text.startswith(after) or len(before) >= len(after):
                 raise Rejected(
                     f"the chat template writes message {number + 1}, or what leads to it, otherwise where more "

@@ -1,7 +1,8 @@
 """Chat templates: a Jinja program, published with a tokenizer, that turns a dialogue into text.
 
-It runs in Jinja's sandbox with what transformers gives it (`utils/chat_template_utils.py`), except the current time:
-the same dialogue must always give the same text. A template may mark what the assistant says by `{% generation %} …
+It runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox with what transformers gives it
+(`utils/chat_template_utils.py`), except the current time and whatever else would change from one call to the next: the
+same dialogue must always give the same text. A template may mark what the assistant says by `{% generation %} …
 {% endgeneration %}`.
 
 `prepare` writes template and special tokens to `chat.json` in the data folder (data_prep/text/records.py). Nothing here
@@ -10,24 +11,27 @@ needs torch or tokenizers.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.config.datasets import CHAT_TEMPLATES
+from pipeline.data.chat_template_worker import MARKS
+from pipeline.run.worker import Worker, WorkerDiedError
 
-MARKS = ("\ufdd0", "\ufdd1")
-"""Around marked text in what `ChatTemplate.render` returns: characters that Unicode reserves for programs."""
+_AT_ONCE = 16
+"""Beginnings of a dialogue that are rendered in one request, because a request takes longer than most templates."""
+_CHARACTERS_AT_ONCE = 1 << 20
+"""Of messages that come to these beginnings: a long dialogue is rendered one by one."""
+_CPU_S = 60
+"""Seconds of processor time of one request. To exceed them, or the memory, is an error of the template: they
+depend on the machine, so they must not decide which dialogues are taken."""
+_MEMORY = 1 << 31
+"""Bytes of memory of one request."""
+_RENDERER = Worker("pipeline.data.chat_template_worker", _CPU_S, _MEMORY)
 _FOLDER = Path(__file__).parent / "chat_templates"
 """Templates for training of the families of models that a run can start from. They mark answers."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -37,47 +41,58 @@ class ChatTemplateError(ValueError):
     """A template failed on a dialogue; the message is the template's own, shortened."""
 
 
-class _Generation(Extension):
-    """The tag `{% generation %} … {% endgeneration %}`."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{MARKS[0]}{caller()}{MARKS[1]}"
+class UnusableTemplateError(ChatTemplateError):
+    """A template cannot be used for any dialogue: its text would change, or it exceeds the limits."""
 
 
 class ChatTemplate:
     """One chat template, ready to render dialogues."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compile `source`; `tokens` are the special tokens by the names that templates use, such as `eos_token`.
-
-        Raises jinja2.TemplateError if `source` is not a template.
-        """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        self._template, self._tokens = environment.from_string(source), tokens
+        """Run nothing yet. `tokens` are the special tokens by the names that templates use, such as `eos_token`."""
+        self._source, self._tokens = source, dict(tokens)
         self.has_marks = _MARKED.search(source) is not None
         """Whether the template marks what the assistant says."""
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> str:
         """Return the text of a dialogue, with :data:`MARKS` around what the template marks.
 
-        Raises ChatTemplateError if the template fails on it.
+        Raises ChatTemplateError if the template fails on it, UnusableTemplateError if it would on any: it is not a
+        template, uses what is not there for templates, or exceeds the limits.
         """
-        values = {**self._tokens, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        (text,) = self.render_beginnings(messages, [(len(messages), add_generation_prompt)])
+        return text
+
+    def render_beginnings(
+        self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]
+    ) -> list[str]:
+        """Return what `render` does of the first messages of a dialogue, for each (how many, add_generation_prompt).
+
+        Raises what `render` raises.
+        """
+        found: list[str] = []
+        characters = 1 + sum(len(text) for message in messages for text in message.values())
+        step = max(1, min(_AT_ONCE, _CHARACTERS_AT_ONCE // characters))
+        for start in range(0, len(beginnings), step):
+            found += self._ask(messages, beginnings[start : start + step])
+        return found
+
+    def compile(self) -> None:
+        """Raise UnusableTemplateError if this is not a template, or uses what is not there for templates."""
+        self._ask([], [])
+
+    def _ask(self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]) -> list[str]:
+        request = {"source": self._source, "tokens": self._tokens, "messages": [*messages], "beginnings": beginnings}
         try:
-            return self._template.render(values, tools=None, documents=None)
-        except Exception as error:  # a template is a foreign program and may raise anything
-            raise ChatTemplateError(shorten(str(error), 200)) from None
+            answer = _RENDERER.ask(request)
+        except WorkerDiedError as error:
+            raise UnusableTemplateError(f"the process that ran it failed: {error}") from None
+        if "unusable" in answer:
+            raise UnusableTemplateError(answer["unusable"])
+        if "failed" in answer:
+            raise ChatTemplateError(answer["failed"])
+        texts: list[str] = answer["texts"]
+        return texts
 
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -88,15 +103,6 @@ def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
             spans.append((len(plain), len(plain) + len(part)))
         plain += part
     return plain, spans
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Replace Jinja's filter of this name, which escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
 
 
 def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[str, str]]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, read_inside, section_from
 from pipeline.config.sections import ModelConfig
-from pipeline.data.chat_template import ChatTemplate, find_template
+from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, find_template
 from pipeline.data.check import manifest_of
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
@@ -183,10 +182,12 @@ def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
             f"--chat: {where} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: leave "
             "--chat out and write the whole prompt"
         )
+    found = ChatTemplate(template, tokens)
     try:
-        return ChatTemplate(template, tokens)
-    except TemplateError as error:
+        found.compile()
+    except ChatTemplateError as error:
         raise UserError(f"--chat: the chat template of {where} cannot be used: {error}") from None
+    return found
 
 
 def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:

@@ -29,10 +29,10 @@ from data_prep.inputs import hdf5, objects, sources
 from data_prep.inputs.objects import DEEPEST
 from data_prep.inputs.row_files import tar_members
 from data_prep.inputs.sources import Document, Input, read_documents
-from data_prep.inputs.worker import Worker
 from data_prep.tokens.formats import look
 from data_prep.tokens.token_file import scan
 from pipeline.base.errors import UserError
+from pipeline.run.worker import Worker
 from tests.model.test_user_model import VIT, new_run
 
 SECONDS = 120

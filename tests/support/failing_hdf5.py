@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.inputs import hdf5
-from data_prep.inputs.worker import Answer, serve
+from pipeline.run.worker import Answer, serve
 
 
 def blocks(dataset: Any, rows: int) -> Iterator[Answer]:

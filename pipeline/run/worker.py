@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
-from pipeline.run.code import CODE_ROOT, with_code
-
 _STOPPED_BY_CALLER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a job sends to all of its processes. The caller decides; the worker ends when its input does."""
 
@@ -95,6 +93,8 @@ class Worker:
             _end(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
+        from pipeline.run.code import CODE_ROOT, with_code  # the worker imports this module, too, and needs none of it
+
         # The same hashes in each worker: the order of a set is then the same, too.
         environment = {**with_code(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -132,7 +132,7 @@ def serve(answer: Callable[[Any], Iterable[Answer]]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the wait for a request takes none of it
         before = None
         for part in answer(request):
             if before is not None:
@@ -141,7 +141,6 @@ def serve(answer: Callable[[Any], Iterable[Answer]]) -> None:
             before = part
         assert before is not None
         _send(output, before, is_end=True)
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _send(output: IO[bytes], part: Answer, is_end: bool) -> None:

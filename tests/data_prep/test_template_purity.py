@@ -1,0 +1,180 @@
+"""Chat templates: the same text for the same dialogue, whenever and wherever, and bounds on what one may take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.inputs.sources import Rejected
+from data_prep.text.records import Dialogues, chat_json
+from pipeline.base.errors import UserError
+from pipeline.data import chat_template
+from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
+from pipeline.data.chat_template_worker import MOST_CHARACTERS
+from pipeline.run.worker import Worker
+from tests.data_prep.test_records import CHATML, PLAIN, config, folder_of, write_lines
+from tests.data_prep.test_shards import run_tasks
+
+MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+CHANGING = [
+    "{{ ['a', 'b'] | random }}",
+    "{% if messages | length > 99 %}{{ ['a', 'b'] | random }}{% endif %}",
+    "{{ lipsum() }}",
+    "{{ strftime_now('%d %b %Y') }}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ strftime_now('%Y') }}{% endif %}{% endfor %}",
+    "{{ messages | pprint }}",
+    "{{ messages[0].content.upper }}",
+    "{{ 'x' ~ messages[0].items }}",
+    "{{ 'x'.format }}",
+    "{{ '' | attr('upper') }}",
+    "{{ dict.fromkeys }}",
+    "{{ range }}",
+    "{{ [range] | join }}",
+    "{{ namespace(a=range) }}",
+    "{{ raise_exception | string }}",
+    "{{ '%s' | format(raise_exception) }}",
+    "{{ '{0.upper}'.format('a') }}",
+    "{{ '{:>20}'.format(range) }}",
+    "{{ cycler('a', 'b') }}",
+    "{{ joiner(', ') }}",
+    "{{ messages | map(attribute='role') }}",
+    "{{ [messages | map(attribute='role')] }}",
+    "{{ messages | selectattr('role') }}",
+    "{{ messages | reverse }}",
+    "{{ messages[0] | items }}",
+    "{{ messages | batch(1) }}",
+    "{% for m in messages %}{{ loop.cycle }}{% endfor %}",
+    "{% block b %}{% endblock %}{{ self.b }}",
+    "{% set keys = messages[0].keys() - ['x'] %}{% for key in keys %}{{ key }}{% endfor %}",
+    "{{ (messages[0].items() - messages[1].items()) | list }}",
+]
+
+
+@pytest.mark.parametrize("source", CHANGING)
+def test_what_changes_from_one_call_to_the_next_is_refused_before_the_run(tmp_path: Path, source: str) -> None:
+    with pytest.raises(UnusableTemplateError):
+        ChatTemplate(source, {}).render(MESSAGES)
+    tokenizer = folder_of(tmp_path / "tokenizer", source)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: no chat template that can be used: "):
+        chat_json(tokenizer, "<|im_end|>")
+    with pytest.raises(UserError, match=r"the chat template cannot be used"):  # also one that an older prepare took
+        Dialogues({"template": source, "tokens": {}, "special": []}).read({"messages": MESSAGES})
+
+
+def test_the_function_and_the_way_out_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"calls strftime_now.*data\.chat_template"):
+        chat_json(folder_of(tmp_path / "a", "{{ strftime_now('%Y') }}"), "<|im_end|>")
+    with pytest.raises(UserError, match=r"line 2 .* filter random.*data\.chat_template"):
+        chat_json(folder_of(tmp_path / "b", "\n{{ [1] | random }}"), "<|im_end|>")
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 50)
+    tokenizer = folder_of(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
+    with pytest.raises(UserError, match="filter random"):
+        run_tasks(config(source, "messages", tokenizer), tmp_path / "data")
+    assert not (tmp_path / "data/manifest.json").exists()
+
+
+STABLE = {
+    "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}": "2024",
+    "{{ messages | map(attribute='role') | map('upper') | join(' ') }}": "USER ASSISTANT",
+    "{{ (messages | selectattr('role', 'equalto', 'assistant') | list)[0].content }}": "Because.",
+    "{% for m in messages | reverse %}{{ loop.cycle('a', 'b') }}{{ m.role[0] }}{{ loop.length }}{% endfor %}": "aa2bu2",
+    "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}": "aba",
+    "{% set j = joiner('; ') %}{% for m in messages %}{{ j() }}{{ m.role }}{% endfor %}": "user; assistant",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 %}{% endfor %}{{ ns.n - 1 }}": "3",
+    "{% for key, value in messages[0].items() %}{{ key }}={{ value }};{% endfor %}": "role=user;content=Why?;",
+    "{% for key, value in messages[0] | items %}{{ key }}={{ value }};{% endfor %}": "role=user;content=Why?;",
+    "{{ '%s and {}' % 'a' }}{{ '{} {x}'.format('b', x=1) }}": "a and {}b 1",
+    "{{ messages[0].content.strip('?').split('h') }}": "['W', 'y']",
+    "{{ messages[0] }}{{ messages[0].keys() | list }}": "{'role': 'user', 'content': 'Why?'}['role', 'content']",
+    "{{ messages | groupby('role') | map(attribute='grouper') | list }}": "['assistant', 'user']",
+    "{% macro m(x) %}<{{ x }}{{ caller() }}>{% endmacro %}{% call m(1) %}!{% endcall %}": "<1!>",
+    "{% block b %}x{% endblock %}{{ self.b() }}": "xx",
+    "{{ range is callable }}{{ 'a'.upper is callable }}{{ messages | map('list') is iterable }}": "TrueTrueTrue",
+    "{% for i in range(3) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}": "02",
+}
+
+
+@pytest.mark.parametrize("source", STABLE)
+def test_all_else_is_written_as_in_transformers(tmp_path: Path, source: str) -> None:
+    assert ChatTemplate(source, {}).render(MESSAGES) == STABLE[source]
+    if "strftime_now" not in source:
+        theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder_of(tmp_path / "tokenizer")))
+        assert theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE[source]
+
+
+def test_what_is_refused_for_one_dialogue_is_refused_in_the_same_words_by_another_process() -> None:
+    program = (
+        "from pipeline.data.chat_template import ChatTemplate, ChatTemplateError\n"
+        "for source in ('{{ messages | map(1) | list }}', '{{ messages[0].x.y }}', '{{ range + 1 }}'):\n"
+        "    try: ChatTemplate(source, {}).render([{'role': 'user', 'content': 'x'}])\n"
+        "    except ChatTemplateError as error: print(type(error).__name__, error)\n"
+    )
+    told = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.count("ChatTemplateError") == 3, done.stderr
+        told.add(done.stdout)
+    assert len(told) == 1 and "0x" not in told.pop()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+         "{% endfor %}", "1 s of processor time"),
+        ("{% for a in range(9999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}", "processor time"),
+        ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "processor"),
+        ("{{ (10 ** 9999) ** 9999 }}", "processor time"),
+        ("{% if 0 %}{{ (10 ** 9999) ** 9999 }}{% endif %}", "processor time"),  # when it is compiled
+        ("{{ 'x' * 10 ** 12 }}", "memory"),
+        ("{{ 'x' | center(9999999999) | length }}", "memory"),
+        ("{% set ns = namespace(x='xxxxxxxxxx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+         "memory|processor time"),
+        ("{{ ('x' * 999999).replace('', 'x' * 999999) | length }}", "memory"),
+    ],
+)  # fmt: skip
+def test_time_and_memory_have_bounds(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
+    """To exceed them ends the stage: they must not decide which dialogues are taken."""
+    renderer = Worker("pipeline.data.chat_template_worker", 1, chat_template._MEMORY)
+    monkeypatch.setattr(chat_template, "_RENDERER", renderer)
+    with pytest.raises(UnusableTemplateError, match=words):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES) == "Why?"  # by another worker
+    renderer.close()
+
+
+def test_a_text_that_is_too_long_is_an_error_of_its_dialogue() -> None:
+    dialogues = Dialogues({"template": CHATML, "tokens": {}, "special": []})
+    room = MOST_CHARACTERS - len(dialogues.read({"messages": MESSAGES})[0]) - 100
+    assert len(dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * room}]})[0]) > room
+    with pytest.raises(Rejected, match=f"more than {MOST_CHARACTERS:,} characters"):
+        dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * (room + 200)}]})
+    with pytest.raises(ChatTemplateError, match="more than"):
+        ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", {}).render(
+            [{"role": "user", "content": "x" * 9999}]
+        )
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_a_dialogue_of_many_answers_is_read_in_parts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(chat_template, "_CHARACTERS_AT_ONCE", at_once)
+    messages = [{"role": one["role"], "content": f"{one['content']} {n}"} for n in range(20) for one in MESSAGES]
+    marked, plain = (Dialogues({"template": text, "tokens": {}, "special": []}) for text in (CHATML, PLAIN))
+    (text, learned), (same, learned_of_plain) = (one.read({"messages": messages}) for one in (marked, plain))
+    assert text == same and len(learned) == 20
+    assert [(start, end + 1) for start, end in learned] == list(learned_of_plain)  # with the line's end
+
+
+def test_half_a_character_is_an_error_of_its_dialogue() -> None:
+    assert json.loads('"\\ud83d\\ude00"') == "😀"
+    with pytest.raises(ChatTemplateError, match="surrogate"):
+        ChatTemplate("{{ '\ud83d' }}", {}).render(MESSAGES)
