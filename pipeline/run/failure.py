@@ -117,6 +117,8 @@ def once_mended(run: Run, cause: str | None, message: str = "") -> str:
         if made is None or run.whole is not run:
             lines.append(f"if the config is wrong instead: {again}")
         return "\n".join(lines)
+    if run.config.data.filter and re.search(r"(?:^|error: )data\.filter: ", message, re.MULTILINE):
+        return f"correct the function {run.config.data.filter} (data.filter), whose corrected file is used by: {retry}"
     if changes:
         key = ", ".join(change.partition("=")[0] for change in changes)
         lines = [f"to continue with another {key}: {retry}"]
@@ -137,8 +139,8 @@ _ADVISED = re.compile(rf"\b(?:{_VERBS}) (?:{_ARTICLES})*{_KEY}(?:(?:=|: )(?P<val
 """A key that a message says to change, maybe with the value to give it."""
 _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
 """The only value that there is, in a message about a wrong one."""
-_OF_ANOTHER_RUN = ("run.", "model.target")
-"""Keys that a message may name, and `resume` never takes."""
+_NOT_TO_CHANGE = ("run.", "model.target", "data.filter")
+"""Keys that a message may name although another value is no help: a file has to be corrected, or a new run made."""
 
 
 def _changes(run: Run, cause: str | None, message: str) -> list[str]:
@@ -159,7 +161,7 @@ def _is_key(key: str) -> bool:
     """Whether it is a key of the config that a message may ask to change; a section is none."""
     if key.startswith("model.options."):
         return True
-    return not key.startswith(_OF_ANOTHER_RUN) and key in dotted_keys(()) and not valid_keys(tuple(key.split(".")))
+    return not key.startswith(_NOT_TO_CHANGE) and key in dotted_keys(()) and not valid_keys(tuple(key.split(".")))
 
 
 def _may_be_the_modules_fault(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:
@@ -186,4 +188,7 @@ def _what_storage_needs(run: Run, message: str) -> str:
     if found is None:
         return "once the file system takes files again"
     where = run.path / found[1]  # an absolute path stands for itself
-    return f"free space in {next(folder for folder in (where, *where.parents) if folder.is_dir())}"
+    folder = where if where.is_dir() else where.parent  # it may be on the disk of another machine
+    while run.path in folder.parents and not folder.is_dir():
+        folder = folder.parent
+    return f"free space in {folder}"

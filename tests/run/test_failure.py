@@ -79,6 +79,8 @@ def test_what_stands_for_a_value_is_no_value(run: Run) -> None:
     [
         ("error: cannot use {run}/checkpoints/x: no space is left on the device: free some", "{run}/checkpoints"),
         ("error: cannot use {run}/data: the disk quota is used up: free some", "{run}/data"),
+        ("error: cannot use {run}/checkpoints/.tmp-7/x: no space is left on the device", "{run}/checkpoints"),
+        ("error: cannot use /not/here/shard.h5: no space is left on the device: free some", "/not/here"),
         ("rank 1 on n1:\nerror: cannot use a file of the run: no space is left on the device", "{run}"),
         ("error: cannot write {run}/checkpoints: no space is left, it seems (5 bytes are free)", "{run}/checkpoints"),
     ],
@@ -103,6 +105,15 @@ def test_what_is_no_fault_of_the_config_does_not_blame_it(run: Run, cause: str, 
     save_step(run)
     ending = once_mended(run, cause, "error: something")
     assert words in ending and ending.endswith(f": {RESUME}") and "config" not in ending
+
+
+def test_a_bug_in_a_filter_asks_to_correct_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keep.py").write_text("def keep(document):\n    return document['lang'] == 'en'\n")
+    run = Run.create(load_config(write_config(tmp_path), ["data.filter=keep.py:keep"]))
+    message = "rank 0 on n1:\nerror: data.filter: /c.jsonl, record 1: it raised KeyError: 'lang'"
+    ending = once_mended(run, "user_error", message)
+    assert "correct the function" in ending and "keep.py:keep" in ending and ending.endswith(f": {RESUME}")
 
 
 def test_a_time_limit_that_is_too_short_is_named(run: Run) -> None:
