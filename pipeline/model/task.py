@@ -51,6 +51,8 @@ _ACROSS_SAMPLES = (
     "supported yet: Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch."
 )
 
+_ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
+
 
 class Task:
     """The decoder of pipeline/model/decoder.py on tokens; a user's own model answers the same questions, below."""
@@ -331,7 +333,17 @@ class _UserTask(Task):
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Raises UserError for a loss that is not a sum over samples that are independent of each other."""
-        loss: Tensor = self.module.loss(outputs, batch)
+        try:
+            loss: Tensor = self.module.loss(outputs, batch)
+        except Exception as error:  # training starts with one sample of zeros, and evaluation has batches of any size
+            count, expected = len(next(iter(batch.values()))), self.config.train.micro_batch
+            if count != expected:
+                samples = "1 sample" if count == 1 else f"{count} samples"
+                error.add_note(
+                    f"loss of {self.facts.target} was called with {samples}, not with the {expected} of "
+                    f"train.micro_batch. {_ANY_NUMBER}"
+                )
+            raise
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
         self._is_sum = self._is_sum or self._check_sum(outputs, batch)
@@ -399,7 +411,7 @@ class _UserTask(Task):
             message = (
                 f"loss of {self.facts.target} fails at {where}: {type(error).__name__}: {str(error).rstrip('.')}. "
                 f"Sluice called it with {some}, to check that it is a sum over samples; with the whole micro-batch it "
-                f"did not fail. {_ACROSS_SAMPLES} Any other loss must take any number of samples."
+                f"did not fail. {_ANY_NUMBER}"
             )
             raise UserError(printable(message)) from error
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -800,6 +801,27 @@ def test_what_is_wrong_with_a_loss_is_what_is_said(
         assert "with 1 of the 2 samples" in said or "with 3 samples (some of a micro-batch's 2 given twice)" in said
     if words != MEAN:
         assert "Leave the mean out" not in said
+
+
+def failing_rank(place: Place, path: Path) -> str:
+    """The traceback of the error that ends a training."""
+    try:
+        stage_rank(place, path, "train")
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return "nothing"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_fails_with_the_one_sample_of_the_start_is_told_so(series: Path, ranks: int) -> None:
+    """DDP's first backward is of one sample; one process has none, and its batches are as large as asked for."""
+    source = PAIRS.replace("RETURNS", "a, b") + f"    return outputs[0][{3 - ranks}].sum()\n"
+    (series / "pairs.py").write_text(source)
+    shutil.rmtree(series / "runs" / "pairs", ignore_errors=True)
+    run = new_run(series, "pairs", "model.target=pairs", "train.steps=2", text=RAGGED, ranks=ranks)
+    for said in run_ranks(ranks, failing_rank, run.path):
+        assert "pairs.py" in said and "line 25" in said and "IndexError" in said
+        assert ("called with 1 sample" in said) == (ranks == 2)
 
 
 BUILDS = """\
