@@ -28,13 +28,13 @@ def look(path: str) -> TokenFile:
     size, index = size_of(path), f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index):
         raise UserError(f"{path}: {index} beside it is damaged, or no index of Megatron's")
-    head = head_of(path, 1 << 10)
+    head = head_of(path, 1 << 20)
     packed = compression_of(head) if not head.startswith(b"\x5d") else None  # xz's old mark is two likely tokens
-    if known := binary_kind(head) or packed or ("text" if len(head) >= 64 and is_text(head) else None):
+    if known := binary_kind(head) or packed or ("text" if len(head) >= 64 and is_text(head[:1024]) else None):
         raise UserError(f"{path} seems to be {known}, and no uint16 tokens: leave it out{advice(known)}")
     if size % 2:
         raise UserError(f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens")
-    words = np.frombuffer(head_of(path, 1 << 20), "<u2")
+    words = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
     low, high = words[: len(words) // 2 * 2].reshape(-1, 2).T
     if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
         raise UserError(

@@ -5,11 +5,11 @@
     data_dir/manifest.json                              all of them
 
 A part is of `data.shard_tokens` tokens at most, so that several tasks read a large file, and several ranks hash it
-before a training. Each is read twice: its ids compared with the tokenizer's and its documents counted, then hashed;
-what is held out once more, to count its text. **Held out** is the end of each file: the last `data.held_out` of its
-tokens, in parts too, cut at the nearest end of a document; where that would be twice as much, or there is none (a file
-of one document), it is trained on whole. A part is an entry of the manifest that says from which byte on the file is
-mapped, as for a shard of our own.
+before a training. Many small files share a unit. Each is read twice: its ids compared with the tokenizer's and its
+documents counted, then hashed; what is held out once more, to count its text. **Held out** is the end of each file:
+the last `data.held_out` of its tokens, in parts too, cut at the nearest end of a document; where that would be twice as
+much, or there is none (a file of one document), it is trained on whole. A part is an entry of the manifest that says
+from which byte on the file is mapped, as for a shard of our own.
 
 Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
 end with one is refused; a copy (`data import`) has them.
@@ -21,7 +21,7 @@ import json
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from data_prep.inputs.folder import Log
@@ -41,6 +41,24 @@ MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
 ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
 _BLOCK = 1 << 20
+MANY_UNITS = 512
+"""If there are more parts of files than this, small ones share a unit: each unit costs a synced file."""
+
+
+def gather(pieces: Sequence[Piece], tokens: int) -> tuple[tuple[Piece, ...], ...]:
+    """Lay parts of files into units, in order: each in its own, or, if they are many, several of at most `tokens`."""
+    if len(pieces) <= MANY_UNITS:
+        return tuple((piece,) for piece in pieces)
+    units: list[list[Piece]] = []
+    filled = 0
+    for piece in pieces:
+        size = piece.end - piece.start
+        if not units or filled + size > tokens:
+            units.append([])
+            filled = 0
+        units[-1].append(piece)
+        filled += size
+    return tuple(map(tuple, units))
 
 
 class TokensFolder(TextFolder):
@@ -66,7 +84,7 @@ class TokensFolder(TextFolder):
         encoder = load_encoder(given.path, given.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
         beginnings: set[bool] = set()
-        tokens, parted, units = 0, not self.data.held_out, []
+        tokens, parted, pieces = 0, not self.data.held_out, list[Piece]()
         for number, source in enumerate(inputs):
             file = mappable(source.path)
             if file.note:
@@ -76,7 +94,7 @@ class TokensFolder(TextFolder):
             tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
             borders = [*self._cut(0, border), *self._cut(border, file.tokens), file.tokens]
             spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
-            units += [(Piece(number, *span),) for span in spans]
+            pieces += [Piece(number, *span) for span in spans]
             parted = parted or border < file.tokens
         if not parted:
             for source in inputs:
@@ -87,7 +105,8 @@ class TokensFolder(TextFolder):
                 f"({encoder.eos_id}, {given.eos_token}) behind each document"
             )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
-        write_plan(self.path / "units.json", Plan(tuple(inputs), tuple(units)))
+        units = gather(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
+        write_plan(self.path / "units.json", Plan(tuple(inputs), units))
         told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
         self.note_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
         log(f"prepare: {told}")
@@ -119,17 +138,41 @@ class TokensFolder(TextFolder):
         return [start + (stop - start) * part // parts for part in range(parts)]
 
     def make(self, unit: int) -> bool:
-        """Read one part of a file. Raises UserError, too, for ids that are not the tokenizer's."""
+        """Read one part of a file, or several small files. Raises UserError, too, for ids that are not the
+        tokenizer's."""
         from data_prep.tokens.formats import mappable
-        from data_prep.tokens.token_file import MAPPED
 
         if self.unit(unit) is not None:
             return False
         self.sweep(unit)
-        self._check_inputs(self.plan.units[unit])
-        ((index, start, end),), fixed = self.plan.units[unit], self.prepared
+        pieces = self.plan.units[unit]
+        self._check_inputs(pieces)
+        train, held_out = list[ShardEntry](), list[ShardEntry]()
+        for index, parts in groupby(pieces, lambda piece: piece.input):
+            file = mappable(self.inputs[index].path, check=False)  # `fix` found its index right
+            for piece in parts:
+                entry, is_held_out = self._entry(file, piece)
+                (held_out if is_held_out else train).append(entry)
+        self._check_inputs(pieces)  # one that changed while it was read fits no manifest
+        manifest = UnitManifest(
+            key=self._unit_key(unit),
+            unit=unit,
+            documents=sum(entry.documents for entry in (*train, *held_out)),
+            held_out_documents=sum(entry.documents for entry in held_out),
+            lines=(0,) * len(pieces),
+            rejected=(),
+            train=tuple(train),
+            held_out=tuple(held_out),
+        )
+        write_manifest(self.unit_path(unit), manifest)
+        return True
+
+    def _entry(self, file: TokenFile, piece: Piece) -> tuple[ShardEntry, bool]:
+        """Read one part of a file; its entry in the manifest, and whether it is held out."""
+        from data_prep.tokens.token_file import MAPPED
+
+        (index, start, end), fixed = piece, self.prepared
         source = self.inputs[index]
-        file = mappable(source.path, check=False)  # `fix` found its index right
         if file.tokens is None or end > file.tokens or file.offset is None:
             raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
         part = file.part(start, end)
@@ -150,19 +193,7 @@ class TokensFolder(TextFolder):
             offset=part.offset or 0,
             dtype=MAPPED[file.dtype],
         )
-        self._check_inputs(self.plan.units[unit])  # one that changed while it was read fits no manifest
-        manifest = UnitManifest(
-            key=self._unit_key(unit),
-            unit=unit,
-            documents=seen.ended,
-            held_out_documents=seen.ended if held_out else 0,
-            lines=(0,),
-            rejected=(),
-            train=() if held_out else (entry,),
-            held_out=(entry,) if held_out else (),
-        )
-        write_manifest(self.unit_path(unit), manifest)
-        return True
+        return entry, held_out
 
     def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
         """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""

@@ -936,3 +936,39 @@ def test_damaged_files_are_refused_or_read_right(write: Writer, tmp_path: Path) 
             continue  # more than ids was hurt: its messages have no check either
         assert len(read) == len(wanted) and {*changed} <= {*may}, f"bytes {start} to {end} of {hurt.name}: {changed}"
     assert refusals > 30
+
+
+def test_many_small_files_share_a_unit_and_give_the_same_manifest(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "in").mkdir()
+    documents = encoded(tokenizer, 400)
+    for number in range(40):
+        nano_gpt(tmp_path, documents[10 * number : 10 * (number + 1)]).rename(folder / f"{number:02}.bin")
+    nano_gpt(folder, documents).rename(folder / "large.bin")
+    data = config(str(folder), tokenizer, shard_tokens=1024)
+    sharded(data, tmp_path / "single")
+    single = TokensFolder(data, tmp_path / "single")
+    assert all(len(pieces) == 1 for pieces in single.plan.units) and single.count > 80, (
+        "few parts are units of their own"
+    )
+    monkeypatch.setattr("data_prep.tokens.tokens_folder.MANY_UNITS", 10)
+    for tasks in (1, 3):
+        made = TokensFolder(data, tmp_path / str(tasks))
+        made.prepare(lambda _: None)
+        for task in reversed(range(tasks)):
+            TokensFolder(data, tmp_path / str(tasks)).shard(task, tasks, lambda _: None)
+        assert TokensFolder(data, tmp_path / str(tasks)).finalize(lambda _: None)
+    shared = TokensFolder(data, tmp_path / "3")
+    sizes = [sum(piece.end - piece.start for piece in pieces) for pieces in shared.plan.units]
+    assert len(sizes) < single.count / 3 and max(sizes) <= 1024
+    assert [one for pieces in shared.plan.units for one in pieces] == [one for (one,) in single.plan.units]
+    one, several, three = (load_manifest(tmp_path / name) for name in ("single", "1", "3"))
+    assert (one.train, one.held_out, one.documents) == (three.train, three.held_out, three.documents)
+    assert several == three
+    path = folder / "07.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    unit = next(number for number, pieces in enumerate(shared.plan.units) if 7 in {piece.input for piece in pieces})
+    with pytest.raises(InputError, match=r"07\.bin has changed since"):
+        shared.unit_path(unit).unlink()
+        TokensFolder(data, tmp_path / "3").make(unit)
