@@ -146,6 +146,7 @@ def plan(
     from pipeline.planning.machine import load_machine
     from pipeline.run.directory import Run
 
+    problem: str | None = None
     if config.is_dir():
         values = Run.open(config).config.model_dump(mode="json")
         found = config_from_mapping(overridden(values, overrides or ()), COMMAND_LINE)
@@ -157,6 +158,7 @@ def plan(
                 raise
             from pipeline.planning.search import ANY_LAYOUT
 
+            problem = str(wrong)
             try:  # another layout may fit
                 found = load_config(config, [*(overrides or ()), *ANY_LAYOUT], layout=False)
             except ConfigError:
@@ -183,6 +185,6 @@ def plan(
                 raise UserError(
                     "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
                 )
-            lines = layouts.choose(found, known, nodes, config if write else None, overrides or [])
+            lines = layouts.choose(found, known, nodes, config if write else None, overrides or [], problem)
     for line in lines:
         print(line)

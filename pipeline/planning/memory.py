@@ -32,6 +32,10 @@ def reserve(layout: Layout) -> int:
     return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
 
 
+MEMORY_KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
+"""The parts of `Memory`, as tables name them."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank."""

@@ -13,9 +13,9 @@ from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.traffic import traffic
 from pipeline.planning.machine import Machine
-from pipeline.planning.memory import GB, Memory, describe_overflow, gpu_fit, memories
+from pipeline.planning.memory import GB, MEMORY_KINDS, Memory, describe_overflow, gpu_fit, memories
 from pipeline.planning.predict import predict
-from pipeline.planning.search import node_counts, search, write_choice
+from pipeline.planning.search import node_counts, own_choice, search, write_choice
 from pipeline.planning.timeline import actions, timeline
 from pipeline.planning.workload import workload_of
 from pipeline.run.code import CODE_ROOT
@@ -70,14 +70,22 @@ def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> I
     yield f"of the step {words} (tensor, pipeline, data: communication that nothing hides)"
 
 
-def choose(config: Config, machine: Machine, nodes: str | None, write: Path | None, said: list[str]) -> Iterator[str]:
-    """The lines of `--best`; `write`: the config beside which the first is written, with the overrides `said`."""
+def choose(
+    config: Config, machine: Machine, nodes: str | None, write: Path | None, said: list[str], problem: str | None = None
+) -> Iterator[str]:
+    """The lines of `--best`; `write`: the config beside which the first is written, with the overrides `said`.
+
+    `problem`: why the config's own layout cannot work; None if it can.
+    """
     if config.model.target is not None:
         raise UserError("--best is for the decoder, whose sizes it knows; not for model.target")
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
-    lines, first = search(config, machine, vocab, node_counts(nodes or str(config.stages.train.most_nodes)))
+    own = own_choice(config, machine, vocab) if problem is None else None
+    lines, first = search(config, machine, vocab, node_counts(nodes or str(config.stages.train.most_nodes)), own)
     yield f"layouts on {machine.gpu}; tokens/s are of one GPU, GB of its fullest"
     yield from lines
+    if problem is not None:
+        yield f"the config's own layout cannot work: {problem}"
     if write is not None:
         yield f"written: {write_choice(first, write, said)}"
 
@@ -121,12 +129,11 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         return
     yield ""
     yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
-    heads = ("weights", "gathered", "gradients", "optimizer", "activ.", "sum")
-    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>9}" for head in heads)
+    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>11}" for head in (*MEMORY_KINDS, "sum"))
     found = memories(config, layout, vocab)
     for rank, part in enumerate(found):
-        sizes = (part.weights, part.gathered, part.gradients, part.optimizer, part.activations, part.total)
-        yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>9.3f}" for size in sizes)
+        sizes = [*(getattr(part, kind) for kind in MEMORY_KINDS), part.total]
+        yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     if config.parallel.offload:
         yield "offload: weights, gradients and optimizer are in host memory; gathered and activations on the device"
     if config.site.gpu_memory_gib is not None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
+import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_tb
@@ -43,12 +45,12 @@ from pipeline.model.decoder import local
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
 from pipeline.parallel.traffic import traffic_of, trained_of
-from pipeline.planning.memory import GB, memory
+from pipeline.planning.memory import GB, MEMORY_KINDS, memory
 from pipeline.planning.timeline import actions
 from pipeline.train import engine as engines
 from pipeline.train import norm
 
-KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
+KINDS = MEMORY_KINDS
 """What tensors are for; activations are all that is none of the others."""
 _OPERATIONS = {
     "_allgather_base_": "all-gather", "allgather_": "all-gather", "all_gather_into_tensor": "all-gather",
@@ -277,8 +279,41 @@ def one_step(engine: Any, account: Account, step: int, batch: dict[str, Tensor])
             account.is_for("optimizer", tensor)
 
 
-def rehearsed(config: Config, rank: int, vocab: int) -> Account:
-    """The account of the second step of a rank. Raises UserError where it would fail, with the reason."""
+class Progress:
+    """Says on stderr what a rehearsal does, and every few seconds how long it has done so."""
+
+    EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        self._began, self._phase, self._ended = time.monotonic(), "", threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begin(self, phase: str) -> None:
+        """Say that `phase` begins."""
+        self._phase = phase
+        self._print()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(self.EVERY_S):
+            self._print()
+
+    def _print(self) -> None:
+        print(f"rehearse: {time.monotonic() - self._began:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
+
+
+def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None] = lambda phase: None) -> Account:
+    """The account of the second step of a rank; `begin` is called with each phase.
+
+    Raises UserError where it would fail, with the reason.
+    """
     size, layout = config.stages.train.ranks, layout_of(config)
     if not 0 <= rank < size:
         raise UserError(
@@ -293,12 +328,17 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    begin(f"making the groups of {size:,} ranks")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         account = _Fake()
         with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
-            world = World(rank, size, torch.device("cpu"), "fake")
+            world, stages = (
+                World(rank, size, torch.device("cpu"), "fake"),
+                layout.stages_of(layout.coordinates(rank).pipeline),
+            )
             task = Task(config, vocab)
+            begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             engine = engines.Engine(config, layout, world, task, fresh=False)
             rows = config.train.global_batch // layout.data
             batch = {
@@ -306,6 +346,7 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
                 for name, (shape, kind) in task.shapes.items()
             }
             for step in (1, 2):
+                begin(f"step {step} of 2: {layout.micro_batches} micro-batches")
                 one_step(engine, account, step, batch)
     except UserError:
         raise
@@ -319,6 +360,16 @@ def rehearsed(config: Config, rank: int, vocab: int) -> Account:
     return account
 
 
+def group_name(layout: Layout, mesh: str) -> str:
+    """Return what `plan` calls a group of ranks, by its name in torch's mesh; a group of all may have torch's own."""
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard, "replicate": layout.replicate}
+    if mesh == "default_pg":
+        found = next((name for name, size in sizes.items() if size == layout.world), "all ranks")
+    else:
+        found = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}.get(mesh, mesh)
+    return "data" if found == "replicate" and layout.shard == 1 else found
+
+
 def rehearse(config: Config, rank: int) -> Iterator[str]:
     """The lines of a rehearsal. Raises UserError where the run would fail, also for want of `site.gpu_memory_gib`."""
     began, layout = time.monotonic(), layout_of(config)
@@ -326,7 +377,8 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     train = config.train.model_copy(update={"compile": False, "evaluate_every": None})
     config = config.model_copy(update={"train": train})
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
-    account = rehearsed(config, rank, vocab)
+    with Progress() as progress:
+        account = rehearsed(config, rank, vocab, progress.begin)
     at = layout.coordinates(rank)
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
     yield f"rank {rank} of {layout.world:,}: pipeline {at.pipeline}, data {at.data}, tensor {at.tensor}"
@@ -347,7 +399,8 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in traffic_of(config, layout, vocab, at.pipeline)]
     yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
-    for (group, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
+    for (mesh, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
+        group = group_name(layout, mesh)
         yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
     room = (config.site.gpu_memory_gib or math.inf) * 2**30
     if account.peak > room and not config.parallel.offload:

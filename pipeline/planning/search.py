@@ -34,6 +34,8 @@ SHOWN = 10
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 """With their stages per rank. `gpipe` is never better than 1f1b, and torch's others hardly than these."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+OWN = "<- the config's own"
+"""What marks the row of the config's own layout."""
 ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """All that is sought, as the command line says it: for a config whose own layout does not fit."""
@@ -107,6 +109,13 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
                 yield Choice(other, layout, work, predict(work, machine))
 
 
+def own_choice(config: Config, machine: Machine, vocab: int) -> Choice:
+    """Return the config's own layout, predicted. Raises LayoutError if it cannot work."""
+    layout = layout_of(config, vocab_size=vocab)
+    work = workload_of(config, layout, vocab)
+    return Choice(config, layout, work, predict(work, machine.in_nodes_of(layout.ranks_per_node)))
+
+
 def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
@@ -122,26 +131,42 @@ def best(found: Sequence[Choice], limit: float, most: int = SHOWN) -> tuple[list
     return fit, over
 
 
-def search(config: Config, machine: Machine, vocab: int, nodes: Sequence[int]) -> tuple[list[str], Choice]:
-    """What `--best` prints, and its first. Raises UserError where nothing fits."""
+def search(
+    config: Config, machine: Machine, vocab: int, nodes: Sequence[int], own: Choice | None = None
+) -> tuple[list[str], Choice]:
+    """What `--best` prints, and its first. Raises UserError where nothing fits.
+
+    The config's `own` layout is marked; if it is not among the best, it has a row of its own.
+    """
     limit = (config.site.gpu_memory_gib or machine.memory_gib) * 2**30
     lines, firsts = [], []
+    is_shown = False
+
+    def line(choice: Choice) -> str:
+        nonlocal is_shown
+        is_own = own is not None and (choice.layout, choice.work) == (own.layout, own.work)
+        is_shown |= is_own
+        over = choice.bytes_needed - limit
+        text = _line(choice) + (f": {over / GB:.1f} GB too much" if over > 0 else "")
+        return text + f"  {OWN}" * is_own
+
     for count in nodes:
         found = list(choices(config, machine, vocab, count))
         fit, over = best(found, limit, SHOWN if len(nodes) == 1 else 1)
         if fit:
             firsts.append(fit[0])
-        lines += [_line(choice) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
+        lines += [line(choice) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
         if len(nodes) == 1:
             near = sorted(over, key=lambda choice: choice.bytes_needed)[: SHOWN // 2]
             lines += ["", f"faster, or as fast, but they do not fit into {limit / GB:.1f} GB"] if near else []
-            for choice in near:
-                lines.append(f"{_line(choice)}: {(choice.bytes_needed - limit) / GB:.1f} GB too much")
+            lines += [line(choice) for choice in near]
     if not firsts:
         raise UserError(
             f"no layout on {', '.join(map(str, nodes))} nodes fits into {limit / GB:.1f} GB: more nodes (--nodes), "
             "another train.global_batch, or set train.loss_chunk or optimizer.state"
         )
+    if own is not None and not is_shown:
+        lines += ["", line(own)]
     head = f"{'nodes':>5} {'step s':>8} {'tokens/s':>9} {'MFU':>5} {'GB':>6}   layout (what its step loses)"
     return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world)
 

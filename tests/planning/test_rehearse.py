@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -137,13 +138,66 @@ def test_it_tells_what_a_rank_takes_and_sends() -> None:
     (told,) = run_ranks(1, lines_rank, config, 1023)
     assert told[0] == "rank 1023 of 1,024: pipeline 0, data 1023, tensor 0"
     table = {tuple(line.split()[:3]) for line in told}
-    assert {("default_pg", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= table
+    assert {("shard", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= table
     heads = next(line.split() for line in told if "gathered" in line)
     rehearsed, plan = (
         next(line.split()[1:] for line in told if line.split()[:1] == [name]) for name in ("rehearsed", "plan")
     )
     assert heads == ["weights", "gathered", "gradients", "optimizer", "activations", "sum"]
     assert len(rehearsed) == len(plan) == len(heads)
+
+
+def names_rank(place: Place, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
+    """The columns of memory in a rehearsal's table, and the groups in it and in `plan`; both as printed."""
+    from pipeline.planning.plan import plan
+    from pipeline.planning.rehearse import rehearse
+
+    found = []
+    for config in configs:
+        rehearsed, planned = list(rehearse(config, 0)), list(plan(config))
+        heads = [next(line.split() for line in told if "gathered" in line) for told in (rehearsed, planned)]
+        assert heads[0] == heads[1][2:]
+        table = rehearsed[next(n for n, line in enumerate(rehearsed) if "calls" in line) + 1 :]
+        sends = planned[planned.index("a rank sends in a step") + 1 :]
+        found.append((heads[0], {line.split()[0] for line in table}, {line.split()[0] for line in sends}))
+    return found
+
+
+def test_its_columns_have_the_names_of_plan() -> None:
+    """Also those of groups."""
+    every: list[dict[str, Any]] = [
+        {}, {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3}, {"data": {"replicate": 2, "shard": 2}, "zero": 2},
+    ]  # fmt: skip
+    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in every]
+    (found,) = run_ranks(1, names_rank, configs)
+    for parallel, (heads, groups, planned) in zip(every, found, strict=True):
+        assert heads[-1] == "sum" and planned <= groups <= {*planned, "all"}, parallel
+
+
+def phases_rank(place: Place, config: Config) -> list[str]:
+    from pipeline.planning.rehearse import rehearsed
+
+    phases: list[str] = []
+    rehearsed(config, 0, VOCAB, phases.append)
+    return phases
+
+
+def test_it_says_what_it_does() -> None:
+    (phases,) = run_ranks(1, phases_rank, tiny_config(4, parallel={"zero": 1}, model=SIZES))
+    starts = ("making the groups", "building rank 0", "step 1 of 2", "step 2 of 2")
+    assert [phase.startswith(start) for phase, start in zip(phases, starts, strict=True)] == [True] * 4
+
+
+def test_a_long_phase_is_told_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.planning.rehearse import Progress
+
+    monkeypatch.setattr(Progress, "EVERY_S", 0.01)
+    with Progress() as progress:
+        progress.begin("step 1 of 2")
+        end, said = time.monotonic() + 60, ""
+        while said.count("step 1 of 2") < 3 and time.monotonic() < end:
+            said += capsys.readouterr().err
+    assert said.count("step 1 of 2") >= 3
 
 
 def failing_rank(place: Place, config: Config, rank: int) -> str:

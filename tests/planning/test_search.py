@@ -18,7 +18,7 @@ from pipeline.parallel import traffic
 from pipeline.planning.machine import load_machine
 from pipeline.planning.memory import memory, reserve
 from pipeline.planning.predict import predict
-from pipeline.planning.search import FRAGMENTS, best, choices, node_counts, search, write_choice
+from pipeline.planning.search import FRAGMENTS, OWN, best, choices, node_counts, own_choice, search, write_choice
 from pipeline.planning.timeline import actions
 from pipeline.planning.workload import workload_of
 from submit import main
@@ -111,6 +111,27 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
         write_choice(first, path, more)
 
 
+def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
+    """Marked among the best, or by itself: where it is slow, does not fit, or is none that is searched."""
+
+    def own_rows(nodes: list[int], **sections: Any) -> list[str]:
+        config = config_from_mapping(BASE | sections, "here")
+        lines, _ = search(config, H100, VOCAB, nodes, own_choice(config, H100, VOCAB))
+        return [line for line in lines if line.endswith(OWN)]
+
+    slow = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
+    for nodes in ([2], [1, 4]):
+        (row,) = own_rows(nodes, parallel=slow)
+        assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
+    (row,) = own_rows([2], site={"gpu_memory_gib": 8})
+    assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too much" in row
+    _, first = search(config_from_mapping(BASE, "here"), H100, VOCAB, [2])
+    lines, _ = search(first.config, H100, VOCAB, [2], own_choice(first.config, H100, VOCAB))
+    assert lines[1].endswith(OWN) and sum(line.endswith(OWN) for line in lines) == 1, (
+        "no second row for one that is there"
+    )
+
+
 def test_where_nothing_fits_it_says_so() -> None:
     config = config_from_mapping(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
     with pytest.raises(UserError, match=r"no layout on 2 nodes fits into 0.5 GB: more nodes \(--nodes\)"):
@@ -147,6 +168,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     # its own layout need not fit, other things must
     code, out, _ = run("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
     assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
+    assert "the config's own layout cannot work: " in out and "is no multiple of micro_batch (7)" in out
     code, out, _ = run("--best", "train.global_batch=2")  # for fewer replicas than ranks, and than nodes
     assert code == 0 and "× data 2 × tensor" in out and "× data 8" not in out
     code, _, err = run("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")
