@@ -132,6 +132,7 @@ def resume(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="check everything, print what would change and run, do nothing")
     ] = False,
+    scripts: Annotated[bool, typer.Option("--scripts", help="with --dry-run: the sbatch scripts, too")] = False,
     executor: Annotated[Executor, typer.Option(help="auto: where the run was before")] = "auto",
 ) -> None:
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
@@ -142,6 +143,8 @@ def resume(
     from slurm.submit.chain import begin_anew
     from slurm.submit.rehearsal import check_jobs
 
+    if scripts and not dry_run:
+        raise UserError("--scripts goes with --dry-run")
     opened = _open(run)
     opened.refuse_foreign()
     chosen = choose(executor, opened)
@@ -154,7 +157,7 @@ def resume(
         if dry_run:
             from slurm.submit.preview import print_resume
 
-            print_resume(opened, overrides or [], update_code, chosen, asked_anew, console)
+            print_resume(opened, overrides or [], update_code, chosen, asked_anew, console, scripts=scripts)
             return
         if chosen == "slurm":  # before the changes are recorded
             check_jobs(opened.with_config(opened.changed(overrides or [], update_code)))

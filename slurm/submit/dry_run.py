@@ -10,7 +10,7 @@ work is refused before (slurm/submit/rehearsal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ def print_plan(
         *(line if line.startswith("point ") else f"          {line} points" for line in shown),
         *notes,
         "",
-        *_stages(config, len(points), on_slurm),
+        *describe_stages(config, len(points), on_slurm),
     ]
     console.print("\n".join(lines), soft_wrap=True)
     if not scripts:
@@ -175,9 +175,14 @@ def _training(config: Config, run: Run) -> Iterator[str]:
     yield f"layout    {_count(layout.world, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
 
 
-def _stages(config: Config, points: int, on_slurm: bool) -> Iterator[str]:
-    """Yield a line for each stage: its processes and time, the stages it waits for, and what it asks of Slurm."""
+def describe_stages(config: Config, points: int, on_slurm: bool, chosen: Container[str] | None = None) -> Iterator[str]:
+    """Yield a line for each stage: its processes and time, the stages it waits for, and what it asks of Slurm.
+
+    `chosen`: the stages to describe; None for all.
+    """
     for stage, row in config.rows.items():
+        if chosen is not None and stage not in chosen:
+            continue
         wanted, site, nodes = config.stages.of(stage), config.site_of(stage), ""
         if wanted.most_nodes > 1:
             fewest = f"{wanted.fewest_nodes} to " if wanted.fewest_nodes < wanted.most_nodes else ""

@@ -19,6 +19,7 @@ from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.jobs import Submitted
 from slurm.submit.chain import Chain
+from slurm.submit.dry_run import describe_stages
 from slurm.submit.executor import Executor
 from slurm.submit.rehearsal import check_jobs, warnings
 from slurm.submit.sbatch import script
@@ -52,7 +53,14 @@ class PreviewChain(Chain):
 
 
 def print_resume(
-    run: Run, overrides: Sequence[str], update_code: bool, executor: Executor, replaces_waiting: bool, console: Console
+    run: Run,
+    overrides: Sequence[str],
+    update_code: bool,
+    executor: Executor,
+    replaces_waiting: bool,
+    console: Console,
+    *,
+    scripts: bool = False,
 ) -> None:
     """Print what `resume` would do.
 
@@ -63,6 +71,7 @@ def print_resume(
         executor: Where the stages would run.
         replaces_waiting: Whether jobs that wait in the queue would be replaced, because of the changes.
         console: Where to print.
+        scripts: Whether to print the sbatch scripts as well.
 
     Raises:
         UserError: `resume` would raise it, too.
@@ -92,7 +101,8 @@ def print_resume(
         for stage in changed.config.rows:
             chain.submit(stage)
         shown = Config.model_validate(masked(changed.config.model_dump(mode="json")))
-        for stage, tasks in dict.fromkeys(chain.submitted):
+        say("", *describe_stages(shown, len(found), True, dict(chain.submitted)))
+        for stage, tasks in dict.fromkeys(chain.submitted) if scripts else ():
             heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage
             say("", f"# ---- on Slurm: {heading}", script(changed, shown, stage, tasks).rstrip())
     else:

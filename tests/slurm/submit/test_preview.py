@@ -26,10 +26,10 @@ def files(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [folder, *folder.rglob("*")]}
 
 
-def preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool = False) -> str:
+def preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool = False, scripts: bool = False) -> str:
     """What is printed, while nothing is written."""
     console, before = Plain(width=200, record=True), files(run.path)
-    print_resume(run, overrides, update_code, "slurm" if slurm else "local", bool(overrides), console)
+    print_resume(run, overrides, update_code, "slurm" if slurm else "local", bool(overrides), console, scripts=scripts)
     assert files(run.path) == before, "a dry run writes nothing"
     return console.export_text()
 
@@ -39,12 +39,14 @@ def test_changes_and_jobs_are_named_and_nothing_is_done(run: Run, queue: Queue) 
     submitted(run, "evaluate", "2", "afterok", "1")
     queue.set("1", "PENDING", "Priority")
     queue.set("2", "PENDING", "Dependency")
-    shown = preview(run, "stages.train.nodes=2", "site.partition=low")
+    shown = preview(run, "stages.train.nodes=2", "site.partition=low", scripts=True)
     assert "stages.train.nodes: 1 → 2\n" in shown and "site.partition: None → low\n" in shown
     for stage, job in (("train", "1"), ("evaluate", "2")):
         assert f"{stage:9} job {job} would be cancelled\n" in shown
     assert "train     job new-1\n" in shown and "evaluate  job new-2, after new-1\n" in shown
     assert "shard     done: " in shown
+    assert "train     2 × 2 = 4 processes, 01:00:00" in shown and "asks for partition low" in shown
+    assert "#!/bin/bash" not in preview(run, "stages.train.nodes=2"), "scripts come with --scripts"
     scripts = shown.split("# ---- on Slurm: ")[1:]
     assert [script.split("\n")[0] for script in scripts] == ["train", "evaluate"]
     assert "#SBATCH --nodes=2\n" in scripts[0] and "#SBATCH --partition=low\n" in scripts[0]
@@ -73,7 +75,7 @@ def test_points_of_a_sweep_that_are_not_made_yet(tmp_path: Path, run: Run, queue
     assert "train     job new-1: array over 2 points\n" in preview(swept, "stages.train.nodes=2")
     assert not (swept.path / "points").exists()
     make_points(swept)
-    shown = preview(swept, "stages.train.nodes=2")
+    shown = preview(swept, "stages.train.nodes=2", scripts=True)
     assert "evaluate  job new-2: array over 2 points, after new-1, task by task\n" in shown
     assert "train, 2 tasks\n" in shown and "#SBATCH --nodes=2\n" in shown
 
