@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,8 +24,10 @@ PROCESS = 300_000_000
 """Bytes of a rank's process: Python and a CPU build of torch with all that a training imports (290 MB, measured)."""
 CUDA_PROCESS = 2_000_000_000
 """The same with CUDA's libraries, and pinned buffers: an assumption."""
-_CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Files of a memory limit, in versions 2 and 1 of control groups."""
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -67,15 +69,27 @@ def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool) -> Hos
 
 
 def memory_here() -> tuple[int, str]:
-    """Return the bytes of this machine's memory that its processes may use, and where the number is from."""
+    """Return the bytes of this machine's memory that this process and its children may use, and who sets the limit."""
     size, whence = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
-    for folder in _CGROUPS:
-        for name in _LIMITS:
-            with suppress(OSError, ValueError):
-                limit = int((folder / name).read_text())
-                if limit < size:
-                    size, whence = limit, f"the memory limit of this container ({folder / name})"
+    for file in _limit_files():
+        with suppress(OSError, ValueError):  # `max`: no limit
+            if (limit := int(file.read_text())) < size:
+                size, whence = limit, f"the limit in {file}"
     return size, whence
+
+
+def _limit_files() -> Iterator[Path]:
+    """Yield the files that may limit this process's memory: those of its control group and of all above it."""
+    groups = {CGROUPS, CGROUPS / "memory"}
+    with suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = CGROUPS / controllers
+                own = Path(path.lstrip("/"))
+                groups |= {root / part for part in (own, *own.parents)}
+    for group in sorted(groups):
+        yield from (group / name for name in _LIMITS)
 
 
 def memory_asked_for(config: Config, per_node: int) -> tuple[int, str] | None:

@@ -189,8 +189,13 @@ def describe_stages(config: Config, points: int, on_slurm: bool, chosen: Contain
             nodes = f"{fewest}{wanted.most_nodes} × {wanted.per_node} = {fewest and 'at most '}"
         after = "".join(f", after {parent}" for parent in row.needs)
         each = f", for each of {points} points" if points and row.per_point else ""
-        keys = ("partition", "account", "qos", "constraint", "cpus_per_task", "mem_gb", "gpu_type", "gpus_per_node")
-        asked = [f"{key} {value}" for key in keys if (value := getattr(site, key)) not in (None, 0, "")]
+        keys = ["partition", "account", "qos", "constraint", "cpus_per_task", "mem_gb"]
+        keys += ["gpus_per_node", "gpu_type"] if site.gpus_per_node else []
+        asked = [
+            f"{key} {value:g}" if key == "mem_gb" else f"{key} {value}"
+            for key in keys
+            if (value := getattr(site, key)) not in (None, 0, "")
+        ]
         asked += [f"{key} {value}" for key, value in site.sbatch.items() if value is not False]
         asks = f"; asks for {', '.join(limit_lines(asked, 12))}" if on_slurm and asked else ""
         times = wanted.ranks

@@ -16,6 +16,7 @@ import typer
 import submit
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
+from pipeline.planning import host_memory
 from pipeline.planning.plan import plan
 from pipeline.run.directory import Run
 from slurm.show.console import Plain
@@ -189,7 +190,29 @@ def test_host_memory_of_a_job_is_compared(typed: Callable[..., str], ask: str, l
     shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE, ask)
     (line,) = [line for line in shown.splitlines() if "host memory: does not fit" in line]
     assert limit in line
-    assert "its memory" not in line
+
+
+@pytest.mark.parametrize(
+    ("line", "folder"),
+    [
+        ("0::/user.slice/user-7.slice/s", "user.slice/user-7.slice/memory.max"),
+        ("4:memory:/jobs/a", "memory/jobs/memory.limit_in_bytes"),
+        ("0::/", "memory.max"),
+    ],
+)
+def test_a_memory_limit_of_a_session_or_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, folder: str
+) -> None:
+    """As login nodes have one for each user."""
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"3:cpuset:/x\n{line}\n")
+    assert host_memory.memory_here()[1] == "this machine"
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder).write_text("max\n")
+    assert host_memory.memory_here()[1] == "this machine"
+    (tmp_path / folder).write_text("1000000\n")
+    assert host_memory.memory_here() == (1000000, f"the limit in {tmp_path / folder}")
 
 
 def test_ranks_on_gpus_hold_in_host_memory_what_is_offloaded(typed: Callable[..., str]) -> None:
