@@ -136,7 +136,7 @@ def cause_in_slurm(
         return code, None
     if cause == Exit.REQUEUED:
         state = "PREEMPTED" if preempted else accounted_state(place.job_id or "", since)
-        cause = ENDED_BY_SLURM.get(state or "", cause)
+        cause = ENDED_BY_SLURM[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
     return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
 
 

@@ -102,7 +102,7 @@ def parse_facts(text: str) -> JobFacts:
 
 
 def accounted_state(job_id: str, start: str) -> str | None:
-    """Return how accounting says that one run of a job ended, such as PREEMPTED or REQUEUED; None if it does not say.
+    """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it has none.
 
     Args:
         job_id: The job, or the task of an array, that was requeued since: it has a row for each of its runs.
@@ -111,7 +111,7 @@ def accounted_state(job_id: str, start: str) -> str | None:
     listed = call("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
     rows = (line.split("|") for line in listed.splitlines())
     states = [cells[1].split(" ")[0] for cells in rows if len(cells) == 2 and cells[0] == start]
-    return states[-1] if states and states[-1] in (*ENDED_BY_SLURM, "REQUEUED") else None
+    return states[-1] if states else None
 
 
 def dead_nodes(nodes: str, since: str = "") -> list[str]:

@@ -101,6 +101,7 @@ def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() 
         ("Start2|REQUEUED\nStart1|PREEMPTED\n", False, Exit.PREEMPTED),
         ("Start1|NODE_FAIL\n", False, Exit.NODE_FAILURE),
         ("Start1|RUNNING\n", False, Exit.REQUEUED),  # it lags
+        ("Start1|CANCELLED by 0\n", False, Exit.REQUEUED),  # the controller says that it is back in the queue
         ("Start1|RUNNING\n", True, Exit.PREEMPTED),
         (None, False, Exit.REQUEUED),
         (None, True, Exit.PREEMPTED),
