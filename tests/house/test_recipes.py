@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -96,10 +95,9 @@ def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path)
 def test_a_new_format_is_read(tmp_path: Path) -> None:
     code, config = applied("Add a data format", tmp_path / "code"), write_config(tmp_path)
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
-    with open(tmp_path / "corpus.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["number", "text"], *enumerate(texts)])
+    (tmp_path / "corpus.paragraphs").write_text("\n\n".join(texts) + "\n")
     for stage in ("prepare", "shard"):
-        done = pipeline(code, tmp_path, stage, str(config), f"data.source={tmp_path}/corpus.csv")
+        done = pipeline(code, tmp_path, stage, str(config), f"data.source={tmp_path}/corpus.paragraphs")
         assert done.returncode == 0, done.stderr
     documents = json.loads((tmp_path / "runs/tiny/data/manifest.json").read_text())["documents"]
     assert documents == len(texts)
