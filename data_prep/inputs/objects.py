@@ -291,14 +291,16 @@ def _valid(source: str) -> UnicodeDecodeError | None:
 
 def _rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -> Iterator[Record]:
     """The rows of a CSV as objects by its header. Quoted fields may hold line ends."""
-    read = 0
+    read = size = 0
 
     def lines() -> Iterator[str]:
-        nonlocal read
+        nonlocal read, size
         for line in lines_of(stream, 0, sys.maxsize, None):
             read += 1
             if line is None:
                 raise UserError(f"cannot read {path}: line {read:,} is {too_long()}")
+            if (size := size + len(line)) > LONGEST + 1:  # with its line end
+                raise UserError(f"cannot read {path}: the row that goes on in line {read:,} is {too_long()}")
             yield line.decode(errors="surrogateescape")
 
     csv.field_size_limit(LONGEST)
@@ -311,7 +313,7 @@ def _rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -> It
         names = shorten(", ".join(map(repr, header)), 200)
         raise UserError(f"{path}: {what} {field!r} (data.text_field) in the first line, which has {names or 'nothing'}")
     while True:
-        line = read + 1
+        line, size = read + 1, 0
         try:
             row = next(rows, None)
         except csv.Error as error:

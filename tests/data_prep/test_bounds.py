@@ -244,6 +244,15 @@ def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> N
     assert [one.text == text for one in found] == [True]
 
 
+def test_a_row_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "LONGEST", 40)
+    (path := tmp_path / "a.csv").write_text("id,text\n1," + '"' + "line\n" * 7 + '"\n2,next\n')
+    assert [one.text for one in documents(path, "csv")] == ["line\n" * 7, "next"]
+    (path := tmp_path / "b.csv").write_text("id,text\n" + '1,"\n",' * 100 + "\n2,next\n")
+    with pytest.raises(UserError, match=rf"{path}: the row that goes on in line \d+ is longer than 40 bytes"):
+        documents(path, "csv")
+
+
 # -- tar ---------------------------------------------------------------------------------------------------
 
 
