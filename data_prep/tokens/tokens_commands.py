@@ -71,7 +71,7 @@ def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
         except UserError as error:
             bad += 1
             print(f"error: {error}")
-    print(f"{total:,} in all: {mapped:,} can be used where they lie, {copied:,} are to be copied, {bad:,} will not do")
+    print(f"{total:,} in all: {mapped:,} can be used where they lie, {copied:,} to be copied, {bad:,} refused")
     if bad:
         raise UserError(f"{bad} of {total} files {'or folders ' * (total > len(files))}will not do")
 

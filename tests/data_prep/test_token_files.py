@@ -500,7 +500,7 @@ def test_inspect_and_verify_continue_after_what_cannot_be_read(
         with pytest.raises(UserError, match="4 of 6 files or folders will not do"):
             main(action, [*map(str, named)], None, str(tokenizer), "<|endoftext|>", False)
         *said, last = capsys.readouterr().out.splitlines()
-        assert last == "6 in all: 1 can be used where they lie, 1 are to be copied, 4 will not do"
+        assert last == "6 in all: 1 can be used where they lie, 1 to be copied, 4 refused"
         told = "\n".join(said)
         assert f"error: {named[0]}: there is no such file" in told and "nanoGPT .bin" in told and "Arrow" in told
         assert f"error: {empty}: no file in it ends with" in told and "  a.npy: bare tokens named .npy" in told
