@@ -45,6 +45,7 @@ _BINARY: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("Megatron index", b"MMIDIDX\0\0"),
     ("safetensors", re.compile(rb"[\x00-\xff]{5}\x00{3}\{[\" ]", re.DOTALL)),
 ]
+_MDS = re.compile(r"\.mds(\.\w+)?$")  # compressed: .mds.zstd
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # all but line ends, tabs, form feeds and escape
 
 CONVERSIONS = {
@@ -143,7 +144,9 @@ def _kind(path: str, head: bytes) -> str:
 def is_mds(path: str) -> bool:
     """Return whether a file is a shard of MosaicML's, or the index of a folder of them, by the names alone."""
     folder, name = os.path.split(path)
-    return ".mds" in name or (name == "index.json" and any(".mds" in other for other in os.listdir(folder)))
+    if name == "index.json":
+        return any(map(_MDS.search, os.listdir(folder or os.curdir)))
+    return _MDS.search(name) is not None
 
 
 def is_text(head: bytes) -> bool:

@@ -216,6 +216,12 @@ def test_what_is_not_read_is_named_with_the_way_to_convert_it(tmp_path: Path) ->
         assert "MosaicML MDS" in told and "streaming.StreamingDataset" in told
 
 
+def test_a_name_with_mds_in_it_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "notes.mds.v2.jsonl").write_bytes(LINES)
+    (tmp_path / "index.json").write_bytes(json.dumps(OBJECTS).encode())
+    assert read(tmp_path / "*") == TEXTS * 2
+
+
 def test_tfrecord_is_known_by_its_checksum(tmp_path: Path) -> None:
     """The first twelve bytes that TensorFlow writes for a record of 16 bytes."""
     (tmp_path / "a.dat").write_bytes(tfrecord(b"a" * 16))
