@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,34 @@ def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) 
 
 def load_run_config(path: Path) -> Config:
     """The config in the `config.yaml` of a run; raises as `load_config` does."""
-    config = config_from_mapping(_anchored(merge(BEFORE, _read(path))), str(path))
+    config = _run_config(path, _read(path))
     point_configs(config)
     return config
+
+
+def _run_config(path: Path, made: Mapping[str, Any]) -> Config:
+    return config_from_mapping(_anchored(merge(BEFORE, made)), str(path))
+
+
+def values_for_run(path: Path) -> Callable[[Config], dict[str, Any]]:
+    """Return a function that gives the values of a config for the run with the `config.yaml` at `path`.
+
+    Keys that this file lacks are left out if they have the value that their absence stands for: the run's copy of the
+    code may be older than the keys.
+    """
+    made = _read(path)
+    absent = _run_config(path, made).model_dump(mode="json")
+    return lambda config: _without_new(config.model_dump(mode="json"), made, absent)
+
+
+def _without_new(values: Mapping[str, Any], made: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        if key not in made and key in absent and value == absent[key]:
+            continue
+        inner: list[Any] = [value, made.get(key), absent.get(key)]
+        found[key] = _without_new(*inner) if all(isinstance(one, Mapping) for one in inner) else value
+    return found
 
 
 def missing_in_run(path: Path) -> dict[str, dict[str, Any]]:

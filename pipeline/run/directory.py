@@ -48,6 +48,7 @@ from pipeline.config.read import (
     missing_in_run,
     overridden,
     point_configs,
+    values_for_run,
 )
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
@@ -325,7 +326,7 @@ class Run:
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
                 file.unlink()  # they are made again, from this config
-        self._record(config, submitted=config.model_dump(mode="json"))
+        self._record(config, submitted=values_for_run(self.config_file)(config))
 
     def refuse_running(self, busy: Sequence[str]) -> None:
         """Raise UserError where something, in words, is `busy` with what would be replaced."""

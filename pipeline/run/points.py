@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 
 from pipeline.base.files import write_atomic
-from pipeline.config.read import dump_config, point_configs
+from pipeline.base.yaml12 import dump
+from pipeline.config.read import point_configs, values_for_run
 from pipeline.run.directory import Run
 
 
@@ -24,14 +25,16 @@ def points(run: Run) -> list[Run]:
 def make_points(run: Run) -> list[Run]:
     """The same, those that are missing made: for whoever writes into them."""
     found = points(run)
-    for point in found:
-        if point.config_file.exists():
-            continue
+    missing = [point for point in found if not point.config_file.exists()]
+    if not missing:
+        return found
+    values_of = values_for_run(run.config_file)
+    for point in missing:
         for folder in (point.jobs, point.checkpoints, point.evaluation):
             folder.mkdir(parents=True, exist_ok=True)
         for link in (point.data, point.code):
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
-        write_atomic(point.config_file, dump_config(point.config))
+        write_atomic(point.config_file, dump(values_of(point.config)))
         point.event("created", config=str(point.config_file), sweep=run.config.run.name)
     return found

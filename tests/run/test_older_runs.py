@@ -15,6 +15,7 @@ from pipeline.checkpoint.identity import identity
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.directory import Run
+from pipeline.run.points import make_points
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"
@@ -64,6 +65,20 @@ def test_the_same_config_file_goes_on_with_a_run_without_the_key(tmp_path: Path)
     again = Run.open(run.path)
     assert (again.config.train.steps, again.config.data.add_special_tokens) == (31, False)
     assert Run.create(corrected).corrections == {}
+    (line,) = (json.loads(one) for one in run.changes.read_text().splitlines())
+    assert "add_special_tokens" not in line["submitted"]["data"], "the run's own code may not know it"
+    assert line["submitted"]["data"].keys() == load_config(run.config_file).model_dump()["data"].keys() - {KEY[5:]}
+
+
+def test_points_of_a_sweep_without_the_key_do_not_get_it(tmp_path: Path) -> None:
+    sweep = load_config(write_config(tmp_path), ["sweep={grid: {optimizer.lr: [0.001, 0.01]}}"])
+    run = made_before(Run.create(sweep))
+    first, _ = make_points(run)
+    assert first.config.data.add_special_tokens is False and "add_special_tokens" not in first.config_file.read_text()
+    new, _ = make_points(
+        Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
+    )
+    assert load_config(new.config_file) == new.config and "add_special_tokens: auto" in new.config_file.read_text()
 
 
 def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
