@@ -23,6 +23,7 @@ from pipeline.evaluate.tasks import TaskFile
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder
 from pipeline.run.directory import Run
+from tests.publish.test_export import exported
 from tests.publish.test_generate import saved
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
@@ -174,6 +175,25 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
         expected = [[float(one == item["answer"]) for one, item in zip(row, items, strict=True)] for row in found]
         same = [[one["accuracy"] for one in sums], [one["accuracy_norm"] for one in sums]] == expected
         assert same is (kind == "mistral" or not bos_ids), "not the tokens of transformers"
+
+
+def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer(" ".join(WORDS)), "llama 3"))
+    chosen, _ = write_tasks(tmp_path)
+    given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
+    more = (given, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
+    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data, "run", *more)
+    run = Run.open(tmp_path / "runs/run")
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    result = json.loads(next(run.evaluation.glob("*.json")).read_text())
+    items = [json.loads(line) for line in chosen.read_text().splitlines()]
+
+    def shares(special: bool) -> list[float]:
+        found = reference(folder, 32, items, special)
+        return [sum(one == item["answer"] for one, item in zip(row, items, strict=True)) / 23 for row in found]
+
+    assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(shares(True))
+    assert shares(False) != shares(True)
 
 
 def test_a_blank_before_a_choice_is_the_choices(trained: Run) -> None:
