@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import tempfile
@@ -428,15 +429,25 @@ class Run:
     # -- code --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, patience_s: float = math.inf) -> Iterator[None]:
         """Wait until nobody else makes this run, changes it, replaces its code or submits its jobs.
 
         Who holds it waits for no job, so a job may ask for it. What somebody else changed meanwhile is read again.
+        After `patience_s` seconds it goes on without the lock, which a suspended process may hold.
         """
+        deadline, at_once = time.monotonic() + patience_s, 0 if math.isinf(patience_s) else fcntl.LOCK_NB
         with open(open_lock(self.path / ".creating"), "rb") as lock:
-            flock(lock.fileno(), fcntl.LOCK_EX)
+            while not flock(lock.fileno(), fcntl.LOCK_EX | at_once) and time.monotonic() < deadline:
+                time.sleep(0.2)
             self._config = None
             yield
+
+    @property
+    def is_being_submitted(self) -> bool:
+        """Whether another process makes, changes or submits it right now."""
+        with suppress(OSError), open(open_lock(self.path / ".creating", os.O_RDONLY), "rb") as lock:
+            return not flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
 
     def try_code(self) -> list[str]:
         """Raise UserError where the model of the user's own that `snapshot_code` would copy does not compile, or cannot

@@ -86,12 +86,14 @@ _ANY_EVENT = {"time": _stamp, "event": text}
 _OF_AN_EVENT = {
     "stage": text, "task": count, "step": count, "rank": count, "ranks": count, "attempt": count, "restarts": count,
     "host": text, "seconds": duration, "job_id": text, "slurm_job": text, "cluster": text, "job_name": text,
-    "kind": text, "after": _list_of(text), "children": _list_of(text), "job_submitted": number, "ratio": number,
+    "kind": text, "key": text, "array_task": count, "tasks": count, "after": _list_of(text),
+    "children": _list_of(text), "job_submitted": number, "ratio": number,
     "steps": _list_of(count), "lines": _list_of(metric), "message": text, "cause": text, "by": text, "uid": count,
     "exit_code": lambda value: count(value) and value in set(Exit),
 }  # fmt: skip
 _NEEDED = {
-    "submitted": ("stage", "job_id"), "started": ("stage",), "saved": ("step",), "restored": ("step",),
+    "submitting": ("stage", "key"), "submitted": ("stage", "job_id"), "not_submitted": ("stage", "key"),
+    "started": ("stage",), "saved": ("step",), "restored": ("step",),
     "ready": ("step",), "held_out": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
     "recovered": ("rank",), "took_over": ("job_id", "children"), "retried": ("job_id", "cause"),
 }  # fmt: skip

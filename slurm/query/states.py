@@ -18,6 +18,11 @@ squeue is asked for this user's jobs only (`--me`): of all its filters that one 
 applied by the controller; with a list of ids it sends the whole queue and squeue picks. Ids that it
 does not know are passed over, but for an only one, which makes it fail. Very many ids are left out, and picked here;
 sacct, which knows years, is asked for them in parts.
+
+A submission writes the event `submitting`, with a random key, before it calls sbatch, and `submitted`, with the job's
+id, after that. If only the first is there (submit.py was killed, sbatch did not answer), the job may exist: the
+submission is open. Its job is found by the key, which is an argument of the batch script (squeue's `%o`, accounting's
+SubmitLine). With :func:`look_up` one `squeue` also finds jobs that carry the run's comment and that no event names.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -60,7 +65,11 @@ _MANY = 500
 """From so many ids on squeue is asked without them: one argument holds 128 KiB (execve(2), MAX_ARG_STRLEN)."""
 _PART = 5_000
 """How many ids sacct is asked for at once."""
+SUBMISSION_EVENTS = ("submitting", "submitted", "not_submitted")
 _MARK = "sluice "
+_KEY = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
+_BEFORE_COMMAND = "\x1f"
+"""Separates comment and command in squeue's rows: neither can hold it (slurm/submit/sbatch.py)."""
 _PUT_BACK = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
 """How accounting says that a run of a job ended after which there may be another, submitted at that moment."""
 
@@ -80,6 +89,14 @@ class JobState:
     """When it was submitted, or last put back into the queue."""
     name: str = ""
     comment: str = ""
+    command: str = ""
+    """The batch script and its arguments."""
+
+    @property
+    def key(self) -> str:
+        """The key of the submission; empty for a job that was submitted in another way."""
+        found = _KEY.search(self.command)
+        return found[1] if found else ""
 
     @property
     def active(self) -> bool:
@@ -105,9 +122,26 @@ class Claim:
     uid: int | None = None
     name: str = ""
     submitted: float = 0.0
+    key: str = ""
+    array_task: int | None = None
+    """The task of an array that the job is. None for a whole job or array, and if `job_id` names the task."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the submission is open: its job, if there is one, is known by its key only."""
+        return not self.job_id
+
+    def id_of(self, shown: JobState) -> str:
+        """The id that an event gives this job, from what is shown of it or of one of its tasks."""
+        return array_of(shown.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
 
     def proven(self, shown: JobState) -> bool:
         """Whether what is shown under this id is this very job."""
+        if self.is_open:
+            is_task = self.array_task is None or shown.job_id == self.id_of(shown)
+            scripts = (f" {comment.removeprefix(_MARK)}/jobs/" for comment in self.comments)  # a copy has others
+            is_here = any(folder in f" {shown.command}" for folder in scripts)
+            return is_task and is_here and self.key == shown.key and self.cluster in (None, shown.cluster)
         return shown.comment in self.comments and self.cluster in (None, shown.cluster)
 
     def resembles(self, shown: JobState) -> bool:
@@ -161,7 +195,7 @@ def call(*command: str, timeout_s: float | None = None, none: re.Pattern[str] | 
     return done.stdout if done.returncode == 0 or empty else None
 
 
-_clusters: dict[str | None, str] = {}
+_clusters: dict[str | None, dict[str, str]] = {}
 _silent_until: dict[str | None, float] = {}
 
 
@@ -171,13 +205,20 @@ def cluster_name() -> str | None:
     if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
         return own
     refuse_other_clusters(os.environ)
+    return cluster_settings().get("ClusterName")
+
+
+def cluster_settings() -> dict[str, str]:
+    """The settings of the cluster that answers here, asked for once; nothing if it does not, and then for half a minute
+    more."""
     conf = os.environ.get("SLURM_CONF")
     if conf not in _clusters and time.monotonic() >= _silent_until.get(conf, 0.0):
-        if told := settings(VIEW_TIMEOUT_S).get("ClusterName"):
+        told = settings(VIEW_TIMEOUT_S)
+        if told.get("ClusterName"):
             _clusters[conf] = told
         else:
             _silent_until[conf] = time.monotonic() + 30
-    return _clusters.get(conf)
+    return _clusters.get(conf, {})
 
 
 def comment_of(run: Path) -> str:
@@ -193,15 +234,33 @@ def identity(job_name: str, **more: Any) -> dict[str, Any]:
 def claim(run: Run, event: Mapping[str, Any]) -> Claim:
     """What an event `submitted`, or `started`, says of its job. The comment is of the run where it lies: a copy's."""
     paths = dict.fromkeys((run.path, run.whole.path))
-    job_id = event["slurm_job" if event["event"] == "started" else "job_id"]
+    job_id = event.get("slurm_job" if event["event"] == "started" else "job_id") or ""
     submitted = event.get("job_submitted") or datetime.fromisoformat(event["time"]).timestamp()
     cluster, uid, name = (event.get(key) for key in ("cluster", "uid", "job_name"))
-    return Claim(str(job_id), tuple(comment_of(path).strip() for path in paths), cluster, uid, name or "", submitted)
+    comments = tuple(comment_of(path).strip() for path in paths)
+    open_task = event.get("array_task") if not job_id else None
+    return Claim(str(job_id), comments, cluster, uid, name or "", submitted, event.get("key") or "", open_task)
+
+
+def submissions(run: Run, events: Sequence[dict[str, Any]] | None = None) -> list[tuple[dict[str, Any], Claim]]:
+    """The submissions to Slurm for a run, oldest first, with their newest events; open ones too.
+
+    `events`: the run's, of these names at least, if they were read.
+    """
+    found: dict[str | int, dict[str, Any]] = {}
+    for number, event in enumerate(run.read_events(None, *SUBMISSION_EVENTS) if events is None else events):
+        if event.get("executor") == "slurm":
+            key = event.get("key") or number
+            if event["event"] == "not_submitted":
+                found.pop(key, None)
+            elif event["event"] == "submitted" or key not in found:
+                found[key] = event
+    return [(event, claim(run, event)) for event in found.values()]
 
 
 def claims(run: Run) -> list[tuple[dict[str, Any], Claim]]:
     """The jobs that were submitted for a run, oldest first, behind their events."""
-    return [(e, claim(run, e)) for e in run.read_events(None, "submitted") if e.get("executor") == "slurm"]
+    return [(event, one) for event, one in submissions(run) if not one.is_open]
 
 
 def since_submitted(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[str, Any]]:
@@ -211,8 +270,20 @@ def since_submitted(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[
     """
     here, job = cluster_name(), array_of(job_id)
     ours = [e for e in events if here is None or e.get("cluster") in (None, here)]
-    at = (i for i, e in enumerate(ours) if e["event"] == "submitted" and array_of(str(e["job_id"])) == job)
+    at = (i for i in newly_submitted(ours) if array_of(str(ours[i]["job_id"])) == job)
     return ours[max(at, default=0) :]
+
+
+def newly_submitted(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Where in `events` a job was submitted: the indices of `submitted`, for each key the first one.
+
+    A job that starts writes the event itself if it is missing; submit.py may then write it once more.
+    """
+    found: dict[str | int, int] = {}
+    for number, event in enumerate(events):
+        if event["event"] == "submitted":
+            found.setdefault(event.get("key") or number, number)
+    return list(found.values())
 
 
 def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None) -> dict[Claim, JobState]:
@@ -221,24 +292,43 @@ def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None
     `forgotten` is for those who ask again and again: what squeue answered and had forgotten once is kept there and not
     asked for again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
     """
+    return look_up(asked, frozenset(), forgotten)[0]
+
+
+def look_up(
+    asked: Iterable[Claim], comments: Set[str], forgotten: dict[Claim, JobState] | None = None
+) -> tuple[dict[Claim, JobState], list[JobState] | None]:
+    """As :func:`query`; and this user's jobs that have one of `comments`, have not ended and are none of `asked`.
+
+    None for these if the controller does not answer.
+    """
     until = time.monotonic() + (TIMEOUT_S if os.environ.get("SLURM_JOB_ID") else VIEW_TIMEOUT_S)
     kept = {} if forgotten is None else forgotten
     wanted = sorted(set(asked) - kept.keys(), key=lambda one: one.job_id)
-    here = cluster_name() if wanted else None
+    here = cluster_name() if wanted or comments else None
     if here is None:
-        return {**kept, **{one: JobState(one.job_id, FORGOTTEN, SILENT) for one in wanted}}
+        return {**kept, **{one: JobState(one.job_id, FORGOTTEN, SILENT) for one in wanted}}, None
     look = _Look(here, wanted, until)
-    if look.found:
-        look.ask_controller(look.found, "--me")
-    if missing := look.missing():
+    if look.found or comments:
+        look.ask_controller(look.found, "--me", all_of_user=bool(comments))
+    if missing := [one for one in look.missing() if not one.is_open]:
         look.ask_accounting(missing)
-    if others := [one for one in look.missing() if one.uid != os.getuid()]:
+    if lost := [one for one in look.missing() if one.is_open]:
+        look.ask_accounting_by_key(lost)
+    if others := [one for one in look.missing() if one.uid != os.getuid() and not one.is_open]:
         look.ask_controller(others)
     states = {one: look.state(one) for one in wanted}
     for one in set(wanted) - look.found.keys() | set(missing):
-        if not states[one].active and states[one].reason != SILENT:
+        if not states[one].active and states[one].reason != SILENT and not one.is_open:
             kept[one] = states[one]
-    return {**kept, **states}
+    if look.unclaimed is None:
+        return {**kept, **states}, None
+    mine = (job for job in look.unclaimed if job.comment in comments and job.state not in ENDED)
+    return {**kept, **states}, [job for job in mine if not any(_is_same_job(one, job) for one in kept)]
+
+
+def _is_same_job(one: Claim, shown: JobState) -> bool:
+    return array_of(one.job_id) == array_of(shown.job_id) and one.proven(shown)
 
 
 class _Look:
@@ -248,7 +338,10 @@ class _Look:
         self.here = here
         self._until = until
         self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if c.cluster in (None, here)}
-        self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id)}
+        self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id) if job}
+        self._open = [one for one in self.found if one.is_open]
+        self.unclaimed: list[JobState] | None = []
+        """What squeue shows besides; None if it did not answer."""
 
     def missing(self) -> list[Claim]:
         """Those of which nothing was shown yet."""
@@ -257,21 +350,32 @@ class _Look:
     def _of(self, job: str) -> list[Claim]:
         return self._claims.get(job, self._claims.get(array_of(job), []))
 
+    def _open_of(self, shown: JobState) -> list[Claim]:
+        return [one for one in self._open if one.proven(shown)]
+
     def _left_s(self) -> float:
         return max(0.0, self._until - time.monotonic())
 
-    def ask_controller(self, asked: Iterable[Claim], *filters: str) -> None:
+    def ask_controller(self, asked: Iterable[Claim], *filters: str, all_of_user: bool = False) -> None:
         """Take what squeue shows, or its silence. Where one run had an id twice, it is the job submitted last."""
-        columns, asked = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k", dict.fromkeys(asked)
+        columns, asked = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k{_BEFORE_COMMAND}%o", dict.fromkeys(asked)
         command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
-        command += ["-j", _ids(asked)] if len(asked) < _MANY else []
+        if len(asked) < _MANY and not all_of_user and not any(one.is_open for one in asked):
+            command += ["-j", _ids(asked)]
         listed = call(*command, timeout_s=self._left_s(), none=words.NO_SUCH_JOB)
         if listed is None:
+            self.unclaimed = None
             self.found |= {one: [JobState(one.job_id, FORGOTTEN, SILENT)] for one in asked}
         for job in _rows(listed):
             if ours := [one for one in self._of(job.job_id) if one.proven(job)]:
                 self.found[max(ours, key=lambda one: one.submitted)].append(job)
                 continue
+            if lost := self._open_of(job):
+                for one in lost:
+                    self.found[one].append(job)
+                continue
+            if self.unclaimed is not None:
+                self.unclaimed.append(job)
             for one in [one for one in self._of(job.job_id) if one.resembles(job)]:
                 left_alone = (
                     f"job {job.job_id} has id, name, user and time of this run's, but not the comment that would prove "
@@ -296,13 +400,24 @@ class _Look:
             if all(task.state in ENDED for task in tasks.values()):
                 self.found[one] += tasks.values()
 
+    def ask_accounting_by_key(self, asked: Sequence[Claim]) -> None:
+        """Take jobs of open submissions that have ended and that the controller has forgotten."""
+        since = datetime.fromtimestamp(min(one.submitted for one in asked) - TOLERANCE_S).isoformat(timespec="seconds")
+        columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,SubmitLine"
+        names = ",".join(sorted({one.name for one in asked}))
+        command = ("sacct", "-n", "-P", "-X", "-S", since, f"--name={names}", "-o", columns)
+        for job in _rows(call(*command, timeout_s=self._left_s() / 2)):
+            shown = replace(job, command=job.comment, comment="")
+            for one in self._open_of(shown) if job.state in ENDED else ():
+                self.found[one].append(shown)
+
     def state(self, one: Claim) -> JobState:
         """The state of a job: of the tasks of an array one that may run, then one that failed."""
         if one not in self.found:
             return JobState(one.job_id, FORGOTTEN, f"jobs of cluster {one.cluster} are not seen from {self.here}")
         found = self.found.get(one) or [JobState(one.job_id, FORGOTTEN)]
         first = min(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
-        return replace(first, job_id=one.job_id)
+        return replace(first, job_id=one.job_id or (first.job_id and one.id_of(first)))
 
 
 def accounted(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
@@ -339,11 +454,12 @@ def settings(timeout_s: float | None = None) -> dict[str, str]:
 
 def _rows(listed: str | None) -> list[JobState]:
     """What squeue and sacct print; the last cell, which a person chose, may hold the separator."""
-    rows = [cells for line in (listed or "").splitlines() if len(cells := line.split("|", 8)) == 9]
+    lines = (listed or "").split("\n")  # a path may hold what splitlines takes for the end of a line
+    rows = [cells for line in lines if len(cells := line.split("|", 8)) == 9]
     return [
         JobState(
             job, state.split(" ")[0].rstrip("+"), reason, nodes, cluster, int(uid) if uid.isdigit() else None,
-            seconds(at), name, comment.strip(),
+            seconds(at), name, comment.partition(_BEFORE_COMMAND)[0].strip(), comment.partition(_BEFORE_COMMAND)[2],
         )
         for job, state, reason, nodes, cluster, uid, at, name, comment in rows
     ]  # fmt: skip

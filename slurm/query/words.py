@@ -35,6 +35,11 @@ SBATCH_ERROR = re.compile("^sbatch: (?:error: |fatal: )?(?!Try )(.+)$", re.MULTI
 read.
 
 Seen: Slurm 22.05, 24.11."""
+SBATCH_NO_ANSWER = re.compile("timed out|Unable to contact|Zero Bytes|Transport endpoint|socket|onnection|not respond")
+"""What sbatch fails with if it got no answer (`Socket timed out on send/recv operation`, `Unable to contact slurm
+controller (connect failure)`): the controller may have taken the job. The other words are in slurm_errno.c.
+
+Seen: Slurm 22.05."""
 CONTROLLER_UP = re.compile(" is UP")
 """`scontrol ping`, of a controller that answers.
 

@@ -35,8 +35,9 @@ from pipeline.run.failure import retry_command
 from pipeline.run.machines import LOOKS, gpus_behind
 from slurm.query import attempts
 from slurm.query.attempts import ENDS
-from slurm.query.jobs import Submitted, jobs_of, unproven, uses_slurm
-from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState
+from slurm.query.causes import leaving
+from slurm.query.jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven, uses_slurm
+from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, newly_submitted
 from slurm.query.words import HELD
 from slurm.show.follow import clock
 from slurm.show.last_stop import LastStop, find_last_stop
@@ -87,6 +88,8 @@ class Row:
     """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
     last_stop: LastStop | None = None
     """How it last stopped, if it is not done."""
+    lacking: str = ""
+    """What of it is not in the queue, while other jobs of the run are, or is there without a record; else empty."""
 
     @property
     def brief_stop(self) -> str:
@@ -180,11 +183,38 @@ class Lookout:
         """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
         self._jobs = jobs
         rows = self._rows(self.run, stages.own_stages(self.run), {})
+        swept = [list(self._rows(point, stages.point_stages(), rows).values()) for point in sweep.points(self.run)]
+        own = list(rows.values())
+        going = any(row.going for each in (own, *swept) for row in each)
+        paths = {self.run.path, *(each[0].run.path for each in swept)}
+        mine = [job for job in jobs if job.run in paths]
+        answers = not any(job.state.reason == SILENT for job in mine)
+        if mine and answers and going and not self.run.is_being_submitted:
+            swept = [[replace(row, lacking=self._lacking(row)) for row in each] for each in swept]
+            own = [replace(row, lacking=self._lacking(row)) for row in own]
+        strays = [describe_stray(job) for job in mine if job.is_stray and job.state.active]
+        own[0] = replace(own[0], lacking="; ".join(filter(None, [own[0].lacking, *strays])))
         self.points = []
-        for point in sweep.points(self.run):
-            own = self._rows(point, stages.point_stages(), rows)
-            self.points.append(next((row for row in own.values() if row.state != "done"), [*own.values()][-1]))
-        return list(rows.values())
+        for each in swept:
+            first = next((row for row in each if row.state != "done"), each[-1])
+            lacking = [f"{row.stage} {row.lacking}" for row in each if row.lacking]
+            self.points.append(replace(first, lacking="; ".join(lacking)))
+        return own
+
+    def _lacking(self, row: Row) -> str:
+        """What of a stage is not in the queue: all of it, or a part."""
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (row.run.path, row.stage)]
+        alive = [job for job in jobs if job.state.active and not job.is_stray]
+        last = last_job(row.stage, [job for job in alive if job.step is None])
+        if row.state == "waiting" or (row.going and alive and last is None):
+            events = row.run.read_events(row.stage, "submitted", "not_submitted")
+            refused = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
+            what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
+            return f"{what}not submitted{f': {refused}' if refused else ''}"
+        single = self.run.config.sweep is None and not self.run.config.site.requeue
+        if STAGES[row.stage].trains and single and last is not None and successor_of(last, alive) is None:
+            return "" if leaving(row.run, row.stage, last.state) else "its successor is not submitted"
+        return ""
 
     @property
     def points_going(self) -> bool:
@@ -225,10 +255,11 @@ class Lookout:
         work, events = stages.load(stage), run.read_events(stage)
         missing = getattr(work, "missing_at_a_glance", work.missing)(run)
         holder, far = run.holder(stage), work.progress(run)
-        jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage)]
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
+        jobs = [job for job in jobs if job.job_id or job.state.reason]  # no job of an open submission is no job
         shown = _shown(jobs)
         job = shown.state if shown else None
-        since = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
+        since = max(newly_submitted(events), default=-1)
         state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
         if state == "done" and behind:
             state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
@@ -371,6 +402,17 @@ def stops_of_points(rows: Sequence[Row]) -> list[str]:
     return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {words}" for words, names in ways.items()]
 
 
+def describe_incomplete(run: Run, rows: Sequence[Row], of_points: Sequence[Row]) -> list[str]:
+    """What of the chain is not in the queue, or not as it should be, and the command that mends it."""
+    found = [f"{row.stage}: {row.lacking}" for row in rows if row.lacking]
+    by_reason: dict[str, list[str]] = {}
+    for row in of_points:
+        if row.lacking:
+            by_reason.setdefault(row.lacking, []).append(row.run.path.name)
+    found += [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {lacking}" for lacking, names in by_reason.items()]
+    return [*found, f"to complete the chain: {run.resume_command}"] if found else []
+
+
 def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: int | None = None) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
     used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
@@ -379,6 +421,7 @@ def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: i
     lines += [Text(words, style="red") for words in failures(of_points)]
     lines += [Text(words) for words in [*(row.state_and_stop for row in rows), *stops_of_points(of_points)] if words]
     lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
+    lines += [Text(words, style="yellow") for words in describe_incomplete(run, rows, of_points)]
     everything = [*rows, *of_points]
     if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
         failed = [row for row in everything if row.state == "failed"]

@@ -93,14 +93,14 @@ class Screen:
 def watch(run: Run, console: Console) -> None:
     """Show it until the run is done or nothing of it runs or waits any more; q and Ctrl-C only stop watching."""
     lookout, idle, live = Lookout(run), 0, lively(console)
-    history, shown = History(run.metrics, lines.metric), list[tuple[str, str]]()
+    history, shown = History(run.metrics, lines.metric), list[tuple[str, str, str]]()
     stages: Callable[[int], Group] | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it gets the first screen back, too
     with Screen(console) if live else nullcontext() as screen, suppress(KeyboardInterrupt):
         while idle < IDLE_LOOKS:
             rows = lookout.look()
             everything = [*rows, *lookout.points]
-            stand = [(row.state, row.why) for row in everything]
+            stand = [(row.state, row.why, row.lacking) for row in everything]
             stages = partial(table, run, rows, lookout.points)
             if screen is None and stand != shown:
                 console.print(stages(console.width), soft_wrap=True)

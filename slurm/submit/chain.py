@@ -6,7 +6,10 @@
 Nothing stays running on the login node. Before anything is submitted all stages are looked at: done and validated →
 no edge; submitted and alive → an edge; the others are submitted, parents first. A job that waits for something that
 can no longer happen is cancelled and submitted again by `resume`; one that still saves, because a person stopped it,
-has another one submitted behind its end.
+has another one submitted behind its end. Jobs that an earlier call submitted without a record of it are found first
+(slurm/submit/open_submissions.py). A stage of which only a part is in the queue (the array without the job behind it,
+the training without its successor) gets the rest. If Slurm refuses a job in the middle, what is queued stays, and the
+message names it with the command that completes the chain.
 
 Of a sweep, train and evaluate are arrays with one task for each point that lacks them:
 
@@ -36,21 +39,34 @@ from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
 from slurm.query import attempts
 from slurm.query.causes import leaving
-from slurm.query.jobs import Submitted, jobs_of, unproven
-from slurm.query.states import SILENT, array_of, cancel, must_answer
+from slurm.query.jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven
+from slurm.query.states import SILENT, array_of, cancel
+from slurm.submit.limits import check_limits
+from slurm.submit.open_submissions import settle
+
+CANCEL_WAIT_S = 60.0
+"""How long `cancel` waits for another process that submits the run's jobs. It stops before its next sbatch."""
 
 
 def submit_chain(run: Run, console: Console, *, again: bool) -> None:
     """Submit what is missing and not under way. `again`: a person said `resume`, so failed stages are tried again.
 
-    Raises UserError where the run was cancelled, or a stage failed and nobody said to try again.
+    Raises UserError where the run was cancelled, a stage failed and nobody said to try again, or Slurm refuses a job.
     """
     run.refuse_cancelled()
     run.stop_file.unlink(missing_ok=True)
     chain = Chain(run, console, again)
     chain.look()
-    for stage in run.config.rows:
-        chain.submit(stage)
+    check_limits(run.config, chain.planned())
+    for number, stage in enumerate(stages_of_run := list(run.config.rows)):
+        try:
+            chain.submit(stage)
+        except UserError as error:
+            raise UserError("\n".join([str(error), *chain.describe_part(stages_of_run[number:])])) from error
+        except (OSError, KeyboardInterrupt):
+            for words in chain.describe_part(stages_of_run[number:]):
+                chain.say(words)
+            raise
     if chain.waiting:
         chain.say(f"watch it: {command('status', run.name)}")
 
@@ -68,24 +84,33 @@ class Chain:
         """The job that later stages wait for."""
         self.ending: dict[tuple[Path, str], str] = {}
         """The job that still saves, behind whose end another one comes."""
+        self.arrays: dict[tuple[Path, str], str] = {}
+        """The array that is in the queue without the job behind it, which completes the stage."""
+        self.without_successor: dict[tuple[Path, str], str] = {}
+        """The training that is in the queue without its successor."""
+        self.queued: dict[str, list[str]] = {}
+        """By stage, the jobs that were in the queue before, or were submitted now."""
         self.wanted: dict[str, list[Run]] = {}
         """By stage, what it is to be submitted for: the run, or points."""
 
     def look(self) -> None:
         """Find what is missing and not under way, and cancel what waits in vain. Raises UserError as `submit_chain`."""
         known = self._find_jobs()
-        must_answer(job.state for job in known)
         for words in unproven(known):
             self.say(words)
         for job in known:
-            if job.state.active and job.step is None:
+            if job.state.active and job.step is None and not job.is_stray:
                 self.alive.setdefault((job.run, job.stage), []).append(job)
-        vain = [job for job in known if job.state.dead]
+        vain = [job for job in known if job.state.dead or (job.is_stray and job.state.active)]
+        for job in vain:
+            if job.is_stray:
+                self.say(describe_stray(job))
         for stage, row in self.run.config.rows.items():
             everyone = self.points if self.points and row.per_point else [self.run]
             self.wanted[stage] = [one for one in everyone if self._lacks(one, stage)]
             for one in self.wanted[stage]:  # its jobs wait for one that is to be replaced
-                vain += self.alive.get((one.path, stage), ())
+                array = self.arrays.get((one.path, stage))
+                vain += (job for job in self.alive.get((one.path, stage), ()) if job.job_id != array)
         if self.points:
             lacking = {one.path for found in self.wanted.values() for one in found}
             whole = {one.path for one in self.points} - lacking
@@ -93,6 +118,32 @@ class Chain:
             self.say(f"sweep     {len(self.points)} points: {len(whole - busy)} done, {len(busy)} under way")
         ending = set(self.ending.values())
         self._cancel([job for job in vain if job.job_id not in ending])
+        cancelled = {job.job_id for job in vain if job.job_id not in ending}
+        for (_, stage), jobs in self.alive.items():
+            self.queued.setdefault(stage, []).extend(job.job_id for job in jobs if job.job_id not in cancelled)
+
+    def planned(self) -> dict[str, list[int]]:
+        """By stage, how many tasks each submission will have, if the points that lack a stage wait for one array."""
+        found: dict[str, list[int]] = {}
+        for stage, lacking in self.wanted.items():
+            found[stage] = [1] if (self.run.path, stage) in self.without_successor else []
+            if lacking and lacking[0] is not self.run:
+                found[stage].append(len(lacking))
+            elif lacking:
+                tasks = self.run.config.stages.of(stage).array_tasks
+                arrays = [tasks] if tasks > 1 and (self.run.path, stage) not in self.arrays else []
+                found[stage] += [*arrays, 1, *([1] if self._has_successors(stage) else [])]
+        return found
+
+    def describe_part(self, left: Sequence[str]) -> list[str]:
+        """What is in the queue, what is not, and what to do, if a job of the stages `left` could not be submitted."""
+        queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued.items() if jobs]
+        missing = [stage for stage in left if self.wanted[stage]] or list(left[:1])
+        return queued and [
+            f"in the queue: {', '.join(queued)}; not submitted, or not all of it: {', '.join(missing)}",
+            f"to complete the chain: {self.run.resume_command}",
+            f"to end what is in the queue: {command('cancel', self.run.name)}",
+        ]
 
     def _lacks(self, one: Run, stage: str) -> bool:
         """Whether a stage of the run, or of a point, is to be submitted: it is not done, and no job does it."""
@@ -102,14 +153,20 @@ class Chain:
             if one is self.run:  # points are counted
                 self.say(f"{stage:9} done: {work.progress(one).words}")
             return False
-        for job in alive[:1] if STAGES[stage].trains else alive[-1:]:  # behind a training stand its successors
+        if (job := last_job(stage, alive)) is not None:
             if leaving(one, stage, job.state):
                 self.ending[one.path, stage] = job.job_id
             elif not replaced or any(other.state.state != "PENDING" for other in alive):
                 self.waiting[one.path, stage] = job.job_id
                 if one is self.run:
                     self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
+                    if self._has_successors(stage) and successor_of(job, alive) is None:
+                        self.without_successor[one.path, stage] = job.job_id
                 return False
+        elif alive and leaving(one, stage, alive[-1].state):
+            self.ending[one.path, stage] = alive[-1].job_id
+        elif alive and (not replaced or any(other.state.state != "PENDING" for other in alive)):
+            self.arrays[one.path, stage] = alive[-1].job_id
         told = attempts.read(one.read_events(stage))
         if told.failed and not self.again:
             end = told.told
@@ -127,8 +184,14 @@ class Chain:
         keys = ((parent.path, name) for parent, name in self._parents(one, stage))
         return [self.waiting[key] for key in keys if key in self.waiting]
 
+    def _has_successors(self, stage: str) -> bool:
+        """Whether a successor waits behind the job of this stage from the start."""
+        return STAGES[stage].trains and not self.points and not self.run.config.site.requeue
+
     def submit(self, stage: str) -> None:
         """Submit a stage for what lacks it: one job or, for points that wait for one job or one array, an array."""
+        if job := self.without_successor.get((self.run.path, stage)):
+            self._submit_successor(stage, job)
         alike: dict[tuple[str, ...], list[Run]] = {}
         for one in self.wanted[stage]:
             alike.setdefault(tuple(map(array_of, self._after(one, stage))), []).append(one)
@@ -143,13 +206,17 @@ class Chain:
                     self._submit(stage, [one], jobs)
 
     def _submit(self, stage: str, members: Sequence[Run], after: Sequence[str], kind: str = "afterok") -> None:
-        run, row, swept = self.run, STAGES[stage], members if self.run not in members else ()
+        run, swept = self.run, members if self.run not in members else ()
         if not after and (ending := [self.ending[key] for one in members if (key := (one.path, stage)) in self.ending]):
             after, kind = ending, "afterany"
         tasks, behind = run.config.stages.of(stage).array_tasks, f", after {', '.join(after)}" if after else ""
-        if tasks > 1:
+        array = self.arrays.get((run.path, stage))
+        if array is not None:
+            self.say(f"{stage:9} job {array}: array, in the queue already")
+        elif tasks > 1:
             array = self._sbatch(stage, after, kind, tasks=tasks)
             self.say(f"{stage:9} job {array}: array of {tasks}{behind}")
+        if array is not None:
             after, kind, behind = [array], "afterany", f": validates, after {array}"
         job = self._sbatch(stage, after, kind, points=swept)
         for task, one in enumerate(members):
@@ -159,22 +226,31 @@ class Chain:
             name = f"point {swept[0].path.name}" if len(swept) == 1 else f"array over {len(swept)} points"
             behind = f": {name}{behind}{each}"
         self.say(f"{stage:9} job {job}{behind}")
-        if row.trains and not swept and not run.config.site.requeue:
-            heir = self._sbatch(stage, [job], "afternotok")
-            self.say(f"{stage:9} job {heir}: takes over if {job} does not end well")
+        if not swept and self._has_successors(stage):
+            self._submit_successor(stage, job)
+
+    def _submit_successor(self, stage: str, job: str) -> None:
+        successor = self._sbatch(stage, [job], "afternotok")
+        self.say(f"{stage:9} job {successor}: takes over if {job} does not end well")
 
     # What changes something is in these methods alone: `resume --dry-run` replaces them (slurm/submit/preview.py).
 
     def _find_jobs(self) -> list[Submitted]:
-        return jobs_of((self.run, *self.points))
+        return settle((self.run, *self.points), self.say)
 
     def _cancel(self, jobs: Sequence[Submitted]) -> None:
+        for job in jobs:
+            if job.is_stray:
+                self.say(f"job {job.job_id} is cancelled")
         cancel(job.state for job in jobs)
 
     def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
         from slurm.submit.sbatch import submit
 
-        return submit(self.run, stage, after, kind=kind, **more)
+        self.run.refuse_cancelled()  # since the last sbatch
+        job = submit(self.run, stage, after, kind=kind, say=self.say, **more)
+        self.queued.setdefault(stage, []).append(job)
+        return job
 
 
 def begin_anew(run: Run, *, asked_anew: bool) -> None:
@@ -192,7 +268,8 @@ def cancel_run(run: Run) -> list[str]:
     for one in everyone:
         one.request(one.cancelled_file)
         one.event("cancel_requested")
-    jobs, unknown = cancel_jobs(run)
+    with run.alone(patience_s=CANCEL_WAIT_S):  # whoever submits now stops before its next job
+        jobs, unknown = cancel_jobs(run)
     for one, stage in product(everyone, STAGES):
         if holder := one.holder(stage):
             holder.terminate()
@@ -210,7 +287,13 @@ def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:
 
     The ids, and what is to be said of jobs that are left alone.
     """
-    known = jobs_of((run, *points(run)))
+    everyone, more = (run, *points(run)), list[str]()
+    known = jobs_of(everyone)
+    if not any(job.state.reason == SILENT for job in known):
+        try:
+            known = settle(everyone, more.append, known=known)
+        except UserError as error:  # sbatch of another process gets no answer
+            more.append(str(error))
     jobs = [job for job in known if job.state.active or job.state.dead]
-    cancel(job.state for job in jobs if job.state.state == "PENDING")
-    return [job.job_id for job in jobs], unproven(known)
+    cancel(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)
+    return [job.job_id for job in jobs], [*unproven(known), *more]

@@ -17,10 +17,12 @@ from pipeline.run import stages
 from pipeline.run.changes import differences
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.jobs import Submitted
+from slurm.query.jobs import Submitted, jobs_of
+from slurm.query.states import must_answer
 from slurm.submit.chain import Chain
 from slurm.submit.dry_run import describe_stages
 from slurm.submit.executor import Executor
+from slurm.submit.limits import check_limits
 from slurm.submit.rehearsal import check_jobs, warnings
 from slurm.submit.sbatch import script
 
@@ -36,7 +38,8 @@ class PreviewChain(Chain):
         """Stage and number of tasks of each job that would be submitted."""
 
     def _find_jobs(self) -> list[Submitted]:
-        known = super()._find_jobs()
+        known = jobs_of((self.run, *self.points))
+        must_answer(job.state for job in known)
         if not self.replaces_waiting:
             return known
         waiting = [job for job in known if job.state.state == "PENDING"]
@@ -98,6 +101,7 @@ def print_resume(
         say("", "# ---- what would be submitted")
         chain = PreviewChain(changed, console, found, replaces_waiting)
         chain.look()
+        check_limits(changed.config, chain.planned())
         for stage in changed.config.rows:
             chain.submit(stage)
         shown = Config.model_validate(masked(changed.config.model_dump(mode="json")))

@@ -1,6 +1,7 @@
 """One stage as an sbatch job, written and submitted by submitit.
 
-The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. A
+The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. Events
+say before and after each sbatch that it is called, so that no job is lost (slurm/submit/open_submissions.py). A
 name, path or value of the config never becomes shell code: options are quoted by submitit, the few lines of
 set-up are quoted here, and what sbatch would still take for something else is refused (:func:`_refuse_awkward`).
 `site.setup` alone (and the file `site.secrets`, which the script only names) is shell, because that is what it is for.
@@ -8,17 +9,22 @@ set-up are quoted here, and what sbatch would still take for something else is r
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
+import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core.utils import DelayedSubmission
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import flock
 from pipeline.base.ownership import own_folders_shell
 from pipeline.base.place import outside_job
 from pipeline.config.sections import Config
@@ -29,9 +35,21 @@ from slurm.query.exclusion import at_submission
 from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
 from slurm.query.states import comment_of, identity
 from slurm.query.topology import planned_mismatch
-from slurm.query.words import SBATCH_ERROR
+from slurm.query.words import SBATCH_ERROR, SBATCH_NO_ANSWER
 from slurm.submit.local_job import become
+from slurm.submit.open_submissions import (
+    KEY_VARIABLE,
+    SBATCH_TIMEOUT_S,
+    give_up,
+    print_to_log,
+    record,
+    script_of,
+    settle,
+    wait_for_controller,
+)
 
+_ATTEMPTS = 2
+"""How often sbatch is called for one job, if it does not answer and Slurm did not take the job."""
 _WHO_AND_WHERE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
@@ -88,11 +106,27 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
     # a person's own lines come later and win, but for the code that runs
-    values["setup"] = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    values["setup"] = [f'export {KEY_VARIABLE}="${{1-}}"; set --']  # no argument for what site.setup sources
+    values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     values["setup"] += secrets_lines(site) + site.setup
     path = f"PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
+    values["setup"] += _pickle_lines(run.jobs / stage)
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
+
+
+def _pickle_lines(folder: Path) -> list[str]:
+    """Shell that gives the pickle of this submission the name under which submitit looks for it.
+
+    The job needs nobody for that: submit.py may have been killed when sbatch had just accepted it.
+    """
+    pickle = f'{shlex.quote(str(folder))}/"${{{KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
+    job = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
+    target = f'"${{{KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}_submitted.pkl"'
+    return [
+        f'[ ! -e {pickle}_given_up.pkl" ] || {{ echo "another job has taken the place of this one"; exit 0; }}',
+        f'[ -z "${KEY_VARIABLE}" ] || ln -sf {target} {shlex.quote(str(folder))}/"{job}_submitted.pkl"',
+    ]
 
 
 def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
@@ -124,12 +158,15 @@ class JobExecutor(submitit.SlurmExecutor):
         """Whether it will do here: always."""
         return 1
 
+    def script(self, tasks: int) -> str:
+        """The sbatch script, of an array if `tasks` are more than one, as submitit writes it."""
+        self.parameters["map_count"] = tasks if tasks > 1 else None
+        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+
 
 def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     """The sbatch script of a stage (`tasks` of it as an array) as submitit writes it; needs no Slurm."""
-    executor = JobExecutor(run, config, stage)
-    executor.parameters["map_count"] = tasks if tasks > 1 else None
-    return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
+    return JobExecutor(run, config, stage).script(tasks)
 
 
 def kept_variables(config: Config, stage: str) -> list[str]:
@@ -139,38 +176,135 @@ def kept_variables(config: Config, stage: str) -> list[str]:
 
 
 def submit(
-    run: Run, stage: str, after: Sequence[str], *, kind: str, tasks: int = 1, points: Sequence[Run] = (), **more: Any
+    run: Run,
+    stage: str,
+    after: Sequence[str],
+    *,
+    kind: str,
+    tasks: int = 1,
+    points: Sequence[Run] = (),
+    say: Callable[[str], None] = print_to_log,
+    patience_s: float = SBATCH_TIMEOUT_S,
+    **more: Any,
 ) -> str:
     """Submit a stage's supervisor (`tasks` of them as an array); the job's id.
 
     `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency). `points`: those of a
-    sweep's points that the tasks of the array are for; each notes its own. `more` facts go into the event.
+    sweep's points that the tasks of the array are for; each notes its own. `more` facts go into the events.
+    `patience_s`: how long sbatch may take, and how long to wait for a controller that did not answer it.
+
+    Raises UserError if Slurm refuses the job, or does not answer in time.
     """
-    array = _submit(run, stage, after, kind, points or [run] * tasks).split("_")[0]
-    more |= {"executor": "slurm", "kind": kind, "tasks": tasks} | identity(job_name(run.config, stage))
-    for number, target in enumerate(points or [run]):
-        task = f"_{number}" if len(points) > 1 else ""
-        waits = [f"{job}{task}" for job in after] if kind == "aftercorr" else list(after)
-        target.event("submitted", stage, job_id=array + task, after=waits, **more)
+    targets = list(points) or [run]
+    for _ in range(_ATTEMPTS):
+        try:
+            return _submit(run, stage, after, kind, tasks, targets, patience_s, more)
+        except _NoAnswerError as error:
+            say(f"{stage:9} sbatch got no answer ({error}); asking Slurm whether it has the job …")
+            if (job := _find_submitted(stage, targets, error.key, say, patience_s)) is not None:
+                return job
+            reason = str(error)
+    raise UserError(f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later")
+
+
+def _find_submitted(
+    stage: str, targets: Sequence[Run], key: str, say: Callable[[str], None], patience_s: float
+) -> str | None:
+    """The id of the job of a submission that sbatch got no answer to; None if Slurm did not take it."""
+    if not wait_for_controller(patience_s, targets[0].whole.refuse_cancelled):
+        raise UserError(
+            f"{stage}: it is not known whether Slurm took the job: sbatch got no answer, and the controller does not "
+            f"answer since. When it does (squeue --me): {targets[0].resume_command} finds the job, or submits it"
+        )
+    settle(targets, say, patience_s)
+    known = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == key]
+    return str(known[0]["job_id"]).split("_")[0] if known else None
+
+
+class _NoAnswerError(Exception):
+    """It is not known whether Slurm took a job."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
+def _submit(
+    run: Run,
+    stage: str,
+    after: Sequence[str],
+    kind: str,
+    tasks: int,
+    targets: Sequence[Run],
+    timeout_s: float,
+    more: Mapping[str, Any],
+) -> str:
+    """Submit once. Raises UserError if Slurm refuses the job, _NoAnswerError if it may have taken it."""
+    key, number = secrets.token_hex(6), len(targets)
+    script, variables = _write_submission(run, stage, key, after, kind, [*targets] * tasks)
+    facts: list[dict[str, Any]] = []
+    for task, _ in enumerate(targets):
+        each = f"_{task}" if number > 1 else ""
+        waits = [f"{job}{each}" for job in after] if kind == "aftercorr" else list(after)
+        own = {"array_task": task} if number > 1 else {}
+        facts.append({"stage": stage, "after": waits, "executor": "slurm", "kind": kind, "tasks": tasks, **own})
+        facts[-1] |= {"key": key} | identity(job_name(run.config, stage)) | dict(more)
+    with open(script, "r+b") as lock:  # held by sbatch, too: it may live longer than this process
+        flock(lock.fileno(), fcntl.LOCK_EX)
+        for target, each_facts in zip(targets, facts, strict=True):
+            target.event("submitting", **each_facts)
+        try:
+            array = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
+        except UserError as error:
+            for target, each_facts in zip(targets, facts, strict=True):
+                give_up(target, each_facts, str(error))
+            raise UserError(f"{stage}: {error}") from error
+        for task, (target, each_facts) in enumerate(zip(targets, facts, strict=True)):
+            record(target, each_facts, f"{array}_{task}" if number > 1 else array)
     return array
 
 
-def _submit(run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
-    """One sbatch call; the id of its first job."""
-    run.stage_folder(stage)
-    site = run.config.site
+def _write_submission(
+    run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
+) -> tuple[Path, list[str]]:
+    """Write the batch script and the pickle of each task; the script, and which SBATCH_* variables may stay."""
+    folder, site = run.stage_folder(stage), run.config.site
     refuse_unready(site, os.environ)
     executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
     if (avoided := at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
+    for task, target in enumerate(targets):
+        submission = DelayedSubmission(become, stage, str(target.path), str(run.code))
+        submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
+        submission.dump(folder / f"{key}_{task}_submitted.pkl")
+    script_path = script_of(run, stage, key)
+    script_path.write_text(executor.script(len(targets)))
+    return script_path, kept_variables(run.config, stage)
+
+
+def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock: int) -> str:
+    """Call sbatch; the job's id. Raises UserError if it refuses the job, _NoAnswerError if the outcome is not known."""
     try:
-        with outside_job(*kept_variables(run.config, stage)), executor.batch():
-            jobs = [executor.submit(become, stage, str(target.path), str(run.code)) for target in targets]
-        return str(jobs[0].job_id)
-    except submitit.core.utils.FailedJobError as error:
-        raise UserError(f"{stage}: sbatch refused the job: {_reason(error)}") from error
-    except submitit.core.utils.FailedSubmissionError as error:
-        raise UserError(f"{stage}: {str(error).splitlines()[0]}") from error
+        with outside_job(*variables):
+            done = subprocess.run(
+                ["sbatch", str(script), key],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                pass_fds=[lock],
+            )
+    except subprocess.TimeoutExpired as error:
+        raise _NoAnswerError(key, f"it did not end within {timeout_s:.0f} s") from error
+    except OSError as error:
+        raise UserError(f"sbatch cannot be started: {error.strerror}") from error
+    if done.returncode == 0 and (accepted := re.search(r"job ([0-9]+)", done.stdout)):
+        return accepted[1]
+    said = done.stderr.strip()
+    if done.returncode > 0 and SBATCH_ERROR.search(said) and not SBATCH_NO_ANSWER.search(said):
+        raise UserError(f"sbatch refused the job: {_reason(RuntimeError(said))}")
+    raise _NoAnswerError(key, _reason(RuntimeError(said or f"exit code {done.returncode}: {done.stdout.strip()}")))
 
 
 def _reason(error: Exception) -> str:

@@ -60,9 +60,14 @@ class Evaluations:
         newest = next(iter(saved_steps(self.run.checkpoints)), 0)
         if not self._last_step < newest < (steps_of(self.run.config, self.run.data) or 0):
             return
+        from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open
         from slurm.submit.sbatch import submit
 
-        last = [one for event, one in claims(self.run) if event["stage"] == "evaluate" and "step" in event][-1:]
-        after = [job.job_id for job in query(last).values() if job.active]
-        submit(self.run, "evaluate", after, kind="afterany", step=newest)
+        settle_open([self.run])
+        before = [(e, one) for e, one in claims(self.run) if e["stage"] == "evaluate" and "step" in e]
+        self._last_step = max([self._last_step, *(int(event["step"]) for event, _ in before)])
+        if newest <= self._last_step:  # it was submitted, and its record is settled only now
+            return
+        after = [job.job_id for job in query(one for _, one in before[-1:]).values() if job.active]
+        submit(self.run, "evaluate", after, kind="afterany", patience_s=JOB_PATIENCE_S, step=newest)
         self._last_step = newest

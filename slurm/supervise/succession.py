@@ -27,12 +27,21 @@ from slurm.query import attempts, states
 from slurm.query.causes import predecessor_of
 from slurm.query.states import FORGOTTEN, Claim, JobState, since_submitted
 
+LOCK_PATIENCE_S = 10.0
+"""How long a job that is stopped waits for submit.py, which may be submitting jobs of the run, too."""
+
 
 def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState, str]]:
     """The pending jobs that cannot do without `job`, or (`further`) others that cannot, oldest first; with their kinds.
 
     What waits for its end only (`afterany`), however that is, can do without.
     """
+    from slurm.submit.open_submissions import settle_open
+
+    try:
+        settle_open((run, *points(run)))
+    except (UserError, OSError) as error:
+        print(f"jobs that were submitted without a record are not seen: {error}", file=sys.stderr, flush=True)
     kinds = {job: ""}
     needed = kinds.keys() if further else {job}
     told = since_submitted(run.read_events(None, "submitted", "took_over"), job)
@@ -85,16 +94,24 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
     """See to it that `job` has a successor; the reason where Slurm takes no job from here."""
+    from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open
     from slurm.submit.sbatch import submit
 
-    told = since_submitted(run.read_events(stage, "submitted"), job)
-    if any(e.get("kind") == "afternotok" and job in e["after"] for e in told):
+    if _has_successor(run, stage, job):
         return None
     try:
-        submit(run, stage, [job], kind="afternotok")
+        with run.alone(patience_s=LOCK_PATIENCE_S):  # submit.py may be submitting it
+            settle_open([run])
+            if not _has_successor(run, stage, job):
+                submit(run, stage, [job], kind="afternotok", patience_s=JOB_PATIENCE_S)
     except (UserError, OSError) as error:
         return f"no successor could be submitted ({error})"
     return None
+
+
+def _has_successor(run: Run, stage: str, job: str) -> bool:
+    told = since_submitted(run.read_events(stage, "submitted"), job)
+    return any(e.get("kind") == "afternotok" and job in e["after"] for e in told)
 
 
 def _cancelled(run: Run, stage: str, job: str) -> bool:

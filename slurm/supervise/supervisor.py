@@ -29,6 +29,7 @@ from slurm.query import attempts, causes, exclusion, topology
 from slurm.query import job as slurm_job
 from slurm.query.causes import Way
 from slurm.query.states import identity
+from slurm.submit.open_submissions import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
@@ -81,7 +82,11 @@ class Supervisor:
 
     def supervise(self) -> Exit:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
-        run, stage, lock = self.run, self.stage, self._lock()
+        run, stage = self.run, self.stage
+        if self.on_slurm:
+            with suppress(OSError):
+                record_own_job(run, stage, self.place.job_id or "")
+        lock = self._lock()
         with nullcontext() if self._one_of_many() else followers(run, stage, self.nodes, self.on_slurm):
             ended, progress = self._attempts(lock)
             if lock is not None:

@@ -33,6 +33,8 @@ class Options:
     Otherwise, and where a job has no `--signal`, its steps get TERM at once."""
     accounting: bool = False
     """Run MariaDB and slurmdbd, so that sacct answers. Without it sacct fails, as on some small clusters."""
+    enforce_limits: bool = False
+    """Enforce the limits of associations and QOS (AccountingStorageEnforce=limits). Needs `accounting`."""
     netns: bool = False
     """A network namespace for each node, so that its cable can be cut."""
     grace: int = 10
@@ -115,6 +117,7 @@ AccountingStoragePort={ports["slurmdbd"]}
 # The name lies: this is munge's socket, and with a private socket slurmdbd is not reached without it.
 AccountingStoragePass={directory}/munge.socket
 AccountingStorageTRES=gres/gpu
+AccountingStorageEnforce={"limits" if options.enforce_limits else "none"}
 """
         if options.accounting
         else ""

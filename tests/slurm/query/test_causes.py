@@ -186,7 +186,7 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
     submitted: list[object] = []
     ended: list[bool] = []
 
-    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str) -> None:
+    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str, **more: object) -> None:
         submitted.append(stage)
         if len(submitted) == 1:
             raise UserError("sbatch refused the job")
@@ -319,6 +319,7 @@ SAMPLES = {
     "SRUN_STARVED": "Out Of Memory",
     "STEPD_STARVED": "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
     "SRUN_ERROR": "srun: error: Invalid MPI type 'nosuch', --mpi=list for acceptable types",
+    "SBATCH_NO_ANSWER": "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
     "SBATCH_ERROR": "sbatch: error: invalid partition specified: nosuch",
     "CONTROLLER_UP": "Slurmctld(primary) at control is UP",
     "CONTROLLER_DOWN": "Slurmctld(primary) at control is DOWN",

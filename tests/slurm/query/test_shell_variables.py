@@ -47,7 +47,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, st
     run = Run.create(load_config(write_config(folder), overrides))
     tool(folder, "sbatch", f"json.dump(dict(os.environ), open('{folder}/seen', 'w'))\n"
          "print('Submitted batch job 7')\n", monkeypatch)  # fmt: skip
-    sbatch._submit(run, stage, [], "afterok", [run])
+    sbatch.submit(run, stage, [], kind="afterok")
     return {key: value for key, value in json.loads((folder / "seen").read_text()).items() if key.startswith("SBATCH_")}
 
 

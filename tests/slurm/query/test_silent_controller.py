@@ -120,7 +120,8 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
 
 
 def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "query", lambda claims, _: {one: JobState("1", FORGOTTEN, SILENT) for one in claims})
+    silent = JobState("1", FORGOTTEN, SILENT)
+    monkeypatch.setattr(jobs, "look_up", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in points_module.make_points(run):
         point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")

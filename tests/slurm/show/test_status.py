@@ -180,6 +180,7 @@ def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
 ) -> None:
     run, reason = make_run(tmp_path), "ReqNodeNotAvail, UnavailableNodes:n1"
     jobs = [Submitted(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
+    jobs.append(Submitted(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")))
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
     console = Console(width=width, record=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pipeline.run.points import points
 from slurm.query import jobs, states
 from slurm.query.states import Claim, JobState
 from slurm.show.status import Lookout
-from slurm.submit import chain, sbatch
+from slurm.submit import chain, limits, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
@@ -38,18 +38,29 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
-        monkeypatch.setattr(jobs, "query", lambda asked, kept=None: {one: self.states[one.job_id] for one in asked})
+        monkeypatch.setattr(jobs, "look_up", self.look_up)
         monkeypatch.setattr(states, "call", self.call)
         monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
-        monkeypatch.setattr(sbatch, "_submit", self.submit)
+        monkeypatch.setattr(limits, "cluster_settings", dict)
+        monkeypatch.setattr(sbatch, "_write_submission", self.write)
+        monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))
 
-    def submit(self, run: Run, stage: str, after: Sequence[str], kind: str, targets: Sequence[Run]) -> str:
+    def look_up(
+        self, asked: Iterable[Claim], comments: Set[str], kept: dict[Claim, JobState] | None = None
+    ) -> tuple[dict[Claim, JobState], list[JobState]]:
+        return {one: self.states[one.job_id] for one in asked}, []
+
+    def write(
+        self, run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
+    ) -> tuple[Path, list[str]]:
         array = str(100 + len(self.after))
         self.after[array] = f"{kind}:{':'.join(after)}" if after else ""
         ids = [f"{array}_{n}" for n in range(len(targets))] if len(targets) > 1 and targets[0] is not run else [array]
         for job in ids:
             self.set(job, "PENDING", "Dependency" if after else "Priority")
-        return ids[0]
+        script = run.stage_folder(stage) / f"{key}_submission.sh"
+        script.touch()
+        return script, []
 
     def set(self, job: str, state: str, reason: str = "None") -> None:
         self.states[job] = JobState(job, state, reason)
@@ -217,12 +228,14 @@ def test_a_sweep_and_its_points_are_one_question(
     queue.resume(swept)
     asked: list[set[str]] = []
 
-    def query(jobs: Iterable[Claim], kept: dict[Claim, JobState]) -> dict[Claim, JobState]:
+    def look_up(
+        jobs: Iterable[Claim], comments: Set[str], kept: dict[Claim, JobState]
+    ) -> tuple[dict[Claim, JobState], list[JobState]]:
         found = {job: queue.states[job.job_id] for job in jobs}
         asked.append({job.job_id for job in found})
-        return found
+        return found, []
 
-    monkeypatch.setattr(jobs, "query", query)
+    monkeypatch.setattr(jobs, "look_up", look_up)
     lookout = Lookout(swept)
     lookout.look()
     assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and lookout.points_going

@@ -396,7 +396,7 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
     run.event("submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
     refused, submitted = [UserError("sbatch refused the job: too many jobs")], list[Any]()
 
-    def submit(run: Run, stage: str, after: list[str], *, kind: str) -> None:
+    def submit(run: Run, stage: str, after: list[str], *, kind: str, **more: Any) -> None:
         if refused:
             raise refused.pop()
         submitted.append((stage, after, kind))

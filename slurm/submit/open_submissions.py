@@ -1,0 +1,158 @@
+"""Find out what became of submissions whose outcome the run directory does not tell.
+
+`submit` writes the event `submitting` before it calls sbatch and `submitted` after that (slurm/submit/sbatch.py). If
+the second is missing, submit.py was killed in between, or sbatch did not answer; the job may exist. Whoever submits or
+cancels jobs of a run settles its open submissions first: a job that Slurm shows is recorded as `submitted`, and a
+submission without a job is given up (`not_submitted`). A job that appears after it was given up ends at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import flock
+from pipeline.run.directory import Run
+from slurm.query import states
+from slurm.query.jobs import Submitted, jobs_of
+from slurm.query.states import VIEW_TIMEOUT_S, array_of, must_answer, submissions
+
+SBATCH_TIMEOUT_S = 300.0
+"""How long sbatch may take. It tries again by itself for two minutes if the controller is busy."""
+LOOK_AGAIN_S = (1.0, 2.0, 3.0)
+"""Pauses between looks at the queue before a submission is given up. A controller that was suspended takes jobs of
+clients that have gone, a moment after it answers again."""
+POLL_S = 0.5
+JOB_PATIENCE_S = 60.0
+"""How long a job may wait for sbatch, or for another process that is calling it: it has other things to do."""
+KEY_VARIABLE = "SLUICE_SUBMISSION"
+"""The environment variable of a job that holds the key of its submission."""
+
+
+def script_of(run: Run, stage: str, key: str) -> Path:
+    """The batch script of a submission. Whoever runs sbatch with it, and sbatch, hold a lock on it."""
+    return run.jobs / stage / f"{key}_submission.sh"
+
+
+def settle(
+    runs: Sequence[Run],
+    say: Callable[[str], None],
+    patience_s: float = SBATCH_TIMEOUT_S,
+    known: list[Submitted] | None = None,
+) -> list[Submitted]:
+    """Return the jobs of `runs` after their open submissions were recorded or given up.
+
+    `patience_s`: how long to wait for another process that is calling sbatch. `known`: the jobs as they are now, if
+    they were just looked up. Raises UserError if the other process still waits after that, or if the controller does
+    not answer.
+    """
+    known = jobs_of(runs) if known is None else known
+    must_answer(job.state for job in known)
+    by_path = {run.path: run for run in runs}
+    for pause_s in LOOK_AGAIN_S:
+        if not (lost := [job for job in known if _is_lost(job)]):
+            break
+        for job in lost:
+            _wait_for_sbatch(by_path[job.run], job, patience_s)
+        time.sleep(pause_s)
+        known = jobs_of(runs)
+        must_answer(job.state for job in known)
+    found: list[Submitted] = []
+    for job in known:
+        if _is_lost(job):
+            give_up(by_path[job.run], job.event, "no job of this submission is in the queue")
+            say(f"{job.stage:9} a submission at {job.event['time']} came to nothing; it is given up")
+            continue
+        if job.job_id and not job.is_recorded and not job.is_stray:
+            record(by_path[job.run], job.event, job.job_id, job_submitted=_time_of(job))
+            say(f"{job.stage:9} job {job.job_id} was submitted without a record; it is recorded now")
+        found.append(job)
+    return found
+
+
+def settle_open(runs: Sequence[Run]) -> None:
+    """Settle what is open, for a job that submits or cancels others. Asks Slurm only if there is something.
+
+    Raises UserError as `settle`.
+    """
+    if any(one.is_open for run in runs for _, one in submissions(run)):
+        settle(runs, print_to_log, JOB_PATIENCE_S)
+
+
+def print_to_log(message: str) -> None:
+    """Print a message to standard error, which is the log of a job."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _is_lost(job: Submitted) -> bool:
+    """Whether it is an open submission on this cluster of which no job is found."""
+    is_here = job.event.get("cluster") in (None, states.cluster_name())
+    return not job.job_id and job.event.get("event") == "submitting" and is_here
+
+
+def _time_of(job: Submitted) -> float:
+    at = job.event.get("time")
+    return job.state.submitted if at is None else datetime.fromisoformat(str(at)).timestamp()
+
+
+def _wait_for_sbatch(run: Run, job: Submitted, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while _is_in_sbatch(run, job.stage, str(job.event["key"])):
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"another process is submitting {job.stage} of {run.name} (since {job.event['time']}), and sbatch has "
+                "not answered it yet: try again later"
+            )
+        time.sleep(POLL_S)
+
+
+def _is_in_sbatch(run: Run, stage: str, key: str) -> bool:
+    for one in (run, run.whole):  # a point may have been submitted with its sweep
+        with suppress(FileNotFoundError), open(script_of(one, stage, key), "rb") as script:
+            return not flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return False
+
+
+def record(run: Run, facts: Mapping[str, Any], job_id: str, **more: Any) -> None:
+    """Write that the job of a submission is known. `facts`: its event `submitting`."""
+    left_out = ("time", "event", "stage", "array_task")
+    kept = {name: value for name, value in facts.items() if name not in left_out}
+    run.event("submitted", str(facts["stage"]), job_id=job_id, **kept, **more)
+
+
+def record_own_job(run: Run, stage: str, job_id: str) -> None:
+    """Record the job that this process runs in, if submit.py could not. `job_id`: its own, of a task `12_3`."""
+    key = os.environ.get(KEY_VARIABLE)
+    for event, one in submissions(run) if key else ():
+        if one.is_open and (one.key, event["stage"]) == (key, stage):
+            task = "" if one.array_task is None else f"_{one.array_task}"
+            record(run, event, array_of(job_id) + task, job_submitted=one.submitted)
+
+
+def give_up(run: Run, facts: Mapping[str, Any], message: str) -> None:
+    """Write that a submission has no job, and see to it that a job of it that appears later ends at once."""
+    stage, key = str(facts["stage"]), str(facts["key"])
+    task = facts.get("array_task")
+    for one in (run, run.whole):
+        for pickle in (one.jobs / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
+            pickle.rename(pickle.with_name(pickle.name.replace("_submitted", "_given_up")))
+    run.event("not_submitted", stage, key=key, executor="slurm", message=message)
+
+
+def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
+    """Wait until the controller lists jobs; whether it did in time. `check` is called between the attempts."""
+    deadline = time.monotonic() + patience_s
+    while states.call("squeue", "-h", "--me", "-o", "%i", timeout_s=VIEW_TIMEOUT_S) is None:
+        check()
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

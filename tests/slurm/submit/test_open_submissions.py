@@ -1,0 +1,414 @@
+"""Jobs whose submission was not recorded are found, recorded or ended; half a chain is completed. With a fake Slurm."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from slurm.query import states
+from slurm.query.causes import predecessor_of
+from slurm.query.jobs import jobs_of
+from slurm.query.states import claims, comment_of, newly_submitted, since_submitted, submissions
+from slurm.show.console import Plain
+from slurm.show.status import print_status
+from slurm.submit import open_submissions, sbatch
+from slurm.submit.chain import begin_anew, cancel_run, submit_chain
+from slurm.supervise import evaluations, succession
+from tests.support.fake_slurm import CLUSTER, FakeSlurm
+from tests.support.tiny import make_run, write_config
+
+CHAIN = [
+    ("prepare", ""), ("shard", "afterok:0"), ("shard", "afterany:1"), ("train", "afterok:2"), ("evaluate", "afterok:3"),
+]  # fmt: skip
+SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}"
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the program catches it."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(states, "_clusters", {})
+    monkeypatch.setattr(states, "_silent_until", {})
+    monkeypatch.setattr(open_submissions, "LOOK_AGAIN_S", (0.1, 0.2, 0.3))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
+    from pipeline.config.read import load_config
+
+    return Run.create(load_config(write_config(tmp_path)))
+
+
+def submit(run: Run) -> str:
+    """What `submit` prints."""
+    console = Plain(width=200, record=True)
+    with run.alone():
+        submit_chain(run, console, again=False)
+    return str(console.export_text())
+
+
+def status(run: Run) -> str:
+    console = Plain(width=200, record=True)
+    print_status(run, console)
+    return str(console.export_text())
+
+
+def kill_at(number: int, monkeypatch: pytest.MonkeyPatch, *, accepted: bool) -> None:
+    """End the program at the n-th sbatch: when it has accepted the job, or before."""
+    real, calls = sbatch._call_sbatch, list[str]()
+
+    def call(script: Path, key: str, *more: Any) -> str:
+        calls.append(key)
+        if len(calls) == number:
+            if accepted:
+                real(script, key, *more)
+            raise Killed
+        return real(script, key, *more)
+
+    monkeypatch.setattr(sbatch, "_call_sbatch", call)
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("accepted", [True, False])
+def test_after_a_kill_the_next_submit_makes_one_chain(run: Run, slurm: FakeSlurm, number: int, accepted: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(number, patch, accepted=accepted)
+        submit(run)
+    assert len(slurm.queue()) == number - (not accepted)
+    assert ("held" in status(run) or "pending" in status(run)) == bool(slurm.queue())
+    submit(run)
+    assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN)
+    assert [one.job_id for _, one in claims(run)] == ["1", "2", "3", "4", "5"]
+    assert not any(one.is_open for _, one in submissions(run))
+    submit(run)
+    assert slurm.queue() == CHAIN
+
+
+def test_a_copy_of_a_run_does_not_take_the_jobs_of_the_other(run: Run, slurm: FakeSlurm) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=True)
+        submit(run)
+    shutil.copytree(run.path, run.path.parent / "copy", symlinks=True)
+    copy = Run(run.path.parent / "copy")
+    submit(copy)
+    assert [one.job_id for _, one in claims(copy)] == ["2", "3", "4", "5", "6"]
+    cancel_run(copy)
+    assert slurm.queue() == CHAIN[:1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_after_a_kill_cancel_leaves_an_empty_queue(run: Run, slurm: FakeSlurm, number: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(number, patch, accepted=True)
+        submit(run)
+    said = "\n".join(cancel_run(run))
+    assert slurm.queue() == [] and str(number) in said, said
+    with pytest.raises(UserError, match="cancelled"):
+        submit(run)
+
+
+@pytest.mark.parametrize("outcome", ["timeout", "late", "lose", "hang"])
+def test_a_submission_without_an_answer_is_looked_for(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """Whether Slurm has taken the job, takes it a moment later, or never got it: the chain has each job once."""
+    real = sbatch.submit
+    if outcome == "hang":
+        monkeypatch.setattr("slurm.submit.sbatch.submit", lambda *a, **more: real(*a, **more, patience_s=1.5))
+    slurm.plan(call_4=[outcome, "0.4"])
+    said = submit(run)
+    assert "train     sbatch got no answer" in said, said
+    assert slurm.queue() == CHAIN and not any(one.is_open for _, one in submissions(run))
+    assert slurm.calls() == len(CHAIN) + (outcome in ("lose", "hang"))
+
+
+def test_a_controller_that_stays_away_leaves_the_outcome_open(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch, "wait_for_controller", lambda patience_s, check: False)
+    slurm.plan(call_4=["timeout"])
+    with pytest.raises(UserError) as caught:
+        submit(run)
+    for words in ("not known whether Slurm took the job", "resume", "prepare (1)", "shard (2, 3)", "train, evaluate"):
+        assert words in str(caught.value)
+    [one] = [one for _, one in submissions(run) if one.is_open]
+    (slurm.folder / "silent").touch()
+    with pytest.raises(UserError, match=states.SILENT):
+        submit(run)
+    assert [one] == [one for _, one in submissions(run) if one.is_open], "nothing is decided while nobody answers"
+    (slurm.folder / "silent").unlink()
+    submit(run)
+    assert slurm.queue() == CHAIN
+
+
+def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
+    tmp_path: Path, run: Run, slurm: FakeSlurm
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=False)
+        submit(run)
+    [(_, one)] = submissions(run)
+    script = open_submissions.script_of(run, "prepare", one.key)
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/log\n")
+    program.chmod(0o755)
+    text = script.read_text()
+    found = next(line for line in text.splitlines() if line.startswith("exec "))
+    script.write_text(text.replace(found, f"exec {program}"))
+
+    def start(job: str) -> str:
+        env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": job}
+        command = ["bash", str(script), one.key]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True).stdout
+
+    assert start("7") == "" and (tmp_path / "log").read_text() == "ran\n"
+    assert (run.jobs / "prepare/7_submitted.pkl").resolve() == run.jobs / f"prepare/{one.key}_0_submitted.pkl"
+    submit(run)
+    assert "taken the place" in start("8") and (tmp_path / "log").read_text() == "ran\n"
+    late = slurm.add(name="prepare-tiny", comment=comment_of(run.path), command=f"{script} {one.key}")
+    assert f"job {late}" in status(run)
+    submit(run)
+    assert slurm.queue() == CHAIN, "and one that waits is cancelled"
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+@pytest.mark.parametrize("does", ["submit", "resume", "cancel"])
+def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
+    run: Run, slurm: FakeSlurm, state: str, does: str
+) -> None:
+    """As an earlier version left it, or an earlier run in this directory. Those of other runs are none of ours."""
+    other = slurm.add(name="train-tiny", comment=f"{comment_of(run.path)}/points/000", state=state)
+    stray = slurm.add(name="train-tiny", comment=comment_of(run.path), state=state, tasks=2)
+    if does == "cancel":
+        cancel_run(run)
+    else:
+        if does == "resume":
+            begin_anew(run, asked_anew=True)
+        assert f"job {stray}" in submit(run) or does == "resume"
+    states_ = {job["id"]: job["state"] for job in slurm.jobs()}
+    assert (states_[other], states_[stray]) == (state, "CANCELLED")
+    assert len(slurm.queue()) == 1 + (0 if does == "cancel" else len(CHAIN))
+
+
+def test_a_job_that_has_started_without_a_record_goes_on(run: Run, slurm: FakeSlurm) -> None:
+    """An earlier version noted its start only."""
+    job = slurm.add(name="prepare-tiny", comment=comment_of(run.path), state="RUNNING")
+    run.event("started", "prepare", job_id=job, slurm_job=job, cluster=CLUSTER, attempt=1, ranks=1)
+    assert f"prepare   job {job} running" in submit(run)
+    assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN) - 1
+
+
+def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Path, slurm: FakeSlurm) -> None:
+    swept = make_run(tmp_path, overrides=(SWEEP,))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        real, told = sbatch.record, list[Run]()
+
+        def record(target: Run, *more: Any) -> None:
+            told.append(target)
+            if len(told) == 2:
+                raise Killed
+            real(target, *more)
+
+        patch.setattr(sbatch, "record", record)
+        submit(swept)
+    submit(swept)
+    assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
+    assert [claims(point)[0][1].job_id for point in points(swept)] == ["1_0", "1_1", "1_2"]
+    cancel_run(swept)
+    assert slurm.queue() == []
+
+
+def test_a_job_that_starts_records_itself_before_its_start(run: Run, slurm: FakeSlurm) -> None:
+    """What it does later is then known to be its own, even if submit.py writes the record once more."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(4, patch, accepted=True)
+        submit(run)
+    [(event, one)] = [pair for pair in submissions(run) if pair[1].is_open]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(open_submissions.KEY_VARIABLE, one.key)
+        open_submissions.record_own_job(run, "train", "4")
+        run.event("started", "train", job_id="4", slurm_job="4", cluster=CLUSTER)
+        open_submissions.record_own_job(run, "train", "4")
+    assert [e["job_id"] for e in run.read_events("train", "submitted")] == ["4"]
+    open_submissions.record(run, event, "4")
+    assert [e["event"] for e in since_submitted(run.read_events("train"), "4")] == ["submitted", "started", "submitted"]
+    assert newly_submitted(run.read_events("train")) == [1] and len(claims(run)) == 4
+
+
+def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None:
+    """By its script and key: most sites keep no comments there."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=True)
+        submit(run)
+    [job] = slurm.jobs()
+    (slurm.folder / "jobs/1").unlink()
+    line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['at']}|prepare-tiny|sbatch {job['command']}\n"
+    (slurm.folder / "sacct.out").write_text(line)
+    assert [(job.job_id, job.state.state) for job in jobs_of([run])] == [("1", "FAILED")]
+    submit(run)
+    assert claims(run)[0][1].job_id == "1" and len(claims(run)) == 1 + len(CHAIN)
+
+
+def test_a_submission_that_another_process_makes_is_waited_for(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sbatch holds the lock, though submit.py may be dead."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=False)
+        submit(run)
+    [(_, one)] = submissions(run)
+    script = open_submissions.script_of(run, "prepare", one.key)
+    with open(script, "r+b") as lock:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is submitting prepare"):
+            open_submissions.settle([run], print, patience_s=0.1)
+
+        def end_of_sbatch(seconds: float) -> None:
+            lock.close()
+            slurm.add(name="prepare-tiny", comment=comment_of(run.path), command=f"{script} {one.key}")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(open_submissions.time, "sleep", end_of_sbatch)
+            open_submissions.settle([run], print)
+    assert [one.job_id for _, one in claims(run)] == ["1"]
+
+
+@pytest.fixture
+def training(tmp_path: Path, slurm: FakeSlurm) -> Iterator[Run]:
+    """A run without requeue whose training, job 1, runs; its successor and its evaluation wait."""
+    run = make_run(tmp_path, overrides=("site.requeue=false", "evaluate.every=checkpoint"))
+    submit(run)
+    assert slurm.queue() == [("train", ""), ("train", "afternotok:0"), ("evaluate", "afterok:0")]
+    yield run
+
+
+def test_a_successor_without_a_record_is_not_submitted_twice(
+    training: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=True)
+        succession.hand_over(training, "train", "2")
+    assert succession.hand_over(training, "train", "2") is None
+    assert slurm.queue()[3:] == [("train", "afternotok:1")] and predecessor_of(training, "train", "4") == "2"
+
+
+def test_an_evaluation_without_a_record_is_not_submitted_twice(
+    training: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [7])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(1, patch, accepted=True)
+        evaluations.Evaluations(training)._submit_newest()
+    one = evaluations.Evaluations(training)
+    one._submit_newest()
+    assert len(slurm.jobs()) == 4 and one._last_step == 7 and one.one_of_many("4")
+    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [14])
+    one._submit_newest()
+    assert [job["dependency"] for job in slurm.jobs()[4:]] == ["afterany:4"]
+    submit(training)
+    assert len(slurm.jobs()) == 5, "the chain's own evaluation is in the queue"
+
+
+# -- half a chain --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_what_is_queued_is_named_if_a_job_is_refused_and_the_next_submit_completes_the_graph(
+    run: Run, slurm: FakeSlurm, number: int
+) -> None:
+    slurm.plan(**{f"call_{number}": ["refuse", "QOSMaxSubmitJobPerUserLimit"]})
+    with pytest.raises(UserError) as caught:
+        submit(run)
+    refused, said = CHAIN[number - 1][0], str(caught.value)
+    assert f"{refused}: sbatch refused the job" in said and "QOSMaxSubmitJobPerUserLimit" in said
+    assert slurm.queue() == CHAIN[: number - 1]
+    shown = status(run)
+    assert (run.resume_command in said) == (number > 1) and run.resume_command in shown
+    if number > 1:
+        assert f"prepare (1{')' if number < 7 else ''}" in said and refused in said.partition("not submitted")[2]
+        assert f"{refused}: " in shown and "QOSMaxSubmitJobPerUserLimit" in shown
+        assert "the job that completes it is not submitted" in shown or number != 3
+    slurm.plan()
+    submit(run)
+    assert slurm.queue() == CHAIN and run.resume_command not in status(run)
+
+
+def test_a_successor_that_was_refused_is_submitted_later(training: Run, slurm: FakeSlurm) -> None:
+    states.cancel([states.JobState("2", "PENDING")])
+    assert "train: its successor is not submitted" in status(training)
+    submit(training)
+    assert slurm.queue() == [("train", ""), ("evaluate", "afterok:0"), ("train", "afternotok:0")]
+    assert "successor is" not in status(training)
+
+
+def test_points_of_which_a_part_was_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
+    swept = make_run(tmp_path, overrides=(SWEEP,))
+    slurm.plan(call_2=["refuse", "no more"])
+    with pytest.raises(UserError, match=r"train \(1\).*evaluate"):
+        submit(swept)
+    shown = status(swept)
+    assert "points 000, 001, 002: evaluate not submitted: " in shown and swept.resume_command in shown
+    slurm.plan()
+    submit(swept)
+    assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
+
+
+def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
+    tmp_path: Path, run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", SchedulerParameters="x=1,max_array_tasks=2,y")
+    submit(run)
+    cancel_run(run)
+    run.clear_requests()
+    monkeypatch.setattr(states, "_clusters", {})
+    slurm.plan()
+    slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1")
+    with pytest.raises(UserError, match=r"stages.shard.tasks: 2.*MaxArraySize.*stages.shard.tasks=1"):
+        submit(run)
+    swept = make_run(tmp_path, "swept", (SWEEP,))
+    with pytest.raises(UserError, match=r"sweep: .* 3 points.*MaxArraySize"):
+        submit(swept)
+    assert slurm.calls() == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "refused"),
+    [
+        ("user root|root||normal|4\nqos normal|\n", "account root"),
+        ("user root|root||normal|4\nqos normal|6\n", None),  # that of the QOS counts
+        ("user root|root||normal|\nqos normal|5\n", "QOS normal"),
+        ("user root|root|other|normal|1\nqos normal|\n", None),  # of another partition
+        ("user root|root||normal|\nqos normal|\n", None),
+        ("", None),  # sacctmgr is not allowed
+    ],
+)
+def test_more_jobs_than_a_user_may_have_are_refused_before_anything_is_submitted(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, limits: str, refused: str | None
+) -> None:
+    """The chain has six jobs: each task of the array counts."""
+    (slurm.folder / "sacctmgr.out").write_text(limits)
+    slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
+    if refused:
+        with pytest.raises(UserError, match=rf"6 more jobs \(prepare 1, shard 3, .*{refused}.*MaxSubmitJobs"):
+            submit(run)
+        assert slurm.calls() == 0
+        monkeypatch.setattr(states, "_clusters", {})
+        slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="none")
+    submit(run)
+    assert slurm.queue() == CHAIN
