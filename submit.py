@@ -105,8 +105,9 @@ def submit(
     if dry_run:
         from slurm.submit.dry_run import print_plan
 
-        notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(loaded) if chosen == "local" else ())]
-        print_plan(loaded, chosen, console, notes, scripts=scripts, machine=machine)
+        planned = rehearsed.config  # with what `resume` has changed
+        notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(planned) if chosen == "local" else ())]
+        print_plan(planned, chosen, console, notes, scripts=scripts, machine=machine, corrections=rehearsed.corrections)
         return
     if scripts or machine is not None:
         raise UserError("--scripts and --machine go with --dry-run")

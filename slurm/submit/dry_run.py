@@ -10,7 +10,7 @@ work is refused before (slurm/submit/rehearsal.py).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from pipeline.config.sections import Config
 from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.data.manifest import steps_words
+from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query.states import slurm_answers
@@ -53,6 +54,7 @@ def print_plan(
     *,
     scripts: bool = False,
     machine: str | None = None,
+    corrections: Mapping[str, str] | None = None,
 ) -> None:
     """Print what a config would run, and whether it fits.
 
@@ -63,6 +65,7 @@ def print_plan(
         notes: More lines about the run, such as the size of its inputs.
         scripts: Whether to print the resolved config and, for Slurm, the sbatch scripts after it.
         machine: As in `memory_verdicts`.
+        corrections: What the config corrects of a run that exists, in words by keys.
 
     Raises:
         UserError: A script cannot be written, or there is no such `machine`.
@@ -70,7 +73,11 @@ def print_plan(
     verdicts, warning = memory_verdicts(config, executor, machine), exposed(config)
     config = Config.model_validate(masked(config.model_dump(mode="json")))
     run, points = Run(config.run.root / config.run.name), config.sweep.points() if config.sweep else []
-    jobs, on_slurm = list(_jobs(config, len(points))), executor == "slurm"
+    done = [] if corrections else list(_done(run))
+    jobs, on_slurm = [job for job in _jobs(config, len(points)) if job.stage not in done], executor == "slurm"
+    changes = [f"corrects  {key}: {words}" for key, words in (corrections or {}).items()]
+    if not corrections and run.config_file.exists():
+        changes = [line for line in (run.describe_changes(),) if line]
     problems = [f"{one.kind} memory: {one.words}" for one in verdicts if not one.fits]
     problems += [*_no_controller(), *_short_times(config)] if on_slurm else []
     problems += [words.removeprefix("warning: ") for words in (warning, replaceable(run.path)) if words]
@@ -79,15 +86,17 @@ def print_plan(
     )
     lines = [
         f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
+        *limit_lines(changes, 5),
         f"verdict   {_count(len(problems), 'problem') if problems else 'no problem found'}",
         *(f"problem   {words}" for words in limit_lines(problems)),
         *_what_is_asked(config, executor, jobs),
         *(f"memory    {one.kind}: {one.words}" for one in verdicts if one.fits),
+        *([f"done      {', '.join(done)}"] if done else []),
         *_training(config, run),
         *(line if line.startswith("point ") else f"          {line} points" for line in shown),
         *notes,
         "",
-        *describe_stages(config, len(points), on_slurm),
+        *describe_stages(config, len(points), on_slurm, [stage for stage in config.rows if stage not in done]),
     ]
     console.print("\n".join(lines), soft_wrap=True)
     if not scripts:
@@ -117,6 +126,14 @@ def _jobs(config: Config, points: int) -> Iterator[_Job]:
             yield _Job(stage, f"{stage}, its successor: takes over if it does not end well", 1)
 
 
+def _done(run: Run) -> Iterator[str]:
+    """Yield the stages of a run that are done; of a sweep those that its points share."""
+    for stage in stages.own_stages(run) if run.config_file.exists() else ():
+        work = stages.load(stage)
+        if getattr(work, "missing_at_a_glance", work.missing)(run) is None:
+            yield stage
+
+
 def _no_controller() -> Iterator[str]:
     """Yield why jobs could not be submitted from here now, if they could not."""
     try:
@@ -135,9 +152,13 @@ def _short_times(config: Config) -> Iterator[str]:
 
 def _what_is_asked(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
     """Yield how many jobs there are, and the nodes, GPUs and time that they take at most."""
+    if not jobs:
+        yield "jobs      none: all stages are done"
+        return
     if executor != "slurm":
         where = "in this allocation" if executor == "allocation" else "on this machine"
-        yield f"jobs      none of Slurm's: {_count(len(config.rows), 'stage')} {where}, one after the other"
+        stages_left = _count(len({job.stage for job in jobs}), "stage")
+        yield f"jobs      none of Slurm's: {stages_left} {where}, one after the other"
         return
     nodes = max(config.stages.of(job.stage).most_nodes for job in jobs)
     gpus = max(config.stages.of(job.stage).most_nodes * config.site_of(job.stage).gpus_per_node for job in jobs)

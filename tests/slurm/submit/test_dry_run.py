@@ -21,7 +21,7 @@ from pipeline.planning.plan import plan
 from pipeline.run.directory import Run
 from slurm.show.console import Plain
 from slurm.submit import here, memory_check
-from tests.support.tiny import write_config
+from tests.support.tiny import make_run, write_config
 
 
 @pytest.fixture
@@ -101,6 +101,19 @@ def test_the_batch_is_split_over_replicas_and_the_layout_is_shown(
     shown = typed("tiny.yaml", "--dry-run", "train.micro_batch=4", *overrides)
     assert re.search(rf"^training  30 steps of .* sequences .*: {re.escape(training)}$", shown, re.M), shown
     assert f"\nlayout    {layout}\n" in shown, shown
+
+
+def test_a_run_that_exists_is_shown_as_it_would_go_on(typed: Callable[..., str]) -> None:
+    """With the values in effect, or those that the config corrects, and without what is done."""
+    run = make_run(Path.cwd())
+    shown = typed("tiny.yaml", "--dry-run", "optimizer.lr=0.5", "--executor", "local")
+    assert "\ncorrects  optimizer.lr: 0.01 → 0.5\n" in shown
+    run.change(["train.steps=40"])
+    shown = typed("tiny.yaml", "--dry-run", "--executor", "local")
+    assert "training  40 steps of 8" in shown and "train.steps: 30 → 40" in shown, shown
+    assert "\ndone      prepare, shard\n" in shown and "\ntrain     2 processes" in shown and "\nprepare " not in shown
+    assert "2 stages on this machine" in shown
+    assert "jobs      2 jobs of Slurm;" in typed("tiny.yaml", "--dry-run", "--executor", "slurm")
 
 
 def test_what_is_asked_of_slurm_is_summed_up(typed: Callable[..., str]) -> None:
