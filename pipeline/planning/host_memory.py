@@ -42,7 +42,7 @@ class HostMemory(NamedTuple):
     """With activations, if ranks compute on CPUs, and the copy that a checkpoint is written from."""
 
 
-def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool) -> HostMemory:
+def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool, one_machine: bool = False) -> HostMemory:
     """Return what the fullest node of a training of the decoder holds.
 
     Args:
@@ -50,6 +50,7 @@ def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool) -> Hos
         layout: Its layout.
         vocab: The tokenizer's size.
         on_gpu: Whether ranks compute on GPUs.
+        one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
     """
     starts, peaks = [], []
     orders = [[] for _ in range(layout.pipeline)] if needs_torch(layout) or on_gpu else actions(layout)
@@ -61,7 +62,7 @@ def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool) -> Hos
         at_start += state + held.gradients if config.parallel.offload or not on_gpu else 0
         starts.append(at_start)
         peaks.append(at_start + state + (0 if on_gpu else held.gathered + held.activations))
-    per_node, fullest = layout.ranks_per_node, (0, 0)
+    per_node, fullest = layout.world if one_machine else layout.ranks_per_node, (0, 0)
     for first in range(0, layout.world, per_node):
         stages = [layout.coordinates(rank).pipeline for rank in range(first, min(first + per_node, layout.world))]
         fullest = max(fullest, (sum(peaks[at] for at in stages), sum(starts[at] for at in stages)))
@@ -97,11 +98,8 @@ def memory_asked_for(config: Config, per_node: int) -> tuple[int, str] | None:
     site = config.site_of("train")
     if site.mem_gb:
         return int(site.mem_gb * 2**30), "mem_gb"
-    for option, times in (
-        ("mem", 1),
-        ("mem-per-cpu", per_node * (site.cpus_per_task or 1)),
-        ("mem-per-gpu", site.gpus_per_node),
-    ):
+    cpus = per_node * (site.cpus_per_task or 1)
+    for option, times in (("mem-per-cpu", cpus), ("mem-per-gpu", site.gpus_per_node)):
         if (size := _bytes_of(str(site.sbatch.get(option, "")))) and times:
             return size * times, f"sbatch.{option}"
     return None

@@ -136,5 +136,5 @@ def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor
     else:
         on_gpu = has_gpu()
         limit = memory_here() if executor == "local" else memory_of_allocation(os.environ)
-    found = host_memory(config, layout, vocab, on_gpu)
+    found = host_memory(config, layout, vocab, on_gpu, one_machine=executor == "local")
     yield Verdict("host", *describe_host_memory(found, limit))

@@ -190,6 +190,12 @@ def test_host_memory_of_this_machine_is_compared(typed: Callable[..., str], monk
     assert found and float(found[1].replace(",", "")) * 1e9 == pytest.approx(2 * 16 * parameters, rel=0.01), shown
 
 
+def test_on_one_machine_the_ranks_of_all_nodes_count(typed: Callable[..., str]) -> None:
+    two = ("stages.train.nodes=2", "--executor")
+    assert "host: fits: the 4 ranks" in typed("tiny.yaml", "--dry-run", *two, "local")
+    assert "host: the 2 ranks" in typed("tiny.yaml", "--dry-run", *two, "slurm")
+
+
 @pytest.mark.parametrize(
     ("ask", "limit"),
     [
