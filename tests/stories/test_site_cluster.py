@@ -219,7 +219,7 @@ def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: i
     write_config(tmp_path)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides)
     assert done.returncode == 0, done.stderr
-    events = Run.open(tmp_path / "runs/tiny").read_events("train")
+    events = Run.open(tmp_path / "runs/tiny").read_events("train", "submitted")
     shown = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
     cluster.clear()
     assert f"NumTasks={2 * nodes} " in shown and "NtasksPerN:B:S:C=2:" in shown, shown

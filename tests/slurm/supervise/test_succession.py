@@ -52,7 +52,7 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     run = shared(tmp_path, calm)
     done = submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE)
     assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
-    first = Run.open(run).read_events("train")[0]["job_id"]
+    first = Run.open(run).read_events("train", "submitted")[0]["job_id"]
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt(cluster)
     wait_for("the successor", lambda: "took_over" in events(run, "train"), 90)
@@ -101,7 +101,7 @@ def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: C
     run = shared(tmp_path, calm)
     remember_bad_node(Run.open(run), "n1", "device memory")
     assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
-    first, heir = (e["job_id"] for e in Run.open(run).read_events("train")[:2])
+    first, heir = (e["job_id"] for e in Run.open(run).read_events("train", "submitted")[:2])
     for job in (first, heir, job_of(run, "evaluate")):
         assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=60)
     wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
