@@ -201,23 +201,24 @@ def submit(
             return _submit(run, stage, after, kind, tasks, targets, patience_s, more)
         except _NoAnswerError as error:
             say(f"{stage:9} sbatch got no answer ({error}); asking Slurm whether it has the job …")
-            if (job := _find_submitted(stage, targets, error.key, say, patience_s)) is not None:
+            if (job := _find_submitted(stage, targets, error, say, patience_s)) is not None:
                 return job
             reason = str(error)
     raise UserError(f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later")
 
 
 def _find_submitted(
-    stage: str, targets: Sequence[Run], key: str, say: Callable[[str], None], patience_s: float
+    stage: str, targets: Sequence[Run], error: _NoAnswerError, say: Callable[[str], None], patience_s: float
 ) -> str | None:
-    """The id of the job of a submission that sbatch got no answer to; None if Slurm did not take it."""
+    """Return the id of the job of a submission that sbatch got no answer to; None if Slurm did not take it."""
     if not wait_for_controller(patience_s, targets[0].whole.refuse_cancelled):
         raise UserError(
-            f"{stage}: it is not known whether Slurm took the job: sbatch got no answer, and the controller does not "
-            f"answer since. When it does (squeue --me): {targets[0].resume_command} finds the job, or submits it"
+            f"{stage}: it is not known whether Slurm took the job: sbatch got no answer ({error}), and the "
+            f"controller does not answer since. When it does (squeue --me): {targets[0].resume_command} "
+            "finds the job, or submits it"
         )
     settle(targets, say, patience_s)
-    known = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == key]
+    known = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == error.key]
     return str(known[0]["job_id"]).split("_")[0] if known else None
 
 

@@ -421,7 +421,8 @@ def test_submit_and_doctor_warn_of_a_folder_where_a_run_can_be_replaced(tmp_path
     (lab := tmp_path / "lab").mkdir()
     lab.chmod(0o2777)
     write_config(tmp_path)
-    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": "exit 1", "squeue": "exit 1", "sinfo": "exit 1"}
+    tools = {"scontrol": "echo Slurmctld is UP", "squeue": "exit 1", "sinfo": "exit 1"}
+    tools["sbatch"] = "echo sbatch: error: invalid partition specified >&2; exit 1"
     for name, line in tools.items():
         (file := tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         file.write_text(f"#!/bin/sh\n{line}\n")

@@ -135,8 +135,7 @@ def test_the_views(finished: Path) -> None:
     assert re.search(r"^runs/tiny +evaluate +done ", submit(finished, "status").stdout, re.M)
     assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
     assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
-    plan = submit(finished, "tiny.yaml", "--dry-run").stdout
-    assert "\ntrain     " in plan
+    assert "all stages are done" in submit(finished, "tiny.yaml", "--dry-run").stdout
 
 
 def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
