@@ -40,7 +40,11 @@ from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, Shar
 
 PACKAGE = Path(__file__).resolve().parent.parent
 """The sources that shape the shards' bytes."""
-SHARED = ("pipeline/data/chat_template.py", "pipeline/data/special_tokens.py")
+SHARED = (
+    "pipeline/data/chat_template.py",
+    "pipeline/data/chat_template_worker.py",
+    "pipeline/data/special_tokens.py",
+)
 """Other modules that shape them, in the folder of `PACKAGE`. Copies of older code do not have them."""
 AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
 

@@ -340,6 +340,7 @@ def test_modules_of_pipeline_that_shape_shards_are_part_of_the_key(tmp_path: Pat
     def key() -> str:
         return TextFolder(data, tmp_path, tmp_path / "data_prep").key
 
+    assert "pipeline/data/chat_template_worker.py" in SHARED, "it renders dialogues"
     keys = [key()]
     for name in SHARED:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
