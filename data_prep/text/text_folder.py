@@ -73,6 +73,8 @@ class UnitManifest(Keyed):
     """Documents whose text stands before."""
     long: int = 0
     """Prompts and dialogues of more tokens than a sample has, whatever `data.long_dialogues` does with them."""
+    long_left_out: int = 0
+    """Those of them that are in no shard."""
     rejected: tuple[tuple[int, int, str], ...]
     """Piece, line within the piece (from 1) and reason of each document that could not be read."""
     train: tuple[ShardEntry, ...]
@@ -284,7 +286,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             kept = self._duplicates.kept(unit)
             twice = int(len(kept) - kept.sum())
             documents = first(documents, kept.tolist())
-        long = 0
+        long = left_out = 0
         for batch, encoded in ahead(self._encoded, batches(documents)):
             for document, record in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
@@ -296,6 +298,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                     long += 1
                     cut = self.data.long_dialogues == "truncate" and not (record.mask & LEARNED).any()
                     if cut or self.data.long_dialogues == "drop":
+                        left_out += 1
                         continue
                 learned = (document.text[start : min(end, record.covered)] for start, end in document.learned)
                 writer.add(record.tokens, sum(len(text.encode()) for text in learned), record.mask)
@@ -310,6 +313,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             filtered=sum(filtered),
             duplicates=twice,
             long=long,
+            long_left_out=left_out,
             rejected=tuple(rejected),
             train=train,
             held_out=held_out,
@@ -392,7 +396,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             stripe=self.striped,
         )
         told = [(unit.lines, unit.rejected) for unit in units]
-        list_rejected(self.path / "rejected.jsonl", self.plan, told, manifest.documents, self.data.max_rejected)
+        readable = manifest.documents + sum(unit.long_left_out for unit in units)
+        list_rejected(self.path / "rejected.jsonl", self.plan, told, readable, self.data.max_rejected)
         if not manifest.documents and manifest.long_documents:
             raise UserError(
                 f"data.long_dialogues: {self.data.long_dialogues}: nothing is left of all {manifest.long_documents:,} "

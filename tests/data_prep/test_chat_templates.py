@@ -220,6 +220,15 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
         run_tasks(config(source, records, tokenizer, long_dialogues="drop", sequence_length=4), tmp_path / "none")
 
 
+@pytest.mark.parametrize("mode", ["truncate", "drop"])
+def test_long_dialogues_that_are_left_out_count_as_readable(tmp_path: Path, mode: str) -> None:
+    long = {"prompt": "x" * 200, "response": "never"}
+    lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long] * 40 + [{"prompt": "no response"}] * 5
+    source, tokenizer = write_lines(tmp_path / "a.jsonl", lines), folder_of(tmp_path / "tokenizer")
+    data = config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
+    assert run_tasks(data, tmp_path / mode).documents == 4, "5 of 49 cannot be read, which is allowed"
+
+
 def test_bytes_are_those_of_what_is_left(tmp_path: Path) -> None:
     """Bits per byte count the learned text of truncated dialogues up to where they end."""
     line = {"prompt": "is", "response": "é" * 200}
