@@ -31,10 +31,14 @@ from pipeline.data.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     UnusableTemplateError,
+    allows_undefined,
     find_template,
     read_template,
     split_marks,
+    token_names,
+    uses_name,
 )
+from pipeline.data.special_tokens import added_tokens, load_tokenizer
 
 
 def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") -> bytes:
@@ -59,6 +63,7 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
                 f"data.records messages needs a chat template: there is no {file}, nor one in {settings}; set "
                 f"data.chat_template to a file, or to one of {', '.join(CHAT_TEMPLATES)}"
             )
+        tokens |= _used_tokens(template, Path(tokenizer), known, eos_token)
         added = check_added_tokens(Path(tokenizer), read_json(tokenizer))
         special = {eos_token, *(one["content"] for one in added if one.get("special"))}
         chat = {"template": template, "tokens": tokens, "special": sorted(special)}
@@ -67,6 +72,41 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{source}: no chat template that can be used: {error}") from None
     return content + b"\n"
+
+
+def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) -> dict[str, str]:
+    """Return those of `bos_token` and `eos_token` that the template uses, as the exported tokenizer will give them.
+
+    They are what the files beside `tokenizer.json` say; else the one token that it puts before a text, and
+    `data.tokenizer.eos_token`. settings: the content of tokenizer_config.json. Raises UserError if one is nowhere.
+    """
+    used = [name for name in ("bos_token", "eos_token") if uses_name(template, name)]
+    if not used:
+        return {}
+    folder, file = tokenizer.parent, "special_tokens_map.json"
+    try:
+        mapping = read_inside(folder, file)
+    except ValueError as error:
+        raise UserError(f"{folder / file} cannot be read: {error}") from None
+    settings = settings if isinstance(settings, dict) else {}
+    mapping = mapping if isinstance(mapping, dict) else {}
+    named = {**token_names(settings), **token_names(settings, mapping)}
+    found = {name: named[name] for name in used if name in named}
+    if "eos_token" in used:
+        found.setdefault("eos_token", eos_token)
+    if "bos_token" in used and "bos_token" not in found:
+        loaded = load_tokenizer(tokenizer)
+        begin, _ = added_tokens(loaded)
+        bos_token = loaded.id_to_token(begin[0]) if len(begin) == 1 else None
+        if bos_token is not None:
+            found["bos_token"] = bos_token
+        elif "bos_token" not in {**settings, **mapping} and not allows_undefined(template, "bos_token"):
+            raise UserError(
+                f"{folder / 'tokenizer_config.json'}: no bos_token, which the chat template writes, and {tokenizer} "
+                "does not put a single token before a text: set bos_token there, or null if dialogues are to begin "
+                "without one, or set data.chat_template to a template that does not use it"
+            )
+    return found
 
 
 def reader(data: DataConfig, chat: bytes | None) -> Read | None:

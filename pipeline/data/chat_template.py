@@ -34,6 +34,7 @@ _MEMORY = 1 << 31
 _RENDERER = Worker("pipeline.data.chat_template_worker", _CPU_S, _MEMORY)
 _FOLDER = Path(__file__).parent / "chat_templates"
 """Templates for training of the families of models that a run can start from. They mark answers."""
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -115,10 +116,30 @@ def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[st
     if isinstance(template, list):  # several, by names
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None
-    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in settings.items()}
-    tokens = {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
     found = template if jinja is None else jinja
-    return found if isinstance(found, str) else None, tokens
+    return found if isinstance(found, str) else None, token_names(settings)
+
+
+def token_names(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return a tokenizer's special tokens by name, such as `eos_token`, as transformers reads them.
+
+    settings: the content of tokenizer_config.json; mapping: that of special_tokens_map.json beside it, which is read
+    only if the first one does not list all added tokens.
+    """
+    values = {**settings, **({} if "added_tokens_decoder" in settings else mapping or {})}
+    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in values.items()}
+    return {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
+
+
+def uses_name(template: str, name: str) -> bool:
+    """Whether a template uses a variable, other than in a comment."""
+    return re.search(rf"\b{name}\b", _COMMENT.sub("", template)) is not None
+
+
+def allows_undefined(template: str, name: str) -> bool:
+    """Whether a template asks if a variable has a value, so that it can do without."""
+    asks = rf"\b(if|and|or|not)\s+{name}\b|\b{name}\s*(is\b|or\b|\|\s*d(efault)?\b)"
+    return re.search(asks, _COMMENT.sub("", template)) is not None
 
 
 def read_template(name: Path) -> str:

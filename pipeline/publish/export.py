@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pipeline.base.errors import UserError
 from pipeline.base.files import fsync, new_folder, parse, write_atomic, write_json
 from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.model_tokens import GENERATION, model_tokens
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
 from pipeline.checkpoint.saved import check_files
@@ -35,7 +36,6 @@ from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
 from pipeline.model.decoder import EMBEDDING
-from pipeline.publish.model_tokens import GENERATION, model_tokens
 from pipeline.run.directory import Run
 
 PIECE_BYTES = 5_000_000_000

@@ -26,6 +26,7 @@ from torch import Tensor
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse, read_json, reading
 from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.model_tokens import model_tokens
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import load
 from pipeline.checkpoint.verify import intact_checkpoint
@@ -36,7 +37,6 @@ from pipeline.data.check import manifest_of
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
 from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
-from pipeline.publish.model_tokens import model_tokens
 from pipeline.publish.open_weights import fitting, held_by
 from pipeline.run.directory import Run
 

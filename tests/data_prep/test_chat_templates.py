@@ -15,6 +15,7 @@ from data_prep.inputs.sources import Document, Rejected
 from data_prep.text.records import Dialogues, chat_json
 from data_prep.text.tokenizer import load_encoder
 from pipeline.base.errors import UserError
+from pipeline.base.files import write_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
 from pipeline.config.read import load_config
 from pipeline.data import chat_template
@@ -22,6 +23,7 @@ from pipeline.data.chat_template import ChatTemplate, read_template, split_marks
 from pipeline.data.manifest import LEARNED
 from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
 from tests.data_prep.test_shards import run_tasks
+from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -181,6 +183,36 @@ def test_keys_of_the_config(tmp_path: Path) -> None:
         loaded_with(records="prompts", chat_template="qwen3")
     with pytest.raises(UserError, match=r"long_dialogues \(drop\) is for records: prompts or messages, not for text"):
         loaded_with(records="text", long_dialogues="drop")
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "mistral-v0.1", "mistral-v0.3"])
+def test_special_tokens_of_a_template_are_found_wherever_they_are_named(tmp_path: Path, name: str) -> None:
+    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer(), "llama 3"))
+    plain = save_tokenizer(tmp_path / "plain", byte_tokenizer())
+    expected = ChatTemplate(read_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        two_questions(False)
+    )
+
+    def text_of(file: Path) -> str:
+        return Dialogues(json.loads(chat_json(file, "</s>", name))).read({"messages": two_questions(False)})[0]
+
+    assert text_of(tokenizer) == split_marks(expected)[0], "of the post-processor"
+    mapping = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<|pad|>"}
+    write_json(plain.with_name("special_tokens_map.json"), mapping)
+    assert text_of(plain) == split_marks(expected)[0], "of special_tokens_map.json"
+    chat = json.loads(chat_json(plain, "</s>", name))
+    assert "pad_token" not in chat["tokens"] and json.loads(chat_json(plain, "</s>", "chatml"))["tokens"] == {}
+    plain.with_name("special_tokens_map.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: no bos_token"):
+        chat_json(plain, "</s>", name)
+
+
+def test_a_template_may_do_without_a_special_token_that_is_nowhere(tmp_path: Path) -> None:
+    for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
+        tokenizer = save_tokenizer(tmp_path / str(number), byte_tokenizer(), template)
+        assert json.loads(chat_json(tokenizer, "</s>"))["tokens"] == {}
+    none = save_tokenizer(tmp_path / "none", byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
+    assert json.loads(chat_json(none, "</s>"))["tokens"] == {}, "there is none, as in transformers"
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from pipeline.base.files import parse, read_json
 from pipeline.checkpoint.identity import source_of
-from pipeline.data.chat_template import ChatTemplate, find_template
+from pipeline.data.chat_template import ChatTemplate, find_template, token_names
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import EndOfTurn, added_tokens, end_of_turn
 from pipeline.run.directory import Run
@@ -82,9 +82,8 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
     along: Mapping[str, str] = source.get("along", {})
     settings, mapping, generation = (_object(along.get(name)) for name in (*_NAMES, GENERATION))
     chat = read_json(run.data / CHAT) if run.config.data.records == "messages" else None
-    named = {**settings, **({} if "added_tokens_decoder" in settings else mapping)}  # as transformers reads them
-    named = named if along else (chat or {}).get("tokens", {})
-    names = {key: text for key, value in named.items() if key.endswith("_token") and (text := _content(value))}
+    names = token_names(settings, mapping) if along else token_names((chat or {}).get("tokens", {}))
+    names = {key: text for key, text in names.items() if text}
 
     turn = EndOfTurn((), "")
     if chat is not None:
