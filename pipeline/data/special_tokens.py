@@ -125,7 +125,7 @@ def _closing(
         if last <= end:
             continue
         if token in special:
-            if learned is None or any(one <= start and last <= other for one, other in learned):
+            if learned is None or any(first < other and one < last for one, other in learned):  # as in encode_records
                 return token, ""
             name = special[token].content
             return token, f"{name} closes an answer outside of {{% generation %}}, so the model does not learn it"

@@ -27,6 +27,7 @@ from pipeline.base.files import seal, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import saved
 from pipeline.checkpoint.identity import identity, refuse_other, source_identity
+from pipeline.checkpoint.model_tokens import model_tokens
 from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER
@@ -93,7 +94,11 @@ class Evaluator:
             tokenizer = load_tokenizer(run.data / TOKENIZER)
             length, most = config.data.sequence_length, config.evaluate.answer_tokens
             options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
-            self.tasks = [TaskFile(file, *options, bos_ids=manifest.bos_ids) for file in config.evaluate.task_files]
+            with_end = load_tokenizer(run.data / TOKENIZER, config.data.tokenizer.eos_token)
+            bos_ids, end_ids = manifest.bos_ids, model_tokens(run, manifest, with_end).end_ids
+            self.tasks = [
+                TaskFile(file, *options, bos_ids=bos_ids, end_ids=end_ids) for file in config.evaluate.task_files
+            ]
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""

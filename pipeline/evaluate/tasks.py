@@ -4,8 +4,8 @@ Multiple choice goes by the log-likelihood of each choice after the prompt; `acc
 length in characters. Tokens are those of prompt and choice together less those of the prompt; what does not fit into a
 window loses its beginning. So does EleutherAI's lm-evaluation-harness (`multiple_choice`, `acc` and `acc_norm`), whose
 numbers these are (docs/evaluation.md). A prompt begins with the special tokens that documents of the training begin
-with. A free answer is decoded greedily to the end of its line, and right where it is
-the answer to the letter, but for blanks around it.
+with. A free answer is decoded greedily to the end of its line, or to a token that ends an answer (the same ones at
+which `generate` stops), and right where it is the answer to the letter, but for blanks around it.
 
 The standard error is that of a mean of zeros and ones: sqrt(p (1 - p) / (n - 1)).
 """
@@ -40,15 +40,17 @@ class TaskFile:
         answer_tokens: int,
         together: bool,
         bos_ids: Sequence[int] = (),
+        end_ids: Sequence[int] = (),
     ) -> None:
         """`end`: the token that ends a text; `rows` of at most `length` tokens go through the model at once.
 
         bos_ids: what stands before each prompt, as before the documents of the training.
+        end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
         together: whether all ranks must call the model equally often, for each has only a part of it.
         """
         self.name, self.items = file.stem, read_task(file)
         self.tokenizer, self.end, self.length, self.together = tokenizer, end, length, together
-        self.answer_tokens, self.rows, self.bos_ids = answer_tokens, rows, bos_ids
+        self.answer_tokens, self.rows, self.bos_ids, self.end_ids = answer_tokens, rows, bos_ids, {end, *end_ids}
         self.width = max(1, *(len(item.choices) for item in self.items))
         self.count, self.batch = len(self.items), max(1, rows // self.width)
         if not self.items[0].choices and answer_tokens >= length:
@@ -132,7 +134,10 @@ class TaskFile:
                 token = int(logits_BTV[number, len(row) - 1].argmax())
                 if over[number]:
                     continue
+                if token in self.end_ids:  # no part of the answer, also if the tokenizer does not call it special
+                    over[number] = True
+                    continue
                 row.append(token)
                 said[number] = self.tokenizer.decode(row[begun[number] :]).lstrip()
-                over[number] = token == self.end or "\n" in said[number]
+                over[number] = "\n" in said[number]
         return said

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import nn
 
+from pipeline.base.errors import Exit
 from pipeline.base.files import read_json, write_json
+from pipeline.base.place import Place
 from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.special_tokens import end_of_turn
+from pipeline.evaluate.tasks import TaskFile
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder, _of_run, generate
 from pipeline.run.directory import Run
@@ -20,7 +27,7 @@ from pipeline.run.stages import load
 from tests.publish.test_export import exported, save_rank
 from tests.publish.test_open_weights import save
 from tests.support.ranks import place, run_ranks
-from tests.support.tiny import WORDS, HarmlessFlag, make_run
+from tests.support.tiny import WORDS, HarmlessFlag, make_run, stage_rank
 from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor, write_records
 
 CHATML = (
@@ -64,6 +71,19 @@ def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int,
     found = end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
     assert found.ids == ids
     assert bool(found.problem) is bool(problem) and problem in found.problem
+
+
+@pytest.mark.parametrize(("template", "is_learned"), [(MARKED_END, True), (UNMARKED_END, False)])
+def test_a_closing_token_that_takes_the_blanks_behind_it_is_learned_as_in_training(
+    template: str, is_learned: bool
+) -> None:
+    content = json.loads(TOKENIZER.to_str())
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|im_end|>"
+    template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline behind a block
+    found = end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
+    assert found.ids == (IM_END,)
+    assert (found.problem == "") is is_learned
 
 
 def chat_run(
@@ -128,6 +148,26 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
     assert (config["bos_token_id"], config["pad_token_id"]) == (BOS, PAD)
     assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
+
+
+def evaluate_rank(where: Place, path: Path) -> int:
+    """Evaluate, where the model answers `a`, closes the answer and goes on with other text."""
+    answer = id_of(TOKENIZER, "a")
+    following = {answer: IM_END, IM_END: id_of(TOKENIZER, "b")}
+
+    def logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        ids = torch.tensor([following.get(row[-1], answer) for row in rows])
+        return nn.functional.one_hot(ids, 300)[:, None].expand(-1, max(map(len, rows)), -1)
+
+    TaskFile._logits = logits  # type: ignore[assignment, method-assign]
+    return stage_rank(where, path, "evaluate")
+
+
+def test_a_free_answer_of_a_task_ends_where_answers_of_dialogues_end(tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
+    run = chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
+    assert run_ranks(1, evaluate_rank, run.path) == [Exit.DONE]
+    assert json.loads(next(run.evaluation.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 
 def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
