@@ -76,26 +76,32 @@ def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState] | None = None)
     if unclaimed is None and executor == "slurm" and not found:
         return [Submitted(runs[0].path, "", "", JobState("", FORGOTTEN, SILENT))]
     strays: dict[str, JobState] = {}
-    for job in unclaimed or ():  # of the tasks of an array one that may run
-        if array_of(job.job_id) not in strays or job.active:
-            strays[array_of(job.job_id)] = job
-    return found + [_stray(by_comment[job.comment], runs, job) for job in strays.values()]
+    arrays = {array_of(one.job_id) for *_, one in told if one.job_id}
+    for job in unclaimed or ():  # of the tasks of an array one that may run; each by itself if events name others of it
+        job_id = job.job_id if array_of(job.job_id) in arrays else array_of(job.job_id)
+        if job_id not in strays or job.active:
+            strays[job_id] = job
+    return found + [_stray(by_comment[job.comment], runs, job_id, job) for job_id, job in strays.items()]
 
 
-def _stray(run: Run, runs: Sequence[Run], job: JobState) -> Submitted:
-    """A job that no submission of the run names. If it has started, the event of that tells what it is."""
+def _stray(run: Run, runs: Sequence[Run], job_id: str, job: JobState) -> Submitted:
+    """A job that no submission of the run names. If it has started, the event of that tells what it is.
+
+    `job_id`: the id of the whole array, if nothing of it is named, and `job` is one of its tasks.
+    """
     array = array_of(job.job_id)
     for one in runs:
         for event in one.read_events(None, "started"):
             ran_as, since = str(event.get("slurm_job") or ""), datetime.fromisoformat(str(event["time"])).timestamp()
-            same = array_of(ran_as) == array and event.get("cluster") in (None, job.cluster)
+            is_its_task = ran_as == job.job_id or (one is run and job_id == array_of(ran_as))  # points have own tasks
+            same = is_its_task and event.get("cluster") in (None, job.cluster)
             if same and since >= job.submitted - TOLERANCE_S:
                 facts = {"event": "submitting", "executor": "slurm", "stage": event["stage"], "kind": "afterok"}
                 facts |= {"after": [], "tasks": 1, "job_name": job.name, "cluster": job.cluster, "uid": job.uid}
                 return Submitted(one.path, event["stage"], ran_as if one is not run else array, job, None, facts)
     places = (re.search(r"/jobs/(\w+)/[^/]*$", job.command), re.match(r"(\w+)-", job.name))
     stage = next((place[1] for place in places if place and place[1] in STAGES), "")
-    return Submitted(run.path, stage, array, JobState(array, job.state, job.reason), None, {"event": "stray"})
+    return Submitted(run.path, stage, job_id, JobState(job_id, job.state, job.reason), None, {"event": "stray"})
 
 
 def last_job(stage: str, alive: Sequence[Submitted]) -> Submitted | None:

@@ -35,7 +35,7 @@ SBATCH_ERROR = re.compile("^sbatch: (?:error: |fatal: )?(?!Try )(.+)$", re.MULTI
 read.
 
 Seen: Slurm 22.05, 24.11."""
-SBATCH_NO_ANSWER = re.compile("timed out|Unable to contact|Zero Bytes|Transport endpoint|socket|onnection|not respond")
+SBATCH_NO_ANSWER = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
 """What sbatch fails with if it got no answer (`Socket timed out on send/recv operation`, `Unable to contact slurm
 controller (connect failure)`): the controller may have taken the job. The other words are in slurm_errno.c.
 

@@ -8,6 +8,7 @@ user (`sacctmgr`). What cannot be asked is not checked: sbatch decides.
 from __future__ import annotations
 
 import getpass
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
 
     `planned`: by stage, how many tasks each submission has; 1 for a job that is no array.
     """
+    if not any(map(sum, planned.values())):
+        return
     settings = cluster_settings()
     _check_arrays(config, planned, settings)
     if "limits" in settings.get("AccountingStorageEnforce", "").lower():
@@ -56,18 +59,19 @@ def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster:
     of_qos = dict(_show("qos", columns="Name,MaxSubmitJobsPerUser"))
     numbers, limits, parts = Counter[tuple[str, str]](), dict[tuple[str, str], int](), list[str | None]()
     for stage, sizes in planned.items():
-        site = config.site_of(stage)
-        for default, account, partition, default_qos, limit in associations:
-            if account != (site.account or default) or partition not in ("", site.partition):
+        wanted = {name: _asked_for(config, stage, name) for name in ("account", "partition", "qos")}
+        for default, account, partition, default_qos, limit in associations if sum(sizes) else ():
+            if account != (wanted["account"] or default) or partition not in ("", wanted["partition"]):
                 continue
-            qos = site.qos or default_qos or "normal"
+            qos = wanted["qos"] or default_qos or "normal"
             key, text = ("QOS", qos), of_qos.get(qos, "")
-            if not text and not partition:
+            # the limit of an account does not count jobs of the user's own associations with partitions
+            if not text and not any(row[1] == account and row[2] for row in associations):
                 key, text = ("account", account), limit
             if text.isdigit():
                 numbers[key] += sum(sizes)
                 limits[key] = int(text)
-                parts.append(site.partition)
+                parts.append(wanted["partition"])
             break
     if not limits:
         return
@@ -84,6 +88,13 @@ def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster:
                 f"{limits[key]} jobs at a time (MaxSubmitJobs), and {queued[key]} are in the queue. Wait until fewer "
                 "are, or ask for fewer: stages.shard.tasks=1, fewer points of a sweep"
             )
+
+
+def _asked_for(config: Config, stage: str, name: str) -> str | None:
+    """Return the account, partition or QOS that a stage's job gets: the config's, or that of the shell (SBATCH_*)."""
+    site = config.site_of(stage)
+    found = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
+    return None if found is None else str(found)
 
 
 def _has_qos(partition: str | None) -> bool:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -30,6 +31,8 @@ SBATCH_TIMEOUT_S = 300.0
 LOOK_AGAIN_S = (1.0, 2.0, 3.0)
 """Pauses between looks at the queue before a submission is given up. A controller that was suspended takes jobs of
 clients that have gone, a moment after it answers again."""
+MOST_LOOKS = 20
+"""Other processes may submit jobs of the run again and again; what is new after so many looks is left alone."""
 POLL_S = 0.5
 JOB_PATIENCE_S = 60.0
 """How long a job may wait for sbatch, or for another process that is calling it: it has other things to do."""
@@ -57,16 +60,22 @@ def settle(
     known = jobs_of(runs) if known is None else known
     must_answer(job.state for job in known)
     by_path = {run.path: run for run in runs}
-    for pause_s in LOOK_AGAIN_S:
-        if not (lost := [job for job in known if _is_lost(job)]):
+    seen = Counter(map(_doubt, known))
+    for _ in range(MOST_LOOKS):
+        doubtful = [job for job in known if _doubt(job) and seen[_doubt(job)] <= len(LOOK_AGAIN_S)]
+        if not doubtful:
             break
-        for job in lost:
-            _wait_for_sbatch(by_path[job.run], job, patience_s)
-        time.sleep(pause_s)
+        for job in doubtful:
+            if _is_lost(job):
+                _wait_for_sbatch(by_path[job.run], job, patience_s)
+        time.sleep(LOOK_AGAIN_S[min(seen[_doubt(job)] for job in doubtful) - 1])
         known = jobs_of(runs)
         must_answer(job.state for job in known)
+        seen.update(map(_doubt, known))
     found: list[Submitted] = []
     for job in known:
+        if _doubt(job) and seen[_doubt(job)] <= len(LOOK_AGAIN_S):
+            continue  # it appeared during the last looks: another process is submitting it
         if _is_lost(job):
             give_up(by_path[job.run], job.event, "no job of this submission is in the queue")
             say(f"{job.stage:9} a submission at {job.event['time']} came to nothing; it is given up")
@@ -90,6 +99,16 @@ def settle_open(runs: Sequence[Run]) -> None:
 def print_to_log(message: str) -> None:
     """Print a message to standard error, which is the log of a job."""
     print(message, file=sys.stderr, flush=True)
+
+
+def _doubt(job: Submitted) -> str:
+    """What is to be seen in several looks before it is believed; empty if nothing about the job is doubtful.
+
+    Another process may just be submitting it: then a look sees its event without the job, or the job without its event.
+    """
+    if _is_lost(job):
+        return f"submission {job.event['key']}"
+    return f"job {job.job_id}" if job.is_stray and job.state.active else ""
 
 
 def _is_lost(job: Submitted) -> bool:

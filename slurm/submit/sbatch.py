@@ -204,6 +204,8 @@ def submit(
             if (job := _find_submitted(stage, targets, error, say, patience_s)) is not None:
                 return job
             reason = str(error)
+            if not error.is_lost_answer:
+                raise UserError(f"{stage}: sbatch failed: {reason}") from error
     raise UserError(f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later")
 
 
@@ -225,9 +227,10 @@ def _find_submitted(
 class _NoAnswerError(Exception):
     """It is not known whether Slurm took a job."""
 
-    def __init__(self, key: str, reason: str) -> None:
+    def __init__(self, key: str, reason: str, *, is_lost_answer: bool = True) -> None:
+        """is_lost_answer: False if sbatch failed with a message of its own, such as that of a site's wrapper."""
         super().__init__(reason)
-        self.key = key
+        self.key, self.is_lost_answer = key, is_lost_answer
 
 
 def _submit(
@@ -305,9 +308,12 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
     said = done.stderr.strip()
     if done.returncode > 0 and SBATCH_ERROR.search(said) and not SBATCH_NO_ANSWER.search(said):
         raise UserError(f"sbatch refused the job: {_reason(RuntimeError(said))}")
-    raise _NoAnswerError(key, _reason(RuntimeError(said or f"exit code {done.returncode}: {done.stdout.strip()}")))
+    reason = said or f"exit code {done.returncode}: {done.stdout.strip()}"
+    failed = done.returncode > 0 and not SBATCH_NO_ANSWER.search(reason)
+    raise _NoAnswerError(key, _reason(RuntimeError(reason)), is_lost_answer=not failed)
 
 
 def _reason(error: Exception) -> str:
-    """The lines of sbatch's own complaint."""
-    return "; ".join(SBATCH_ERROR.findall(str(error))) or (str(error).splitlines() or ["it did not say why"])[-1]
+    """Return the lines in which sbatch says why; all that was printed, if none of them is sbatch's own."""
+    said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return "; ".join(SBATCH_ERROR.findall(str(error))) or said[:1000] or "it did not say why"

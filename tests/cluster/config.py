@@ -117,7 +117,7 @@ AccountingStoragePort={ports["slurmdbd"]}
 # The name lies: this is munge's socket, and with a private socket slurmdbd is not reached without it.
 AccountingStoragePass={directory}/munge.socket
 AccountingStorageTRES=gres/gpu
-AccountingStorageEnforce={"limits" if options.enforce_limits else "none"}
+{"AccountingStorageEnforce=limits" if options.enforce_limits else ""}
 """
         if options.accounting
         else ""

@@ -111,11 +111,11 @@ def test_the_quickstart_itself_on_four_nodes(tmp_path: Path, cluster: Cluster) -
 def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
     tmp_path: Path, calm: Path, cluster: Cluster
 ) -> None:
-    """Four archives, a unit each; the end of the third is lost, and found again."""
+    """Four archives, a unit each; the end of the third is lost, and found again. What prepare reads of it is intact."""
     config = write_config(tmp_path, steps=5)
     source = random.Random(1)
     for part in range(4):
-        documents = (json.dumps({"text": source.randbytes(800).hex()}) + "\n" for _ in range(400 - 10 * part))
+        documents = (json.dumps({"text": source.randbytes(4000).hex()}) + "\n" for _ in range(400 - 10 * part))
         (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode()))
     broken = tmp_path / "part-2.jsonl.gz"
     good = broken.read_bytes()
@@ -254,11 +254,13 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", tracked)
     config = slow(tmp_path, calm, "low")
     run = prepared(tmp_path, config, (*NODES, *publish))
-    stage, line = run / "code/pipeline/base/files.py", "        os.rename(temporary, folder)"
+    stage, line = run / "code/pipeline/base/files.py", "            os.rename(temporary, folder)"
     text = stage.read_text()
     assert text.count(line) == 1, "the stage has changed"
-    killed = f"        if not Path('{tmp_path}/killed').exists():\n            Path('{tmp_path}/killed').touch()\n"
-    stage.write_text(text.replace(line, f"{killed}            os.kill(os.getpid(), 9)\n{line}"))
+    killed = (
+        f"            if not Path('{tmp_path}/killed').exists():\n                Path('{tmp_path}/killed').touch()\n"
+    )
+    stage.write_text(text.replace(line, f"{killed}                os.kill(os.getpid(), 9)\n{line}"))
     assert submit(cluster, tmp_path, str(config), *NODES, *publish).returncode == 0
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt(cluster)

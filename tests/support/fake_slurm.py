@@ -95,6 +95,9 @@ def sbatch(folder: Path, script: str, *arguments: str) -> int:
     if do == "refuse":
         print(f"sbatch: error: Batch job submission failed: {words[0]}", file=sys.stderr)
         return 1
+    if do == "fail":  # as a site's wrapper
+        print(words[0], file=sys.stderr)
+        return 1
     if do == "hang":
         time.sleep(600)
     if do == "late":  # the controller takes the job when the client has gone

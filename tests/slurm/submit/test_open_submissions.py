@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +292,71 @@ def test_a_submission_that_another_process_makes_is_waited_for(
     assert [one.job_id for _, one in claims(run)] == ["1"]
 
 
+def test_submissions_that_appear_one_after_the_other_are_not_given_up(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look finds another one in flight: its process records it a moment later."""
+    keys = [f"{number:012x}" for number in range(6)]
+
+    def begin(key: str) -> None:
+        run.event("submitting", "train", executor="slurm", key=key, cluster=CLUSTER, job_name="train-tiny")
+
+    def other_process(seconds: float) -> None:
+        if key := next(waiting, None):
+            run.event("submitted", "train", executor="slurm", job_id="77", key=keys[keys.index(key) - 1])
+            begin(key)
+
+    waiting = iter(keys[1:])
+    begin(keys[0])
+    monkeypatch.setattr(open_submissions, "time", SimpleNamespace(sleep=other_process, monotonic=time.monotonic))
+    monkeypatch.setattr(open_submissions, "MOST_LOOKS", 4)
+    open_submissions.settle([run], print)
+    assert run.read_events("train", "not_submitted") == []
+
+
+def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = slurm.add(name="evaluate-tiny", comment=comment_of(run.path))
+    [seen] = jobs_of([run])
+    assert seen.is_stray
+
+    def record(seconds: float) -> None:
+        if not run.read_events("evaluate", "submitted"):
+            run.event("submitted", "evaluate", executor="slurm", job_id=job, cluster=CLUSTER, job_name="evaluate-tiny")
+
+    monkeypatch.setattr(open_submissions.time, "sleep", record)
+    [found] = open_submissions.settle([run], print)
+    assert found.job_id == job and found.is_recorded
+
+
+def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path, slurm: FakeSlurm) -> None:
+    swept = make_run(tmp_path, overrides=(SWEEP,))
+    submit(swept)
+    lost = points(swept)[2]
+    lines = [line for line in lost.events.read_text().splitlines() if '"train"' not in line]
+    lost.events.write_text("".join(f"{line}\n" for line in lines))
+    strays = [job.job_id for job in jobs_of((swept, *points(swept))) if job.is_stray]
+    assert strays == ["1_2"]
+
+
+def test_a_recorded_job_is_known_by_its_key_if_a_plugin_replaced_the_comment(run: Run, slurm: FakeSlurm) -> None:
+    submit(run)
+    for job in slurm.jobs():
+        (slurm.folder / "jobs" / job["id"]).write_text(json.dumps(job | {"comment": "set by the site"}))
+    submit(run)
+    assert slurm.calls() == len(CHAIN)
+    cancel_run(run)
+    assert slurm.queue() == []
+
+
+def test_the_message_of_a_sites_wrapper_is_shown_whole_and_sbatch_is_called_once(run: Run, slurm: FakeSlurm) -> None:
+    slurm.plan(call_1=["fail", "ERROR: no budget is left\nMore help: https://hpc.example"])
+    with pytest.raises(UserError, match=r"no budget is left.*More help"):
+        submit(run)
+    assert slurm.calls() == 1 and not any(one.is_open for _, one in submissions(run))
+
+
 @pytest.fixture
 def training(tmp_path: Path, slurm: FakeSlurm) -> Iterator[Run]:
     """A run without requeue whose training, job 1, runs; its successor and its evaluation wait."""
@@ -385,6 +453,22 @@ def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
     with pytest.raises(UserError, match=r"sweep: .* 3 points.*MaxArraySize"):
         submit(swept)
     assert slurm.calls() == 0
+
+
+def test_limits_count_for_what_is_submitted_and_where_the_shell_sends_it(
+    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
+    limits = slurm.folder / "sacctmgr.out"
+    limits.write_text("user root|root||normal|\nqos normal|2\nqos big|100\n")
+    with pytest.raises(UserError, match="QOS normal"):
+        submit(run)
+    monkeypatch.setenv("SBATCH_QOS", "big")
+    submit(run)
+    assert slurm.queue() == CHAIN
+    limits.write_text("user root|root||normal|\nqos normal|2\nqos big|2\n")
+    submit(run)  # nothing is missing
+    assert slurm.queue() == CHAIN
 
 
 @pytest.mark.parametrize(
