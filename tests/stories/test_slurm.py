@@ -268,6 +268,8 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     wait_for("the evaluation", lambda: evaluated(run), 150)
     wait_for("a killed attempt", lambda: "failed" in events(run, "publish"), 120)
     assert (tmp_path / "killed").exists() and not list((tmp_path / "models/low").glob("step-*")), "none"
+    # the job runs on for a moment after its event
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), 60)
     told = submit(cluster, tmp_path, "status", "runs/low").stdout
     assert "killed by SIGKILL" in told and "this attempt brought nothing new" in told and "resume runs/low" in told
     assert submit(cluster, tmp_path, "resume", "runs/low").returncode == 0
