@@ -137,13 +137,12 @@ class Claim:
 
     def proven(self, shown: JobState) -> bool:
         """Whether what is shown under this id is this very job."""
-        scripts = (f" {comment.removeprefix(_MARK)}/jobs/" for comment in self.comments)  # a copy has others
-        has_key = self.key != "" and self.key == shown.key and any(folder in f" {shown.command}" for folder in scripts)
-        if self.cluster not in (None, shown.cluster):
-            return False
         if self.is_open:
-            return has_key and (self.array_task is None or shown.job_id == self.id_of(shown))
-        return has_key or shown.comment in self.comments  # a site's plugin may have replaced the comment
+            is_task = self.array_task is None or shown.job_id == self.id_of(shown)
+            scripts = (f" {comment.removeprefix(_MARK)}/jobs/" for comment in self.comments)  # a copy has others
+            is_here = any(folder in f" {shown.command}" for folder in scripts)
+            return is_task and is_here and self.key == shown.key and self.cluster in (None, shown.cluster)
+        return shown.comment in self.comments and self.cluster in (None, shown.cluster)
 
     def resembles(self, shown: JobState) -> bool:
         """Whether it is this job as far as can be told without a comment, or with one that was cut off or replaced."""

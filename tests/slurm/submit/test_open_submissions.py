@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -338,16 +337,6 @@ def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path,
     lost.events.write_text("".join(f"{line}\n" for line in lines))
     strays = [job.job_id for job in jobs_of((swept, *points(swept))) if job.is_stray]
     assert strays == ["1_2"]
-
-
-def test_a_recorded_job_is_known_by_its_key_if_a_plugin_replaced_the_comment(run: Run, slurm: FakeSlurm) -> None:
-    submit(run)
-    for job in slurm.jobs():
-        (slurm.folder / "jobs" / job["id"]).write_text(json.dumps(job | {"comment": "set by the site"}))
-    submit(run)
-    assert slurm.calls() == len(CHAIN)
-    cancel_run(run)
-    assert slurm.queue() == []
 
 
 def test_the_message_of_a_sites_wrapper_is_shown_whole_and_sbatch_is_called_once(run: Run, slurm: FakeSlurm) -> None:
