@@ -1,6 +1,6 @@
 """Sluice on the login node: `python submit.py CONFIG.yaml`, `python submit.py status RUN` …
 
-slurm/show/commands.py has the list of them, which is what `--help` prints. Nothing here imports torch, numpy or h5py:
+cli/main.py has the list of them, which is what `--help` prints. Nothing here imports torch, numpy or h5py:
 on a cluster's shared file system those imports take seconds; what needs torch runs as a child (`verify`).
 """
 
@@ -26,11 +26,11 @@ try:
 
     import typer
 
-    from pipeline import looks
+    from cli import looks
+    from cli.looks import Overrides, RunPath
+    from cli.main import HELP, SubmitByDefault
+    from pipeline.base.console import Plain
     from pipeline.base.errors import Exit, UserError, printable, storage_error
-    from pipeline.looks import Overrides, RunPath
-    from slurm.show.commands import HELP, SubmitByDefault
-    from slurm.show.console import Plain
     from slurm.submit.executor import Executor, choose
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
@@ -90,10 +90,10 @@ def submit(
     ] = "auto",
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
+    from cli.submission_checks import crowded, inputs, rehearse
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
-    from slurm.query.jobs import running, uses_slurm
-    from slurm.submit.rehearsal import crowded, inputs, rehearse
+    from slurm.query.run_jobs import running, uses_slurm
 
     if (config / "config.yaml").is_file():
         raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
@@ -103,7 +103,7 @@ def submit(
         chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
     rehearsed = rehearse(loaded, chosen == "slurm")
     if dry_run:
-        from slurm.submit.dry_run import print_plan
+        from cli.dry_run import print_plan
 
         planned = rehearsed.config  # with what `resume` has changed
         notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(planned) if chosen == "local" else ())]
@@ -139,10 +139,10 @@ def resume(
     """Go on with a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
     checkpoint.*, data.max_rejected, data.verify, data.mixture.weights, evaluate.every, model.init_files, run.name,
     run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
+    from cli.submission_checks import check_jobs
     from pipeline.run.points import make_points
-    from slurm.query.jobs import running
+    from slurm.query.run_jobs import running
     from slurm.submit.chain import begin_anew
-    from slurm.submit.rehearsal import check_jobs
 
     if scripts and not dry_run:
         raise UserError("--scripts goes with --dry-run")
@@ -156,7 +156,7 @@ def resume(
         if update_code:
             opened.code_notes = opened.try_code()
         if dry_run:
-            from slurm.submit.preview import print_resume
+            from cli.resume_preview import print_resume
 
             print_resume(opened, overrides or [], update_code, chosen, asked_anew, console, scripts=scripts)
             return
@@ -178,7 +178,7 @@ def _open(run: str) -> Run:
 
 
 def _go(run: Run, executor: Executor, *, again: bool) -> None:
-    from slurm.submit.rehearsal import warnings
+    from cli.submission_checks import warnings
 
     console.print(f"run {run.name}", soft_wrap=True)
     for words in warnings(run, executor):
@@ -189,8 +189,8 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
         with run.alone():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return
-    from slurm.page.report import outcome
-    from slurm.submit.here import run_chain
+    from slurm.submit.local_runner import run_chain
+    from tracking.report import outcome
 
     code = run_chain(run, console)
     if code == Exit.DONE:
@@ -205,13 +205,14 @@ def status(
 ) -> None:
     """Show the stages of a run and how they stand; without RUN, a line for each run below runs/."""
     if run is not None:
-        from slurm.show import status, watch
+        from cli import watch
+        from slurm.query import status
 
         (watch.watch if live else status.print_status)(_open(run), console)
     elif live:
         raise UserError("--watch: of which run? Name one, such as runs/quickstart")
     else:
-        from slurm.show.overview import print_runs
+        from cli.overview import print_runs
 
         print_runs(Path("runs"), console)
 
@@ -219,7 +220,7 @@ def status(
 @app.command()
 def report(run: RunPath) -> None:
     """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
-    from slurm.page.report import print_report
+    from tracking.report import print_report
 
     print_report(_open(run), console)
 
@@ -232,7 +233,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the stage has ended")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
-    from slurm.show.logs import show
+    from cli.logs import show
 
     show(_open(run), stage, rank, follow)
 
@@ -276,8 +277,8 @@ def track(
 ) -> None:
     """Tell trackers what a run's files say and they do not know yet: TensorBoard, W&B, MLflow, Prometheus …"""
     from pipeline.run.points import points
-    from slurm.page.report import print_report
-    from slurm.track.beside import bring_up_to_date
+    from tracking.report import print_report
+    from tracking.sidecar import bring_up_to_date
 
     opened, codes = _open(run), []
     for one in [opened, *(point for point in points(opened) if point.config_file.exists())]:
@@ -294,7 +295,7 @@ def profile(
     steps: Annotated[int, typer.Option(min=0, max=20, help="how many; 0: show those that are there")] = 3,
 ) -> None:
     """Record the next steps of a training that runs: where they go, and one trace of all ranks for Perfetto."""
-    from slurm.show.profiles import ask
+    from cli.profile import ask
 
     for words in ask(_open(run), ranks, steps):
         console.print(words, soft_wrap=True)
@@ -313,8 +314,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what this cluster, or this machine, offers and what of it Sluice will use or lacks."""
+    from cli.doctor import examine, print_findings
     from pipeline.config.read import load_site
-    from slurm.show.doctor import examine, print_findings
 
     print_findings(examine(folder, check_nodes, load_site(site)), console)
 
@@ -322,18 +323,18 @@ def doctor(
 @app.command()
 @wraps(looks.plan)
 def plan(**given: Any) -> None:
-    """As in pipeline/looks.py, where `--goodput`, `--measure` and `--html` are only named: what they ask is here."""
+    """As in cli/looks.py, where `--goodput`, `--measure` and `--html` are only named: what they ask is here."""
     kind, config, overrides = looks.kind_of_plan(given), given["config"], given["overrides"] or ()
     if kind == "goodput":
-        from slurm.show.expected import print_goodput
+        from planning.expected_goodput import print_goodput
 
         print_goodput(config, overrides, given["nodes"], console)
     elif kind == "measure":
-        from slurm.submit import measuring
+        from planning import measuring
 
         raise typer.Exit(measuring.measure(config, overrides, given["measure"], given["machine"], console))
     elif given["html"] is not None:
-        from slurm.page.plan_page import print_plan
+        from planning.plan_page import print_plan
 
         raise print_plan(child, f"the plan of {config}", given["html"])
     else:
@@ -347,7 +348,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a small commented config into this folder, to start from; what exists stays as it is."""
-    from slurm.submit.starter import write_starter
+    from cli.init import write_starter
 
     console.print(write_starter(Path(), model), soft_wrap=True)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from tests.support.ranks import run_ranks
 
 EVERY = 8

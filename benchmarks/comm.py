@@ -121,12 +121,12 @@ def rank_main(only_hooks: bool) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline.base.place import identify
+    from pipeline.base.dist_env import identify
     from pipeline.config.parallel import HookConfig
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
-    from pipeline.mpi import start as mpi
-    from pipeline.mpi.lane import Lane
+    from pipeline.mpi import backend as mpi
+    from pipeline.mpi.worker_thread import Lane
     from pipeline.parallel.compression import GradientHook
     from tests.support.sent import Sent
 

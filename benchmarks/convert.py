@@ -103,7 +103,7 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.checkpoint.identity import source_identity
     from pipeline.checkpoint.save import Checkpointer
     from pipeline.comm import groups
-    from pipeline.data.check import manifest_of
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.model.task import task_of
     from pipeline.publish.open_weights import open_weights
     from pipeline.run.directory import Run

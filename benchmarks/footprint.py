@@ -1,6 +1,6 @@
 """Memory of the fullest rank of a `Workload`: for published runs of other frameworks, and other models.
 
-What `plan` prints of Sluice's own decoder is pipeline/planning/memory.py's, which knows more. Here weights, gradients
+What `plan` prints of Sluice's own decoder is planning/memory.py's, which knows more. Here weights, gradients
 and Adam's moments are in fp32, with a copy of the weights in the low precision; activations are what the backward pass
 needs of each operator (Korthikanti et al., arXiv 2205.05198, section 4), with fused attention, which keeps no scores.
 """
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipeline.planning.search import FRAGMENTS
-from pipeline.planning.timeline import Action, orders_of
-from pipeline.planning.workload import Workload
+from planning.search import FRAGMENTS
+from planning.timeline import Action, orders_of
+from planning.workload import Workload
 
 
 @dataclass(frozen=True)

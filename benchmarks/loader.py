@@ -39,7 +39,7 @@ from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES, pairs
 from benchmarks.table import write_table
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.manifest import ShardEntry
-from pipeline.data.order import sample_indices
+from pipeline.data.sample_order import sample_indices
 from pipeline.data.samples import TokenDataset
 
 SHARDS = 8

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.table import write_table
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("submit", "pipeline", "slurm", "data_prep", "benchmarks")
+OURS = ("submit", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "benchmarks")
 
 
 def dependencies() -> str:

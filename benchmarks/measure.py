@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.table import write_table
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
-from pipeline.planning.machine import load_machine
-from pipeline.planning.predict import predict
-from pipeline.planning.workload import workload_of
+from planning.machine import load_machine
+from planning.predict import predict
+from planning.workload import workload_of
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
 def step_of(place: Place, config: Config) -> float:
     """Seconds of a real step, on one rank of those that make it."""
     from pipeline.comm import groups
-    from pipeline.planning.clock import step
+    from planning.clock import step
 
     groups.make_deterministic(config)
     world, layout = groups.join(place, config), layout_of(config)

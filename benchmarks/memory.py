@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks

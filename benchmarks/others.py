@@ -1,13 +1,13 @@
 """What published runs of other frameworks wait for beyond what Sluice has: experts, and context parallel.
 
-`python -m benchmarks.plan` hands `talk` to the prediction (pipeline/planning/predict.py), which adds it to each block.
+`python -m benchmarks.plan` hands `talk` to the prediction (planning/predict.py), which adds it to each block.
 """
 
 from __future__ import annotations
 
-from pipeline.planning.collectives import Group, gather
-from pipeline.planning.machine import Machine
-from pipeline.planning.predict import Rank
+from planning.collectives import Group, gather
+from planning.machine import Machine
+from planning.predict import Rank
 
 
 def talk(rank: Rank, forward: float) -> float:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan FILE.csv [--fit] [--write]
 
-Each row is predicted with the constants of pipeline/planning/predict.py. The table by source says beside it how well
+Each row is predicted with the constants of planning/predict.py. The table by source says beside it how well
 the source is predicted by constants that were fitted to all other sources. `--fit` prints constants fitted to all rows;
 `--write` writes the table to benchmarks/results/plan.md. Rows that cannot be taken are listed with the reason.
 
@@ -26,7 +26,7 @@ from benchmarks.footprint import footprint
 from benchmarks.others import talk
 from benchmarks.published import Row, rows_of
 from benchmarks.table import write_table
-from pipeline.planning.predict import DEFAULT, Constants, Prediction, predict
+from planning.predict import DEFAULT, Constants, Prediction, predict
 
 PRIOR = Constants(
     matmul=0.85, portable=0.85, attention=0.8, memory=0.85, eager=2.0, link=0.75, launch=6e-6, hidden=0.6,
@@ -155,7 +155,7 @@ def main() -> None:
         words = f"{quantile(memory, 0.5):.1f} % of {len(memory)}" if memory else "-"
         lines.append([source, str(len(own)), *(f"{figure:.1f} %" for figure in figures), words])
     note = (
-        "Tokens/s of one GPU: predicted with pipeline/planning/predict.py's constants, against what was printed; and "
+        "Tokens/s of one GPU: predicted with planning/predict.py's constants, against what was printed; and "
         "with constants that were fitted to all other sources (slopes are those at the fit to all). `python -m "
         "benchmarks.plan FILE.csv --write` (the rows are not part of this repository). Worst rows and why: "
         "docs/planning.md."

@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.footprint import footprint
 from pipeline.base.errors import UserError
-from pipeline.planning.machine import Link, Machine, load_machine
-from pipeline.planning.predict import predict
-from pipeline.planning.workload import Workload
+from planning.machine import Link, Machine, load_machine
+from planning.predict import predict
+from planning.workload import Workload
 
 
 class Refused(ValueError):

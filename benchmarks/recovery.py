@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
+from pipeline.base.dist_env import Place
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
 from pipeline.run.directory import Run
 from tests.chaos import faults
 from tests.chaos.driver import Story, small_disk

@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
-from pipeline.base.place import local_environment
+from pipeline.base.dist_env import local_environment
 from pipeline.run.directory import Run
 from tests.support.invented import Invented
 from tests.support.servers import free_port, mlflow_server
@@ -67,7 +67,7 @@ def training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 @contextmanager
 def followers(run: Path, names: Sequence[str]) -> Iterator[dict[str, psutil.Process]]:
     """The followers of a run's config, as the supervisor starts them."""
-    command = [sys.executable, "-m", "slurm.track"]
+    command = [sys.executable, "-m", "tracking"]
     (run / "track").mkdir(exist_ok=True)
     started = {}
     for name in names:

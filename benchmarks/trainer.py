@@ -58,7 +58,7 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank in range(2):
-                    from pipeline.base.place import local_environment
+                    from pipeline.base.dist_env import local_environment
 
                     place = local_environment(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(

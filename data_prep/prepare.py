@@ -13,8 +13,8 @@ from typing import Any
 from data_prep.arrays import ArraysFolder
 from data_prep.inputs.folder import PACKAGE, DataFolder
 from data_prep.mixture_folder import MixtureFolder, text_or_tokens
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from data_prep.prepare import folder_of, log, seen_from_outside
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, InputError, UserError
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress

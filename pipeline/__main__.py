@@ -3,7 +3,7 @@
     python -m pipeline train runs/quickstart            one stage of an existing run
     python -m pipeline train configs/quickstart.yaml train.steps=50     makes or finds the run first
     python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
-    python -m pipeline verify|export|generate|plan|data …   what is no stage (pipeline/looks.py), as submit.py has it
+    python -m pipeline verify|export|generate|plan|data …   what is no stage (cli/looks.py), as submit.py has it
 
 A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
 `jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.command import command
+from pipeline.base.dist_env import Place, identify
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import Place, identify
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
@@ -34,7 +34,7 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
 
 LOOKS = ("verify", "export", "generate", "plan", "data")
-"""What is no stage, and leaves the run as it is: the commands of pipeline/looks.py."""
+"""What is no stage, and leaves the run as it is: the commands of cli/looks.py."""
 MOST_FILES = 1 << 16
 """So many a rank may have open, if it may: Linux lets a process map no more (vm.max_map_count)."""
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         if arguments[:1] and arguments[0] in LOOKS:
             flag.leave_at_once()
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may close the pipe early, as `head` does
-            from pipeline.looks import app  # a rank needs no typer
+            from cli.looks import app  # a rank needs no typer
 
             app(arguments)  # and leave
         asked = parse(arguments)

@@ -88,7 +88,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     """An engine on this device, its config and its world."""
     import torch
 
-    from pipeline.base.place import identify
+    from pipeline.base.dist_env import identify
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config

@@ -78,8 +78,8 @@ def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: in
 def refuse_too_large(config: Any, layout: Any, vocab: int, has: float) -> None:
     """Raise MemoryError where `plan` counts more than the bytes of this GPU: the allocator would say it after
     compiling."""
-    from pipeline.planning.memory import memory, reserve
-    from pipeline.planning.timeline import actions
+    from planning.memory import memory, reserve
+    from planning.timeline import actions
 
     takes = memory(config, layout, 0, vocab, actions(layout)[0]).on_gpu(config) + reserve(layout)
     if takes > has:
@@ -90,7 +90,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     """One measurement in this process, on the GPU or, where there is none, the CPU."""
     import torch
 
-    from pipeline.base.place import identify
+    from pipeline.base.dist_env import identify
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config

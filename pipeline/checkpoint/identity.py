@@ -12,7 +12,7 @@ from pipeline.config.datasets import DataConfig
 from pipeline.config.masking import masked
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.data.order import ORDER_VERSION
+from pipeline.data.sample_order import ORDER_VERSION
 from pipeline.run.changes import flatten
 from pipeline.run.directory import Run
 

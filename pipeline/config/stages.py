@@ -136,9 +136,9 @@ class StagesConfig(Section):
         Resources()
     )
     """Publishing, where there is a section `publish`."""
-    measure: Annotated[
-        StageResources, Stage("pipeline.planning.measure_stage", joined=True, section="measure", alone=True)
-    ] = StageResources()
+    measure: Annotated[StageResources, Stage("planning.measure_stage", joined=True, section="measure", alone=True)] = (
+        StageResources()
+    )
     """Timing this machine, where there is a section `measure`; `plan --measure` asks for what the training asks for."""
 
     def of(self, stage: str) -> Resources:

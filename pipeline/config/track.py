@@ -1,4 +1,4 @@
-"""The `track:` section of the config: who else is told what a run's files say (slurm/track/).
+"""The `track:` section of the config: who else is told what a run's files say (tracking/).
 
 Nothing of it is in the training: a follower process reads metrics.jsonl, events.jsonl and evaluation/, and feeds one
 sink. A sink that is not named here costs nothing, and its library need not be installed.

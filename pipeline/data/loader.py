@@ -1,7 +1,7 @@
 """From mapped samples to a batch on the device: sampler and background reader.
 
     pipeline/data/samples.py  maps every file into memory once; `read` copies a whole batch
-      -> GlobalOrderSampler   which indices this rank reads at each optimizer step (the order: `pipeline/data/order.py`)
+      -> GlobalOrderSampler   which indices this rank reads at each optimizer step (see sample_order.py)
       -> Batches              a thread reads ahead; the consumer moves a batch to the device and widens its tokens there
 
 Tokens stay 2 (or 4) bytes wide until they are on the device; and a thread reads ahead, because numpy's copies release
@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import UserError
-from pipeline.data.order import Int64Array, deal, indices_of
+from pipeline.data.sample_order import Int64Array, deal, indices_of
 from pipeline.data.samples import MappedDataset
 
 Batch = dict[str, Tensor]
@@ -39,7 +39,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     """Which samples this rank reads, one array per optimizer step; endless.
 
     Optimizer step k of the run takes the run-global samples [k*G, (k + 1)*G), G = `global_batch`, in the order
-    of `pipeline/data/order.py`; rank r of W takes the contiguous positions [r*G/W, (r + 1)*G/W) of them. So the
+    of `pipeline/data/sample_order.py`; rank r of W takes the contiguous positions [r*G/W, (r + 1)*G/W) of them. So the
     layout only splits a batch, and ranks put behind one another are always the same global batch.
 
     Iterating yields int64 arrays of dataset indices, shape (G/W,), from run-global sample `samples_consumed` on; the
@@ -50,7 +50,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 
     Where the dataset is `numbered` the arrays have the shape (2, G/W), positions in the order behind indices. Where it
     has `lengths` a rank takes as many samples of the same global batch, but which ones
-    is dealt so that the ranks' sums of lengths are even (`pipeline/data/order.py`, `deal`).
+    is dealt so that the ranks' sums of lengths are even (`pipeline/data/sample_order.py`, `deal`).
     """
 
     def __init__(

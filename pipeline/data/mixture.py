@@ -5,8 +5,8 @@ the same way, and so on: at each level of this chain a count grows by 0 or 1 fro
 takes sample s, and no source is ever more than a sample per level away from its share (Bresenham's line, once a level).
 All is integer arithmetic, weights taken to a millionth. So how many samples each source gave before s needs no scan.
 
-**Which sample of it.** Its j-th sample is `perm(seed of the source, j // n)[j % n]` (pipeline/data/order.py), with a
-seed that depends on the run's and on the source's name. So each source has epochs of its own, and its order does not
+**Which sample of it.** Its j-th sample is `perm(seed of the source, j // n)[j % n]` (sample_order.py), with
+a seed that depends on the run's and on the source's name. So each source has epochs of its own, and its order does not
 depend on the others.
 
 **Where weights change**, at the samples of a step, counts go on from those of all steps before.
@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.data.order import Int64Array, indices_of, position_of
+from pipeline.data.sample_order import Int64Array, indices_of, position_of
 
 SCALE = 1 << 20
 """What weights add up to: products with sample numbers below 2**41 stay exact."""

@@ -37,7 +37,7 @@ from torch.utils.data import Dataset
 from pipeline.base.errors import InputError, UserError, refuse_no_more_files
 from pipeline.config.user_model import LENGTHS
 from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, refuse_no_sample
-from pipeline.data.order import Int64Array, perm
+from pipeline.data.sample_order import Int64Array, perm
 
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""

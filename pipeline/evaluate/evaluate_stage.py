@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import CheckpointError, Exit, UserError
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.saved import newest_step, saved_steps
+from pipeline.checkpoint.catalog import newest_step, saved_steps
 from pipeline.evaluate.result import figure, newest_result, read_result
 from pipeline.evaluate.task_files import names, read_task
 from pipeline.run.directory import Run
@@ -69,7 +69,7 @@ def progress(run: Run) -> Progress:
 def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
     """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
     from pipeline.comm import groups
-    from pipeline.data.check import manifest_of
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.evaluate.evaluator import Evaluator
     from pipeline.resilience.watchdog import Watchdog
 

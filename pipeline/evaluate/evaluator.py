@@ -25,15 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import seal, write_json
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.checkpoint.identity import identity, refuse_other, source_identity
 from pipeline.checkpoint.model_tokens import model_tokens
 from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER
-from pipeline.data.check import verify_shards
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.special_tokens import load_tokenizer
+from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
 from pipeline.evaluate.result import result_file, result_words
 from pipeline.evaluate.tasks import TaskFile
@@ -102,12 +102,12 @@ class Evaluator:
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
-        checkpoint = self.run.checkpoints / saved.step_name(step)
+        checkpoint = self.run.checkpoints / catalog.step_name(step)
         try:
             sealed = verified(checkpoint, self.group)
         except CheckpointError as error:
             if self.world.first:  # so that training counts as not done, and goes on from the one before
-                saved.set_aside(self.run.checkpoints, step)
+                catalog.set_aside(self.run.checkpoints, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
         refuse_other(sealed, self.identity)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import altered, read_json
-from pipeline.checkpoint.saved import read_manifest, saved_steps, step_name
+from pipeline.checkpoint.catalog import read_manifest, saved_steps, step_name
 from pipeline.run.directory import Run
 from pipeline.run.lines import number
 

@@ -17,8 +17,8 @@ from pipeline.base.plot import Curve, Scale, area, document, thin
 from pipeline.base.yaml12 import dump
 from pipeline.checkpoint.identity import source_of
 from pipeline.config.masking import masked
-from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
+from pipeline.data.verify_shards import manifest_of
 from pipeline.evaluate.result import ITEMS, STANDARD_ERROR, measures_of
 from pipeline.run import lines
 from pipeline.run.directory import Run

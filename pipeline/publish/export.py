@@ -25,16 +25,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import fsync, new_folder, parse, write_atomic, write_json
+from pipeline.checkpoint.catalog import check_files
 from pipeline.checkpoint.identity import source_of
 from pipeline.checkpoint.model_tokens import GENERATION, model_tokens
 from pipeline.checkpoint.reader import Reader
 from pipeline.checkpoint.save import tensors
-from pipeline.checkpoint.saved import check_files
 from pipeline.checkpoint.verify import named_checkpoint
 from pipeline.config.hugging_face import ALONG, CONFIG, FORMAT, INDEX, TOKENIZER, WHOLE, config_json
-from pipeline.data.check import manifest_of
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
+from pipeline.data.verify_shards import manifest_of
 from pipeline.model.decoder import EMBEDDING
 from pipeline.run.directory import Run
 

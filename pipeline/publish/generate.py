@@ -33,9 +33,9 @@ from pipeline.checkpoint.verify import intact_checkpoint
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, read_inside, section_from
 from pipeline.config.sections import ModelConfig
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, find_template
-from pipeline.data.check import manifest_of
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
+from pipeline.data.verify_shards import manifest_of
 from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
 from pipeline.publish.open_weights import fitting, held_by
 from pipeline.run.directory import Run

@@ -31,6 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import (
     FolderExistsError,
@@ -45,9 +46,8 @@ from pipeline.base.files import (
     write_json,
 )
 from pipeline.base.ownership import own_folder
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.saved import newest_step, read_manifest, step_name
+from pipeline.checkpoint.catalog import newest_step, read_manifest, step_name
 from pipeline.config.checkpoints import PublishConfig
 from pipeline.evaluate.result import TEXT_FIGURES, figure, figures_of, newest_result, read_result
 from pipeline.run.directory import Run

@@ -10,8 +10,8 @@ Every decision is a line of `decisions.jsonl`, written before it takes effect:
     {"decision": "skip", "position": P, "step": k, "reason": …}          no update for the batch that starts at P
     {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  the order goes on after those n samples
 
-`position` counts run-global samples (pipeline/data/order.py), left out ones included. A rerun, or another run with the
-same file, repeats the decisions exactly: also where a cause was a passing one (a flipped bit, a bad device).
+`position` counts run-global samples (sample_order.py), left out ones included. A rerun, or another run with
+the same file, repeats the decisions exactly: also where a cause was a passing one (a flipped bit, a bad device).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import append_line, fsync, seal
-from pipeline.data.order import position_of
+from pipeline.data.sample_order import position_of
 from pipeline.run.directory import Run, now
 
 WINDOW = 100

@@ -18,8 +18,8 @@ from socket import gethostname
 import torch
 import torch.distributed as dist
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import LOST_MOUNT, NodeError, PeerLostError, StorageError
-from pipeline.base.place import Place
 from pipeline.comm import groups
 from pipeline.run.directory import Run
 

@@ -24,9 +24,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import write_json
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
@@ -122,7 +122,7 @@ def last_collectives(count: int = 3) -> list[dict[str, Any]]:
     `state` is `scheduled`, `started` or `completed` (Gloo, too, is recorded, but only as `scheduled`). Source: torch
     documentation, "Flight Recorder for Debugging Stuck Jobs".
     """
-    engine = sys.modules.get("pipeline.mpi.lane")
+    engine = sys.modules.get("pipeline.mpi.worker_thread")
     found: list[dict[str, Any]] = engine.last_collectives() if engine is not None else []
     # where there is no recorder
     with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):

@@ -31,7 +31,7 @@ IMPORT_S = 300
 """How long a child may take: torch from a cold file system is slow."""
 MOST_BUILT = 100
 """So many different models of a sweep are built before it is made: each takes milliseconds, of large ones seconds."""
-_SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "pipeline", "slurm", "data_prep")
+_SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
 _CALL = r"""
 import importlib, sys
 from pipeline.base.errors import UserError

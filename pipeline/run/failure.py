@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
+from pipeline.base.dist_env import Place, step_id
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import write_json
-from pipeline.base.place import Place, step_id
 from pipeline.config.read import PLACEHOLDER
 from pipeline.config.schema import dotted_keys, valid_keys
 from pipeline.run.changes import made_with, trained

@@ -1,6 +1,6 @@
 """What nodes did while a run was on them: `telemetry-HOST.jsonl` in the run directory, a line every few seconds.
 
-slurm/track/telemetry.py writes it. `time` is in seconds since 1970, `gpus` a row for each GPU of the host.
+tracking/telemetry.py writes it. `time` is in seconds since 1970, `gpus` a row for each GPU of the host.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.config.layout import usable_nodes
 from pipeline.config.stages import STAGES

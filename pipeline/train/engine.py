@@ -29,8 +29,8 @@ from pipeline.checkpoint.save import State
 from pipeline.comm.groups import World, agree, make_mesh
 from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
+from pipeline.model.activation_checkpointing import recompute
 from pipeline.model.decoder import EMBEDDING, HEAD, local, parameter_seed, put, whole
-from pipeline.model.recompute import recompute
 from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook

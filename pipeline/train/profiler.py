@@ -4,7 +4,7 @@ A step is profiled where `train.profile_every` says so, or where somebody asked 
 run directory, agreed upon as a request to save is: pipeline/resilience/stop.py). Before it every profiled rank learns
 how far its clock is from rank 0's, by a few round trips, and all begin together. After it each rank divides its own
 trace (pipeline/train/step_trace.py) and writes the spans to `profiles/step-N/rank-R.json.gz`; rank 0's line of metrics
-gets the mean. The ranks merge nothing: slurm/show/profiles.py does.
+gets the mean. The ranks merge nothing: cli/profile.py does.
 
 torch records the thread that began the profile, with autograd's, and Gloo's operations from their call to their end.
 Ours over MPI are added from their own account. What goes wrong is said in the log, and the training goes on.

@@ -6,11 +6,11 @@ import json
 import time
 from collections.abc import Mapping
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import last_object
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.saved import gone, newest_step
+from pipeline.checkpoint.catalog import gone, newest_step
 from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.run.code import ask_child
 from pipeline.run.directory import Run
@@ -96,7 +96,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
 
     from pipeline.comm import groups
-    from pipeline.data.check import manifest_of
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.resilience import health
     from pipeline.resilience.watchdog import Watchdog
     from pipeline.train.trainer import Trainer

@@ -1,8 +1,8 @@
 """The training loop, from top to bottom: build, restore, step, save, stop.
 
 `Trainer.step` is one optimizer step and fits on a screen. What makes a run exact (contract 3) stands here in
-three places: the batch of a step is a function of `samples_consumed` alone (pipeline/data/order.py); a step's gradients
-are a function of weights, batch, step number and layout (pipeline/train/engine.py); and a checkpoint is taken at step
+three places: the batch of a step is a function of `samples_consumed` alone (pipeline/data/sample_order.py); a step's
+gradients are a function of weights, batch, step number and layout (engine.py); and a checkpoint is taken at step
 boundaries only, by all ranks together.
 """
 
@@ -19,21 +19,21 @@ from typing import Any
 
 import torch
 
+from pipeline.base.dist_env import Place, time_left
 from pipeline.base.errors import CheckpointError, Exit
 from pipeline.base.files import last_object
-from pipeline.base.place import Place, time_left
 from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.catalog import gone
 from pipeline.checkpoint.identity import identity, other_versions, refuse_other, source_identity
 from pipeline.checkpoint.save import Checkpointer, versions
-from pipeline.checkpoint.saved import gone
 from pipeline.comm import groups
 from pipeline.config.layout import check_warmup, layout_of
-from pipeline.data.check import verify_shards
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, steps_of
 from pipeline.data.mixture import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
+from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
 from pipeline.model.task import Batch, task_of

@@ -18,7 +18,7 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.states import call, settings
+from slurm.query.job_states import call, settings
 
 TIMEOUT_S = 5.0
 _FORMAT = "%P|%D|%c|%m|%f|%G"

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.files import append_line
-from pipeline.base.place import expand_hostlist
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from slurm.query.job import JobFacts
-from slurm.query.states import call
+from slurm.query.current_job import JobFacts
+from slurm.query.job_states import call
 
 _UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
 

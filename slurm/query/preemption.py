@@ -20,8 +20,8 @@ import re
 import sys
 from collections.abc import Mapping
 
-from slurm.query.job import JobFacts, job_facts
-from slurm.query.states import call, fields, settings
+from slurm.query.current_job import JobFacts, job_facts
+from slurm.query.job_states import call, fields, settings
 
 SINCE = (24, 5)
 """From this version on Slurm puts back what ends in its grace time."""

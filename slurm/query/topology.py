@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from pipeline.base.place import granted_tasks
+from pipeline.base.dist_env import granted_tasks
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run

@@ -33,14 +33,13 @@ from rich.console import Console
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
-from pipeline.run import stages
+from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
-from slurm.query import attempts
-from slurm.query.causes import leaving
-from slurm.query.jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven
-from slurm.query.states import SILENT, array_of, cancel
+from slurm.query.job_states import SILENT, array_of, cancel
+from slurm.query.run_jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven
+from slurm.query.stop_causes import leaving
 from slurm.submit.limits import check_limits
 from slurm.submit.open_submissions import settle
 
@@ -233,7 +232,7 @@ class Chain:
         successor = self._sbatch(stage, [job], "afternotok")
         self.say(f"{stage:9} job {successor}: takes over if {job} does not end well")
 
-    # What changes something is in these methods alone: `resume --dry-run` replaces them (slurm/submit/preview.py).
+    # What changes something is in these methods alone: `resume --dry-run` replaces them (cli/resume_preview.py).
 
     def _find_jobs(self) -> list[Submitted]:
         return settle((self.run, *self.points), self.say)

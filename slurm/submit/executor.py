@@ -23,10 +23,10 @@ def choose(executor: Executor, run: Run | None = None) -> Executor:
 
     Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
     """
-    from pipeline.base.place import in_allocation
+    from pipeline.base.dist_env import in_allocation
     from pipeline.run.points import points
-    from slurm.query.jobs import uses_slurm
-    from slurm.query.states import slurm_answers
+    from slurm.query.job_states import slurm_answers
+    from slurm.query.run_jobs import uses_slurm
 
     inside = in_allocation(os.environ)
     if executor == "allocation" and not inside:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
-from slurm.query.states import call, cluster_settings, fields
+from slurm.query.job_states import call, cluster_settings, fields
 
 _TIMEOUT_S = 10.0
 

@@ -22,9 +22,9 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.base.files import flock
 from pipeline.run.directory import Run
-from slurm.query import states
-from slurm.query.jobs import Submitted, jobs_of
-from slurm.query.states import VIEW_TIMEOUT_S, array_of, must_answer, submissions
+from slurm.query import job_states
+from slurm.query.job_states import VIEW_TIMEOUT_S, array_of, must_answer, submissions
+from slurm.query.run_jobs import Submitted, jobs_of
 
 SBATCH_TIMEOUT_S = 300.0
 """How long sbatch may take. It tries again by itself for two minutes if the controller is busy."""
@@ -113,7 +113,7 @@ def _doubt(job: Submitted) -> str:
 
 def _is_lost(job: Submitted) -> bool:
     """Whether it is an open submission on this cluster of which no job is found."""
-    is_here = job.event.get("cluster") in (None, states.cluster_name())
+    is_here = job.event.get("cluster") in (None, job_states.cluster_name())
     return not job.job_id and job.event.get("event") == "submitting" and is_here
 
 
@@ -169,7 +169,7 @@ def give_up(run: Run, facts: Mapping[str, Any], message: str) -> None:
 def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
     """Wait until the controller lists jobs; whether it did in time. `check` is called between the attempts."""
     deadline = time.monotonic() + patience_s
-    while states.call("squeue", "-h", "--me", "-o", "%i", timeout_s=VIEW_TIMEOUT_S) is None:
+    while job_states.call("squeue", "-h", "--me", "-o", "%i", timeout_s=VIEW_TIMEOUT_S) is None:
         check()
         if time.monotonic() >= deadline:
             return False

@@ -23,20 +23,19 @@ from typing import Any
 import submitit
 from submitit.core.utils import DelayedSubmission
 
+from pipeline.base.dist_env import outside_job
 from pipeline.base.errors import UserError
 from pipeline.base.files import flock
 from pipeline.base.ownership import own_folders_shell
-from pipeline.base.place import outside_job
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
 from slurm.query.exclusion import at_submission
+from slurm.query.job_states import comment_of, identity
 from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
-from slurm.query.states import comment_of, identity
+from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_ANSWER
 from slurm.query.topology import planned_mismatch
-from slurm.query.words import SBATCH_ERROR, SBATCH_NO_ANSWER
-from slurm.submit.local_job import become
 from slurm.submit.open_submissions import (
     KEY_VARIABLE,
     SBATCH_TIMEOUT_S,
@@ -47,6 +46,7 @@ from slurm.submit.open_submissions import (
     settle,
     wait_for_controller,
 )
+from slurm.submit.submitit_job import become
 
 _ATTEMPTS = 2
 """How often sbatch is called for one job, if it does not answer and Slurm did not take the job."""

@@ -12,10 +12,10 @@ import time
 from contextlib import suppress
 
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.saved import saved_steps
+from pipeline.checkpoint.catalog import saved_steps
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
-from slurm.query.states import claims, query, since_submitted
+from slurm.query.job_states import claims, query, since_submitted
 
 LOOK_EVERY_S = 2.0
 AGAIN_S, AGAIN_AT_MOST_S = 60.0, 3600.0

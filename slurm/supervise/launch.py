@@ -2,7 +2,7 @@
 
 A rank's output goes to `jobs/STAGE/rank-N.log`, appended across attempts. On one machine the rendezvous socket is
 bound here and handed to rank 0 already listening, so that no other process can take its port in between; in a Slurm
-step every rank derives the port from the job (pipeline/base/place.py).
+step every rank derives the port from the job (pipeline/base/dist_env.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO
 
+from pipeline.base.dist_env import cpus_per_task, local_environment
 from pipeline.base.errors import Exit
-from pipeline.base.place import cpus_per_task, local_environment
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import start
 from pipeline.run.directory import Run, now
-from slurm.query import words
+from slurm.query import slurm_messages
 from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
 from slurm.supervise.inside import inside
 
@@ -202,14 +202,14 @@ class SrunRanks(Ranks):
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
         slurmstepd saw it.
         """
-        found, starved = [], words.STEPD_STARVED.search(messages) is not None
+        found, starved = [], slurm_messages.STEPD_STARVED.search(messages) is not None
         for line in messages.splitlines():
-            if match := words.SRUN_TASK.match(line):
+            if match := slurm_messages.SRUN_TASK.match(line):
                 host, task, told = match.groups()
-                killed = next((-n for name, n in words.SIGNALS.items() if told.startswith(name)), None)
-                if words.SRUN_STARVED.search(told) or (killed == -signal.SIGKILL and starved):
+                killed = next((-n for name, n in slurm_messages.SIGNALS.items() if told.startswith(name)), None)
+                if slurm_messages.SRUN_STARVED.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(Exit.OUT_OF_MEMORY)
-                exited = words.SRUN_EXITED.search(told)
+                exited = slurm_messages.SRUN_EXITED.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from pipeline.base.errors import Exit, UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
-from slurm.query import words
+from slurm.query import slurm_messages
 from slurm.supervise.inside import Inside, inside
 from slurm.supervise.launch import Left, Ranks, SrunRanks
 
@@ -139,7 +139,7 @@ class MpirunRanks(SrunRanks):
     def _explained(self, left: Left) -> Left:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
-        if said.told and (match := words.HYDRA_LEFT.search(said.told)):
+        if said.told and (match := slurm_messages.HYDRA_LEFT.search(said.told)):
             process, host, code = match[1], match[2], int(match[3])
             for log in self._run.stage_folder(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
@@ -150,9 +150,9 @@ class MpirunRanks(SrunRanks):
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:
         """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
-        if killed := words.MPIRUN_KILLED.search(messages):
+        if killed := slurm_messages.MPIRUN_KILLED.search(messages):
             return Left(int(killed[1]), -int(killed[3]), killed[2])
-        if exited := words.MPIRUN_EXITED.search(messages):
+        if exited := slurm_messages.MPIRUN_EXITED.search(messages):
             return Left(int(exited[1]), int(exited[2]))
         return None
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import sys
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import Place
+from pipeline.run import attempts
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query import attempts, states
-from slurm.query.causes import predecessor_of
-from slurm.query.states import FORGOTTEN, Claim, JobState, since_submitted
+from slurm.query import job_states
+from slurm.query.job_states import FORGOTTEN, Claim, JobState, since_submitted
+from slurm.query.stop_causes import predecessor_of
 
 LOCK_PATIENCE_S = 10.0
 """How long a job that is stopped waits for submit.py, which may be submitting jobs of the run, too."""
@@ -56,16 +57,16 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
         elif not needed.isdisjoint(event.get("after", ())):
             kinds[event["job_id"]] = event.get("kind") or ""
     known = _claims(run)
-    shown = states.query(known[waits] for waits in kinds if waits in known and waits != job)
+    shown = job_states.query(known[waits] for waits in kinds if waits in known and waits != job)
     pending = {state.job_id: state for state in shown.values() if state.state == "PENDING"}
     return [(pending[waits], kind) for waits, kind in kinds.items() if waits in pending]
 
 
 def _claims(run: Run) -> dict[str, Claim]:
     """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
-    started = [states.claim(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
-    submitted = [one for each in (run, *points(run)) for _, one in states.claims(each)]
-    here = states.cluster_name()
+    started = [job_states.claim(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
+    submitted = [one for each in (run, *points(run)) for _, one in job_states.claims(each)]
+    here = job_states.cluster_name()
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
 
@@ -87,7 +88,7 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     if place.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {why_not}; asking again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
-        states.call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
+        job_states.call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
     return None
 
@@ -117,7 +118,7 @@ def _has_successor(run: Run, stage: str, job: str) -> bool:
 def _cancelled(run: Run, stage: str, job: str) -> bool:
     """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
     one = _claims(run).get(job)
-    state = states.query([one])[one].state if one is not None else FORGOTTEN
+    state = job_states.query([one])[one].state if one is not None else FORGOTTEN
     spoken = [e for e in since_submitted(run.read_events(stage), job) if e.get("job_id") == job]
     return state == "CANCELLED" or (state == FORGOTTEN and attempts.read(spoken).told.get("cause") == "cancelled")
 
@@ -130,4 +131,4 @@ def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
     job = place.job_id or ""
     waiting = [waits for waits, _ in _waiting(run, job if done else predecessor_of(run, stage, job) or job)]
     heirs = [waits for waits in waiting if predecessor_of(run, stage, waits.job_id) == job]
-    states.cancel(heirs if done else reversed(waiting))
+    job_states.cancel(heirs if done else reversed(waiting))

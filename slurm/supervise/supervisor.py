@@ -2,8 +2,8 @@
 
 Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory, the
 requests of a person and what Slurm says of the job, the supervisor tells why a stage ended, writes it to events.jsonl,
-charges it to its budget (slurm/query/causes.py) and goes on, or leaves with that cause's own exit code. Success is a
-matter of outputs: a stage whose ranks all left with 0 and whose outputs do not validate has failed.
+charges it to its budget (slurm/query/stop_causes.py) and goes on, or leaves with that cause's own exit code. Success is
+a matter of outputs: a stage whose ranks all left with 0 and whose outputs do not validate has failed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.dist_env import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
 from pipeline.base.signals import OWN_CLOCK, StopFlag
 from pipeline.config.stages import STAGES
-from pipeline.run import stages
+from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
-from slurm.query import attempts, causes, exclusion, topology
-from slurm.query import job as slurm_job
-from slurm.query.causes import Way
-from slurm.query.states import identity
+from slurm.query import current_job as slurm_job
+from slurm.query import exclusion, stop_causes, topology
+from slurm.query.job_states import identity
+from slurm.query.stop_causes import Way
 from slurm.submit.open_submissions import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
 from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
-from slurm.track.beside import followers
+from tracking.sidecar import followers
 
 POLL_S = 0.05
 LOCK_POLL_S = 1.0
@@ -99,7 +99,7 @@ class Supervisor:
         Raises UserError where somebody else has it.
         """
         run, stage, job = self.run, self.stage, self.place.job_id or ""
-        before = job if self.place.restart_count else causes.predecessor_of(run, stage, job)
+        before = job if self.place.restart_count else stop_causes.predecessor_of(run, stage, job)
         last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
         patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
@@ -118,7 +118,7 @@ class Supervisor:
         run.refuse_cancelled()
         if self.on_slurm:
             use_site(run.config.site, self.place.job_id)
-        refused = causes.close_open_attempt(run, stage, self.place, self.task)
+        refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = Exit.CANCELLED, reason
         if refused is None and not self._one_of_many() and self.work.missing(run) is None:
@@ -128,9 +128,9 @@ class Supervisor:
             self.leave_nothing_waiting(done=refused[0] == Exit.DONE)
             return Ended(refused[0]), None
         while True:
-            before = causes.standing(run, stage)
+            before = stop_causes.standing(run, stage)
             ended = self._attempt(lock, before)
-            progress, why_not = causes.standing(run, stage) != before, None
+            progress, why_not = stop_causes.standing(run, stage) != before, None
             ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in attempts.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
@@ -275,7 +275,7 @@ class Supervisor:
     def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
         nodes, site = ",".join(self.nodes), self.run.config.site
         signs = self._saw_preemption()
-        return causes.cause_in_slurm(code, facts, self.place, nodes, self.since, site, preempted=signs)
+        return stop_causes.cause_in_slurm(code, facts, self.place, nodes, self.since, site, preempted=signs)
 
     def _saw_preemption(self) -> bool:
         """Whether this attempt saw a preemption, of which Slurm shows nothing once it has requeued the job.
@@ -339,7 +339,7 @@ class Supervisor:
         job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
         facts, asked_s = self._facts_at_last(signals)
         exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        way = causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
+        way = stop_causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
         if way == Way.CANCELLED:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"

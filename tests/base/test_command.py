@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import submit
-from pipeline import looks
+from cli import looks
 from pipeline.__main__ import LOOKS, parse
 from pipeline.base.command import command
 from pipeline.base.errors import Exit, UserError
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
     shutil.copy(CODE_ROOT / "submit.py", folder)
-    for name in ("pipeline", "slurm", "data_prep"):
+    for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep"):
         (folder / name).symlink_to(CODE_ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     return folder

@@ -197,7 +197,7 @@ def test_the_copied_code_takes_no_modes_from_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: str, folder: int, file: int
 ) -> None:
     checkout = tmp_path / "checkout"
-    for name in ("pipeline", "slurm", "data_prep"):
+    for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep"):
         shutil.copytree(CODE_ROOT / name, checkout / name)
     shutil.copy(CODE_ROOT / "submit.py", checkout)
     for path in (checkout, *checkout.rglob("*")):

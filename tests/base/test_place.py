@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.dist_env import PORTS, Place, expand_hostlist, identify, local_environment, time_left
 from pipeline.base.errors import UserError
-from pipeline.base.place import PORTS, Place, expand_hostlist, identify, local_environment, time_left
 
 Env = dict[str, str]
 
@@ -266,7 +266,7 @@ def test_time_left() -> None:
 
 def test_importing_is_light() -> None:
     heavy = ("torch", "numpy", "h5py", "pydantic")
-    code = f"import sys, pipeline.base.place; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, pipeline.base.dist_env; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.catalog import newest_step
 from pipeline.config.read import load_config
+from pipeline.run.attempts import ENDS, GOES_ON
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.attempts import ENDS, GOES_ON
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
 from tests.support.tiny import digest, write_config

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import newest_step, saved_steps, step_name
+from pipeline.checkpoint.catalog import newest_step, saved_steps, step_name
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 

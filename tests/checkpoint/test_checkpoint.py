@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import seal, sha256_file
-from pipeline.base.place import Place
-from pipeline.checkpoint import saved as files
+from pipeline.checkpoint import catalog as files
 from tests.support.ranks import Ranks, run_ranks
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import gone, newest_step, saved_steps, set_aside
+from pipeline.checkpoint.catalog import gone, newest_step, saved_steps, set_aside
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
-from slurm.query.causes import standing
+from slurm.query.stop_causes import standing
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 

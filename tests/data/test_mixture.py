@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.data.loader import GlobalOrderSampler
 from pipeline.data.mixture import SCALE, Mixture
-from pipeline.data.order import perm
+from pipeline.data.sample_order import perm
 from pipeline.data.samples import MappedDataset
 
 NAMES = ["web", "code", "books", "math"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.order import ORDER_VERSION, indices_of, perm, sample_indices
+from pipeline.data.sample_order import ORDER_VERSION, indices_of, perm, sample_indices
 
 EDGES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 33, 63, 64, 65, 97, 255, 256, 257, 997, 1023, 1025, 4097, 65537]
 

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError, UserError
 from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.order import sample_indices
+from pipeline.data.sample_order import sample_indices
 from pipeline.data.samples import TokenDataset
 from tests.support.shards import span, write_shards
 

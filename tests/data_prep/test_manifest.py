@@ -17,9 +17,9 @@ import typer
 import submit
 from data_prep.inputs.folder import PACKAGE, PROGRESS, SHARED, code_sha256
 from data_prep.text.text_folder import TextFolder
+from pipeline.base.dist_env import Place, identify
 from pipeline.base.errors import Exit, InputError, UserError
 from pipeline.base.files import seal, sha256_json
-from pipeline.base.place import Place, identify
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
@@ -207,7 +207,7 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
     ]
     with open(corpus, "a") as file:
         file.write('{"text": "more"}\n')
-    monkeypatch.setattr("slurm.submit.here.run_chain", lambda run, console: Exit.STOPPED)
+    monkeypatch.setattr("slurm.submit.local_runner.run_chain", lambda run, console: Exit.STOPPED)
     with pytest.raises(typer.Exit):
         submit._go(run, "local", again=True)
     assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out
@@ -429,7 +429,7 @@ def test_cached_hashes_are_not_taken_again_while_a_file_is_as_it_was(tmp_path: P
 def checked_rank(where: Place, path: Path, split: str, how: str = "hashes") -> None:
     import torch.distributed as dist
 
-    from pipeline.data.check import manifest_of, verify_shards
+    from pipeline.data.verify_shards import manifest_of, verify_shards
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run.open(path)

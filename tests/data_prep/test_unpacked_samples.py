@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.base.errors import Exit, UserError
-from pipeline.data.check import manifest_of
 from pipeline.data.samples import SampleDataset
+from pipeline.data.verify_shards import manifest_of
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.model.test_user_model import VIT, new_run, prepared, trained

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import Place
-from pipeline.checkpoint.saved import saved_steps, step_name
+from pipeline.checkpoint.catalog import saved_steps, step_name
 from pipeline.evaluate.evaluate_stage import wanted
 from pipeline.run.directory import Run
 from pipeline.run.stages import load

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.save import Checkpointer, versions
-from pipeline.comm import gpus, groups
+from pipeline.comm import gpu_assignment, groups
 from pipeline.config.layout import layout_of
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
@@ -37,7 +37,7 @@ def note(text: str) -> None:
 
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
-    gpus.deal = lambda everyone, alone: [1]
+    gpu_assignment.deal = lambda everyone, alone: [1]
     return groups.join(place(0, 1, 1), tiny_config(1, parallel=parallel))
 
 

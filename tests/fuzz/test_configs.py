@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cli.dry_run import print_plan
+from pipeline.base.console import Plain
 from pipeline.base.errors import UserError, storage_error
 from pipeline.config.read import dump_config, load_config
 from pipeline.run.code import CODE_ROOT
-from slurm.show.console import Plain
-from slurm.submit.dry_run import print_plan
 
 SEEDS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
 SWEEP = "run: {name: s}\ntrain: {steps: 4}\nsweep: {grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}\n"

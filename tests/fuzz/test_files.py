@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.console import Plain
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError, storage_error
 from pipeline.base.files import intact
-from pipeline.base.place import Place
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.evaluate.result import newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from slurm.page.report import print_report
-from slurm.show.console import Plain
-from slurm.show.status import print_status
+from slurm.query.status import print_status
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank
+from tracking.report import print_report
 
 SMALL = (
     "evaluate.max_sequences=16",
@@ -63,8 +63,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def go_on(place: Place, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.verify import verify
-    from pipeline.planning.plan import plan
     from pipeline.run.failure import explain
+    from planning.plan import plan
 
     try:
         for stage in ("train", "evaluate"):
@@ -72,11 +72,11 @@ def go_on(place: Place, path: Path) -> tuple[str, Any]:
         run = Run.open(path)
         verify(run, None)
         list(plan(run.config))
-        step, result = saved.newest_step(run.checkpoints), newest_result(run)
+        step, result = catalog.newest_step(run.checkpoints), newest_result(run)
         from pipeline.checkpoint.save import digest
 
         assert result is not None
-        return "numbers", (step, digest(run.checkpoints / saved.step_name(step)), result["step"], result["loss"])
+        return "numbers", (step, digest(run.checkpoints / catalog.step_name(step)), result["step"], result["loss"])
     except BaseException as error:
         code, words = explain(error)
         return ("refused" if words.startswith("error: ") and code != Exit.CRASHED else "traceback"), words

@@ -13,10 +13,10 @@ import torch
 
 from examples import make_images
 from pipeline.base.errors import Exit, UserError
-from pipeline.data.check import manifest_of
 from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.order import perm, sample_indices
+from pipeline.data.sample_order import perm, sample_indices
 from pipeline.data.samples import SampleDataset
+from pipeline.data.verify_shards import manifest_of
 from pipeline.run.directory import Run
 from tests.model.test_user_model import VIT, new_run, trained
 from tests.support.ranks import run_ranks

@@ -21,18 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import make_images
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, InputError, UserError
 from pipeline.base.files import read_jsonl, seal
-from pipeline.base.place import Place
-from pipeline.checkpoint.saved import step_name
+from pipeline.checkpoint.catalog import step_name
 from pipeline.config.read import load_config
 from pipeline.config.user_model import UNREAD_OPTIONS, find, found_for
-from pipeline.data.order import deal
-from pipeline.planning.plan import plan
+from pipeline.data.sample_order import deal
 from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
+from planning.plan import plan
 from tests.support.layouts import saved_again_rank
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, digest, stage_rank
@@ -102,8 +102,8 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
     import torch
 
-    from pipeline.data.check import manifest_of
-    from pipeline.data.order import perm, sample_indices
+    from pipeline.data.sample_order import perm, sample_indices
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.model.task import task_of
     from pipeline.train.optimizer import learning_rate
 
@@ -333,10 +333,10 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
-    from pipeline.data.check import manifest_of
     from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.order import sample_indices
+    from pipeline.data.sample_order import sample_indices
     from pipeline.data.samples import SampleDataset
+    from pipeline.data.verify_shards import manifest_of
 
     run = new_run(series, "dealt", text=RAGGED)
     dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]
@@ -609,7 +609,10 @@ def test_what_a_single_file_imports_from_its_folder_comes_along(
         "submit.py",
         "setup.py",
         "setup.cfg",
+        "cli",
         "slurm",
+        "tracking",
+        "planning",
         "data_prep",
         "COMMIT",
     }

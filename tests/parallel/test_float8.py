@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import UserError
-from pipeline.base.place import Place
 from pipeline.config.sections import Config
 from pipeline.parallel import float8
 from tests.support.layouts import tiny_config, train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import NodeError, UserError
-from pipeline.base.place import Place
-from pipeline.comm.gpus import Seen, deal
+from pipeline.comm.gpu_assignment import Seen, deal
 from tests.support.ranks import run_ranks
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
@@ -60,7 +60,7 @@ def test_a_node_without_its_gpus_is_a_bad_node() -> None:
 
 def shared_rank(place: Place) -> str:
     """What a rank of NCCL says where both see the same single GPU."""
-    import pipeline.comm.gpus as gpus
+    import pipeline.comm.gpu_assignment as gpus
     from pipeline.comm import groups
     from tests.support.layouts import tiny_config
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
 from pipeline.model.decoder import Decoder, init_weights, loss_sum

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place
 from pipeline.config.sections import Config
 from pipeline.train.norm import total_norm
 from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place
 from pipeline.config.sections import Config
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import run_ranks

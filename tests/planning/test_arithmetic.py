@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.layout import LayoutError, layout_of
 from pipeline.config.read import ConfigError
 from pipeline.config.sections import Config
 from pipeline.parallel.traffic import traffic_of
-from pipeline.planning.memory import memory
-from pipeline.planning.timeline import actions
+from planning.memory import memory
+from planning.timeline import actions
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -45,7 +45,7 @@ def config_of(case: dict[str, Any]) -> Config:
 
 def rehearsed_ranks(place: Place, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
     """Peak and bytes by group of each."""
-    from pipeline.planning.rehearse import rehearsed
+    from planning.rehearse import rehearsed
 
     found = []
     for config, rank in cases:

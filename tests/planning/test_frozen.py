@@ -16,11 +16,11 @@ from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, Decoder, loss_sum
 from pipeline.model.task import Task
-from pipeline.planning import predict as predicting
-from pipeline.planning.machine import Attention, Link, Step
-from pipeline.planning.predict import predict
-from pipeline.planning.workload import Workload, workload_of
 from pipeline.train.freeze import frozen_names
+from planning import predict as predicting
+from planning.machine import Attention, Link, Step
+from planning.predict import predict
+from planning.workload import Workload, workload_of
 from tests.planning.test_predict import IDEAL, PERFECT
 from tests.support.layouts import tiny_config
 

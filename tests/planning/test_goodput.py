@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.goodput import (
+from planning.goodput import (
     DAY_S,
     Conditions,
     best_interval_s,
@@ -19,7 +19,7 @@ from pipeline.planning.goodput import (
     job_failure_rate,
     young_s,
 )
-from pipeline.planning.simulation import Pool, expect, good_intervals_s, simulate
+from planning.simulation import Pool, expect, good_intervals_s, simulate
 
 RSC1 = 6.5
 LLAMA3 = 419 / 54 / 2.048

@@ -16,24 +16,24 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.console import Plain
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import UserError
-from pipeline.base.place import Place
 from pipeline.base.yaml12 import parse
 from pipeline.comm import groups
 from pipeline.config.read import config_from_mapping, load_config
 from pipeline.config.track import TrackConfig
-from pipeline.planning import collectives
-from pipeline.planning.collectives import Group
-from pipeline.planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
-from pipeline.planning.measure import compared, fitted, line, link_of, shapes, write_machine
-from pipeline.planning.measure_stage import facts_of, look, missing, progress
-from pipeline.planning.plan import plan
-from pipeline.planning.predict import predict
-from pipeline.planning.workload import Workload
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.show.console import Plain
-from slurm.submit.measuring import config_of
+from planning import collectives
+from planning.collectives import Group
+from planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
+from planning.measure import compared, fitted, line, link_of, shapes, write_machine
+from planning.measure_stage import facts_of, look, missing, progress
+from planning.measuring import config_of
+from planning.plan import plan
+from planning.predict import predict
+from planning.workload import Workload
 from tests.support.ranks import run_ranks
 
 WORK = Workload(
@@ -278,7 +278,7 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
 
 def small_exchanges(place: Place) -> list[Exchange]:
     """Of fewer bytes than there are ranks of four bytes each."""
-    from pipeline.planning import clock
+    from planning import clock
 
     clock._SIZES = (4,)  # type: ignore[assignment]
     found = [*clock.exchanges(groups.join(place, load_config(Path("configs/quickstart.yaml"))), place.world_size)]

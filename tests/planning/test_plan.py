@@ -14,17 +14,17 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
 from examples import vit
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import UserError
-from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
+from pipeline.model.activation_checkpointing import recompute
 from pipeline.model.decoder import Decoder
-from pipeline.model.recompute import recompute
 from pipeline.model.task import Task
-from pipeline.planning.memory import memory
-from pipeline.planning.plan import plan
-from pipeline.planning.timeline import Action, actions, timeline
+from planning.memory import memory
+from planning.plan import plan
+from planning.timeline import Action, actions, timeline
 from submit import main
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED

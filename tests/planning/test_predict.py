@@ -17,12 +17,12 @@ from benchmarks.others import all_to_all, talk
 from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
-from pipeline.planning import predict as predicting
-from pipeline.planning.collectives import Group, all_reduce, bandwidth, gather, send
-from pipeline.planning.machine import MACHINES, Attention, Link, Machine, load_machine
-from pipeline.planning.predict import Constants, predict
-from pipeline.planning.timeline import _ACTION, Action, orders_of, replay, timeline
-from pipeline.planning.workload import Workload, workload_of
+from planning import predict as predicting
+from planning.collectives import Group, all_reduce, bandwidth, gather, send
+from planning.machine import MACHINES, Attention, Link, Machine, load_machine
+from planning.predict import Constants, predict
+from planning.timeline import _ACTION, Action, orders_of, replay, timeline
+from planning.workload import Workload, workload_of
 
 H100 = load_machine("h100")
 SMALL = Workload(
@@ -253,8 +253,8 @@ def test_a_wrong_machine_is_refused_in_words(tmp_path: Path) -> None:
 def test_a_login_node_predicts_without_torch() -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from pipeline.config.read import load_config; from pipeline.planning.machine import load_machine\n"
-        "from pipeline.planning.plan import choose, plan\n"
+        "from pipeline.config.read import load_config; from planning.machine import load_machine\n"
+        "from planning.plan import choose, plan\n"
         "config, machine = load_config(Path('configs/lm-8b.yaml'), ['parallel.data=auto']), load_machine('h100')\n"
         "assert any('predicted for H100' in line for line in plan(config, machine))\n"
         "assert len(list(choose(config, machine, '2', None, []))) > 12\n"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.plan import fit, main, predicted, rank_of_layouts, without
 from benchmarks.published import parse_precision, rows_of
-from pipeline.planning.predict import DEFAULT
+from planning.predict import DEFAULT
 
 ROW = {
     "id": "a", "source": "made up", "year": "2024", "model": "m", "params_b": "8", "layers": "32", "hidden": "4096",

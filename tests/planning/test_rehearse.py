@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.sections import Config
 from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
@@ -41,8 +41,8 @@ def real_rank(place: Place, configs: list[Config]) -> list[Found]:
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
-    from pipeline.planning.rehearse import Account, one_step
     from pipeline.train.engine import Engine
+    from planning.rehearse import Account, one_step
     from tests.support.layouts import batches
     from tests.support.sent import Sent
 
@@ -75,7 +75,7 @@ def real_rank(place: Place, configs: list[Config]) -> list[Found]:
 
 def fake_rank(place: Place, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
     """The same of rehearsed ranks."""
-    from pipeline.planning.rehearse import rehearsed
+    from planning.rehearse import rehearsed
 
     return [[told(rehearsed(config, rank, VOCAB)) for config in configs] for rank in ranks]
 
@@ -124,7 +124,7 @@ def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> No
 
 
 def lines(config: Config, rank: int) -> list[str]:
-    from pipeline.planning.rehearse import rehearse
+    from planning.rehearse import rehearse
 
     return list(rehearse(config, rank))
 
@@ -149,8 +149,8 @@ def test_it_tells_what_a_rank_takes_and_sends() -> None:
 
 def names_rank(place: Place, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
     """The columns of memory in a rehearsal's table, and the groups in it and in `plan`; both as printed."""
-    from pipeline.planning.plan import plan
-    from pipeline.planning.rehearse import rehearse
+    from planning.plan import plan
+    from planning.rehearse import rehearse
 
     found = []
     for config in configs:
@@ -175,7 +175,7 @@ def test_its_columns_have_the_names_of_plan() -> None:
 
 
 def phases_rank(place: Place, config: Config) -> list[str]:
-    from pipeline.planning.rehearse import rehearsed
+    from planning.rehearse import rehearsed
 
     phases: list[str] = []
     rehearsed(config, 0, VOCAB, phases.append)
@@ -189,7 +189,7 @@ def test_it_says_what_it_does() -> None:
 
 
 def test_a_long_phase_is_told_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.planning.rehearse import Progress
+    from planning.rehearse import Progress
 
     monkeypatch.setattr(Progress, "EVERY_S", 0.01)
     with Progress() as progress:

@@ -15,12 +15,12 @@ from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import ConfigError, config_from_mapping, load_config
 from pipeline.parallel import traffic
-from pipeline.planning.machine import load_machine
-from pipeline.planning.memory import memory, reserve
-from pipeline.planning.predict import predict
-from pipeline.planning.search import FRAGMENTS, OWN, best, choices, node_counts, own_choice, search, write_choice
-from pipeline.planning.timeline import actions
-from pipeline.planning.workload import workload_of
+from planning.machine import load_machine
+from planning.memory import memory, reserve
+from planning.predict import predict
+from planning.search import FRAGMENTS, OWN, best, choices, node_counts, own_choice, search, write_choice
+from planning.timeline import actions
+from planning.workload import workload_of
 from submit import main
 
 H100 = load_machine("h100")

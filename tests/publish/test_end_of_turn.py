@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_json, write_json
-from pipeline.base.place import Place
 from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.special_tokens import end_of_turn

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from data_prep.text.tokenizer import train_bpe
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
-from pipeline.base.place import Place
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
 from pipeline.publish import export as module
 from pipeline.run.code import CODE_ROOT
@@ -48,7 +48,7 @@ def save_rank(where: Place, path: Path) -> list[list[float]]:
     """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
     from pipeline.checkpoint.save import Checkpointer
     from pipeline.comm import groups
-    from pipeline.data.check import manifest_of
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.train.trainer import Trainer
     from tests.support.tiny import HarmlessFlag
 
@@ -171,7 +171,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
         module.export(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
     # by the login node's door, from a checkpoint that is damaged
-    checkpoint = run.checkpoints / saved.step_name(1)
+    checkpoint = run.checkpoints / catalog.step_name(1)
     victim = next(checkpoint.glob("*.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from data_prep.text.tokenizer import train_bpe
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import CheckpointError, Exit, UserError
 from pipeline.base.files import read_json, write_json
-from pipeline.base.place import Place
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config

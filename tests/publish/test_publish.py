@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import seal, sha256_file, write_json
-from pipeline.base.place import Place
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
 from pipeline.publish.card import escape_markdown, write_card

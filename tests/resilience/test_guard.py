@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
 from pipeline.config.read import load_config
-from pipeline.data.order import position_of
+from pipeline.data.sample_order import position_of
 from pipeline.resilience.guard import Guard, merged
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
@@ -53,7 +53,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     import numpy as np
 
     from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.order import indices_of
+    from pipeline.data.sample_order import indices_of
 
     class Numbers:
         """97 samples of one length."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place
-from pipeline.checkpoint.saved import saved_steps
+from pipeline.checkpoint.catalog import saved_steps
 from pipeline.config.sections import Config
 from pipeline.resilience.stop import Request
 from pipeline.run.directory import Run

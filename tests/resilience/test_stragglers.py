@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.read import load_config
 from pipeline.resilience.stragglers import Stragglers
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
-from slurm.page.report import print_report
 from slurm.query import exclusion
+from slurm.query.current_job import JobFacts
 from slurm.query.exclusion import bad_nodes, remember_bad_node
-from slurm.query.job import JobFacts
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
+from tracking.report import print_report
 
 
 def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> int:

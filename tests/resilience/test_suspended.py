@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.console import Plain
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.changes import differences
 from pipeline.run.directory import Run
 from pipeline.train import train_stage
-from slurm.page.report import print_report
-from slurm.show import follow, status
-from slurm.show.console import Plain
+from slurm.query import status
+from slurm.submit import follow
 from tests.support.tiny import write_config
+from tracking.report import print_report
 
 
 @pytest.fixture
@@ -148,4 +149,6 @@ def test_a_stage_that_was_done_is_asked_again_after_a_change(run: Run, monkeypat
 
 
 def test_no_time_left_is_never_negative() -> None:
-    assert follow.clock(-40.0) == "00:00"
+    from pipeline.base.text import format_duration
+
+    assert format_duration(-40.0) == "00:00"

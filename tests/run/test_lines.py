@@ -11,16 +11,16 @@ from rich.console import Console
 
 from pipeline.base.errors import CheckpointError, InputError
 from pipeline.base.files import append_line, seal, write_json
-from pipeline.checkpoint import saved
+from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
 from pipeline.evaluate.result import newest_result, result_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import lost_lines, own_times_file, rewind
 from pipeline.train.train_stage import progress
-from slurm.page.report import print_report
-from slurm.show.status import print_status
+from slurm.query.status import print_status
 from tests.support.tiny import write_config
+from tracking.report import print_report
 
 STEP = {"step": 1, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
 RESULT = {"step": 1, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 1.4, "unigram_bits_per_byte": 2.0, "tokens": 9}
@@ -58,10 +58,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.event("ready", "train", step=0)
     append_line(run.metrics, json.dumps(STEP))
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
-    checkpoint = run.checkpoints / saved.step_name(1)
+    checkpoint = run.checkpoints / catalog.step_name(1)
     checkpoint.mkdir()
-    write_json(checkpoint / saved.MANIFEST, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
-    sha256 = saved.read_manifest(checkpoint)["sha256"]
+    write_json(checkpoint / catalog.MANIFEST, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
+    sha256 = catalog.read_manifest(checkpoint)["sha256"]
     write_json(result_file(run, 1), seal({**RESULT, "checkpoint": sha256}))
     return run
 
@@ -137,7 +137,7 @@ def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:
-    (run.checkpoints / saved.step_name(1)).rename(run.checkpoints / saved.step_name(30))
+    (run.checkpoints / catalog.step_name(1)).rename(run.checkpoints / catalog.step_name(30))
     with pytest.raises(CheckpointError, match="is of step 1: this folder had another name"):
-        saved.read_manifest(run.checkpoints / saved.step_name(30))
-    assert saved.newest_step(run.checkpoints) == 0
+        catalog.read_manifest(run.checkpoints / catalog.step_name(30))
+    assert catalog.newest_step(run.checkpoints) == 0

@@ -24,11 +24,11 @@ from rich.console import Console
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.catalog import newest_step
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.show import follow
+from slurm.submit import follow
 from tests.support.tiny import digest, slowed, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -164,8 +164,8 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "import importlib, pkgutil, slurm; from pipeline.run import stages; from slurm.track.sinks import SINKS\n"
-        "own = {f'slurm.track.{row.module}' for row in SINKS.values() if row.imports}\n"  # followers' alone
+        "import importlib, pkgutil, slurm; from pipeline.run import stages; from tracking.registry import SINKS\n"
+        "own = {f'tracking.{row.module}' for row in SINKS.values() if row.imports}\n"  # followers' alone
         "names = {module.name for module in pkgutil.walk_packages(slurm.__path__, 'slurm.')}\n"
         "assert own < names\n"
         "for name in names - own: importlib.import_module(name)\n"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import Exit, storage_error
-from pipeline.checkpoint.saved import newest_step, saved_steps, step_name
+from pipeline.checkpoint.catalog import newest_step, saved_steps, step_name
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run

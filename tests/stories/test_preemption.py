@@ -17,8 +17,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import exclusion, preemption
-from slurm.query.causes import standing
-from slurm.query.job import JobFacts, parse_facts
+from slurm.query.current_job import JobFacts, parse_facts
+from slurm.query.stop_causes import standing
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import close, leave, shown, silent

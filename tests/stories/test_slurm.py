@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.catalog import newest_step
 from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -28,10 +28,10 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.data_prep.test_shards import all_bytes
-from tests.slurm.track.test_followers import curve, in_float32
 from tests.stories.test_doors import broken_code
 from tests.support.needs import lacking
 from tests.support.tiny import digest, slowed, write_config
+from tests.tracking.test_followers import curve, in_float32
 
 cluster = cluster_fixture(grace=5)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planning.machine import load_machine
+from planning.machine import load_machine
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import submit, wait_for

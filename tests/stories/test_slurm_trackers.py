@@ -14,11 +14,11 @@ from pipeline.run.points import points as points_of
 from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture
-from tests.slurm.track.test_followers import curve, in_float32
-from tests.slurm.track.test_track_stories import curve_of_mlflow, curve_of_wandb, mlflow_run
 from tests.stories.test_slurm import events, submit, wait_for
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slowed, write_config
+from tests.tracking.test_followers import curve, in_float32
+from tests.tracking.test_track_stories import curve_of_mlflow, curve_of_wandb, mlflow_run
 
 cluster = cluster_fixture(grace=5)
 

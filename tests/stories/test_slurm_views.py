@@ -18,9 +18,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.page.report import gather
-from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, query
-from slurm.show.status import Lookout
+from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, claims, query
+from slurm.query.status import Lookout
 from slurm.supervise.launch import SrunRanks
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -28,6 +27,7 @@ from tests.cluster.machines import Machine
 from tests.stories.test_doors import Terminal
 from tests.stories.test_slurm import events, job_of, sbatch, submit, wait_for
 from tests.support.tiny import digest, slowed, write_config
+from tracking.report import gather
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
 
@@ -123,7 +123,7 @@ def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGUSR1])
 def test_srun_says_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
-    """In words of this version's own (slurm/query/words.py)."""
+    """In words of this version's own (slurm/query/slurm_messages.py)."""
     shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
     done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
     left = SrunRanks.first_bad(done.stderr, done.returncode)

@@ -16,8 +16,11 @@ from pipeline.run.code import CODE_ROOT
 
 pytestmark = pytest.mark.story
 SOURCES = (
-    "pipeline",
+    "cli",
     "slurm",
+    "tracking",
+    "planning",
+    "pipeline",
     "data_prep",
     "configs",
     "submit.py",
@@ -83,7 +86,7 @@ def test_the_wheel_has_every_file_that_is_no_code(sluice: Path) -> None:
     (packages,) = sluice.parents[1].glob("lib/python*/site-packages")
     tracked = [
         path.relative_to(CODE_ROOT)
-        for name in ("pipeline", "slurm", "data_prep", "configs")
+        for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs")
         for path in (CODE_ROOT / name).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]

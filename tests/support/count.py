@@ -34,7 +34,11 @@ def main() -> None:
     """Print the table."""
     files = [
         ROOT / "submit.py",
-        *(p for name in ("pipeline", "slurm", "data_prep") for p in (ROOT / name).rglob("*.py")),
+        *(
+            p
+            for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
+            for p in (ROOT / name).rglob("*.py")
+        ),
     ]
     lines = {path: code_lines(path.read_text()) for path in files}
     rooms: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
 
@@ -69,7 +69,7 @@ def move_rank(
     """
     import torch.distributed as dist
 
-    from pipeline.checkpoint import saved
+    from pipeline.checkpoint import catalog
     from pipeline.checkpoint.save import Checkpointer, digest
     from pipeline.comm import groups
 
@@ -92,17 +92,17 @@ def move_rank(
             assert saver.restore(engine.state(), lambda *_: None) is not None
             engine.loaded()
         saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
-        results.append((digest(folder / saved.step_name(number + 1)), train_on(engine, place, trained, steps)))
+        results.append((digest(folder / catalog.step_name(number + 1)), train_on(engine, place, trained, steps)))
         saver.close()
     return results
 
 
 def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
-    from pipeline.checkpoint import saved
+    from pipeline.checkpoint import catalog
     from pipeline.checkpoint.save import Checkpointer, digest
     from pipeline.comm import groups
-    from pipeline.data.check import manifest_of
+    from pipeline.data.verify_shards import manifest_of
     from pipeline.run.directory import Run
     from pipeline.train.trainer import Trainer
     from tests.support.tiny import HarmlessFlag
@@ -115,7 +115,7 @@ def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
         folder, groups.side_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
-    return digest(folder / saved.step_name(1))
+    return digest(folder / catalog.step_name(1))
 
 
 def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:

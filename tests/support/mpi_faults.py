@@ -18,9 +18,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.base.place import identify
-from pipeline.mpi import group as mpi_group
-from pipeline.mpi import start as mpi
+from pipeline.base.dist_env import identify
+from pipeline.mpi import backend as mpi
+from pipeline.mpi import process_group as mpi_group
 from pipeline.mpi.work import MpiError, MpiTimeout
 from pipeline.resilience.watchdog import last_collectives
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.place import identify
+from pipeline.base.dist_env import identify
 from tests.support.layouts import tiny_config, train
 
 
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     configs = [tiny_config(place.world_size, **case) for case in cases]
     groups.make_deterministic(configs[0])
     world = groups.join(place, configs[0])
-    from pipeline.mpi.group import MpiGroup
+    from pipeline.mpi.process_group import MpiGroup
 
     assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
     found = [train(place, config, world)[1] for config in configs]

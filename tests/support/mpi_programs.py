@@ -28,9 +28,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from pipeline.base.place import identify
-from pipeline.mpi import start as mpi
-from pipeline.mpi.group import MpiGroup
+from pipeline.base.dist_env import identify
+from pipeline.mpi import backend as mpi
+from pipeline.mpi.process_group import MpiGroup
 from tests.support import mpi_parallel, overlap
 
 TIMEOUT = timedelta(seconds=30)

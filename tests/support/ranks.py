@@ -18,7 +18,7 @@ from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 
 PEERS_MAY_TAKE_S = 30.0
 """From the first failure of a rank to the answers of the others."""

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 HANG_S = 30.0
-"""Longer than a sender waits (slurm/track/webhook.py: TIMEOUT_S)."""
+"""Longer than a sender waits (tracking/webhook.py: TIMEOUT_S)."""
 
 
 class Receiver(BaseHTTPRequestHandler):

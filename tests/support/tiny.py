@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -88,8 +88,8 @@ def digest(run: Run) -> str:
 
 
 def _digest(where: Place, path: Path) -> str:
+    from pipeline.checkpoint import catalog as checkpoint_files
     from pipeline.checkpoint import save as checkpoint
-    from pipeline.checkpoint import saved as checkpoint_files
 
     folder = Run.open(path).checkpoints
     newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])

@@ -20,9 +20,9 @@ import pytest
 
 from pipeline.base.errors import Exit
 from pipeline.base.files import append_line, read_jsonl
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.catalog import newest_step
 from pipeline.data.manifest import load_manifest
-from pipeline.data.order import sample_indices
+from pipeline.data.sample_order import sample_indices
 from pipeline.run.directory import Run
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank

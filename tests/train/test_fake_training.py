@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.place import local_environment
+from pipeline.base.dist_env import local_environment
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.fake_gpu.start import Start, place_of, read
 from tests.support.ranks import PORTS

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
-from pipeline.checkpoint.saved import saved_steps, step_name
+from pipeline.checkpoint.catalog import saved_steps, step_name
 from pipeline.config.read import load_config
 from pipeline.data.manifest import BEGINS, LEARNED, load_manifest
 from pipeline.run.code import CODE_ROOT

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import UserError
-from pipeline.base.place import Place
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder, init_weights, loss_sum, whole
 from pipeline.model.task import Task

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
-from pipeline.checkpoint.saved import saved_steps
+from pipeline.checkpoint.catalog import saved_steps
 from pipeline.run.directory import Run
-from slurm.track.follower import Follower
-from tests.slurm.track.test_followers import curve as tensorboard
-from tests.slurm.track.test_followers import in_float32
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
+from tests.tracking.test_followers import curve as tensorboard
+from tests.tracking.test_followers import in_float32
 from tests.train.test_exact import interrupted, lines, new_run
+from tracking.follower import Follower
 
 LOOKS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
 SHORT = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")

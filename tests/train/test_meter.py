@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.place import Place
+from pipeline.base.dist_env import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.parallel.traffic import traffic
@@ -193,7 +193,7 @@ def over_mpi() -> None:
     """One rank under mpirun: of whole replicas, waiting for a late rank is exposed."""
     import os
 
-    from pipeline.base.place import identify
+    from pipeline.base.dist_env import identify
     from pipeline.comm import groups
 
     place = identify(os.environ)

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.profile import ask, merge
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
-from pipeline.base.place import Place
 from pipeline.base.signals import StopFlag
 from pipeline.resilience.stop import Agreement, Clock
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import PARTS, PIPELINE, STEP, Span, mean, parts, read
-from slurm.show.profiles import ask, merge
 from tests.support.layouts import tiny_config
 from tests.support.mpirun import mpirun
 from tests.support.ranks import run_ranks

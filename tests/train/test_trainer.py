@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.data.manifest import load_manifest, steps_of
@@ -39,7 +39,7 @@ def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]
     from torch.nn.functional import cross_entropy
 
     from pipeline.data.manifest import load_manifest
-    from pipeline.data.order import sample_indices
+    from pipeline.data.sample_order import sample_indices
     from pipeline.model.decoder import Decoder, init_weights
     from pipeline.train.optimizer import learning_rate
 

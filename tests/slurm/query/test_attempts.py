@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm.query.attempts import ENDS, GOES_ON, REQUESTS, Event, read
+from pipeline.run.attempts import ENDS, GOES_ON, REQUESTS, Event, read
 
 Events = list[dict[str, Any]]
 

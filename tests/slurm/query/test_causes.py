@@ -18,19 +18,20 @@ from hypothesis import strategies as st
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import append_line
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.saved import step_name
+from pipeline.checkpoint.catalog import step_name
 from pipeline.config.read import load_config
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
+from pipeline.run import attempts
+from pipeline.run.attempts import budget_of, refusal
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain, report_error
-from slurm.query import attempts, job, words
-from slurm.query import causes as recovery
-from slurm.query.attempts import budget_of, refusal
-from slurm.query.causes import Way, close_open_attempt, standing, stop_cause, way_on
-from slurm.query.job import JobFacts, dead_nodes, parse_facts
-from slurm.query.states import FORGOTTEN, JobState
+from slurm.query import current_job, slurm_messages
+from slurm.query import stop_causes as recovery
+from slurm.query.current_job import JobFacts, dead_nodes, parse_facts
+from slurm.query.job_states import FORGOTTEN, JobState
+from slurm.query.stop_causes import Way, close_open_attempt, standing, stop_cause, way_on
 from slurm.supervise.failures import find_failure, log_of, log_sizes
 from slurm.supervise.launch import Left, SrunRanks
 from tests.support.ranks import place
@@ -111,7 +112,7 @@ def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() 
 def test_a_requeue_that_somebody_asked_for_is_no_preemption(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, preempted: bool, cause: Exit, code: Exit
 ) -> None:
-    monkeypatch.setattr(job, "call", lambda *words, **_: accounting if words[0] == "sacct" else None)
+    monkeypatch.setattr(current_job, "call", lambda *words, **_: accounting if words[0] == "sacct" else None)
     facts = shown(state="COMPLETING", restarts=1)
     where = replace(place(0, 1, 1), job_id="12")
     found, said = recovery.cause_in_slurm(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
@@ -133,8 +134,8 @@ def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
 ) -> None:
     text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
-    monkeypatch.setattr(job, "call", lambda *words, **_: text if words[0] == "scontrol" else accounting)
-    facts = job.job_facts("12")
+    monkeypatch.setattr(current_job, "call", lambda *words, **_: text if words[0] == "scontrol" else accounting)
+    facts = current_job.job_facts("12")
     assert facts is not None and facts.state == state
 
 
@@ -151,11 +152,11 @@ def leave(
         return True
 
     said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count(step=5)
-    monkeypatch.setattr(job, "call", lambda *words, **_: next(said) if words[0] == "scontrol" else None)
-    monkeypatch.setattr(job, "parse_facts", lambda facts: facts)
-    monkeypatch.setattr(job, "requeue", requeue)
-    monkeypatch.setattr(supervisor.succession.states, "call", lambda *words, **_: asked.append(words[0]))
-    monkeypatch.setattr(supervisor.succession.states, "cluster_name", lambda: None)
+    monkeypatch.setattr(current_job, "call", lambda *words, **_: next(said) if words[0] == "scontrol" else None)
+    monkeypatch.setattr(current_job, "parse_facts", lambda facts: facts)
+    monkeypatch.setattr(current_job, "requeue", requeue)
+    monkeypatch.setattr(supervisor.succession.job_states, "call", lambda *words, **_: asked.append(words[0]))
+    monkeypatch.setattr(supervisor.succession.job_states, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
@@ -221,8 +222,8 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
     if told:
         run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
-    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
-    monkeypatch.setattr(succession.states, "call", lambda *words, **_: "")
+    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
+    monkeypatch.setattr(succession.job_states, "call", lambda *words, **_: "")
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
@@ -333,9 +334,11 @@ SAMPLES = {
 
 
 def test_each_pattern_has_its_version_and_finds_what_was_said() -> None:
-    rows = {name: row for name, row in vars(words).items() if isinstance(row, re.Pattern)}
+    rows = {name: row for name, row in vars(slurm_messages).items() if isinstance(row, re.Pattern)}
     assert rows.keys() == SAMPLES.keys() and all(row.search(SAMPLES[name]) for name, row in rows.items())
-    said = re.findall(r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", Path(words.__file__).read_text(), re.MULTILINE)
+    said = re.findall(
+        r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", Path(slurm_messages.__file__).read_text(), re.MULTILINE
+    )
     seen = r"Seen: ((Slurm|Open MPI|MPICH) \d+\.\d+.*|Slurm's documentation only)\.$"
     assert dict(said).keys() == rows.keys() and all(re.search(seen, text) for _, text in said)
 
@@ -364,7 +367,7 @@ def test_slurms_words_stand_in_one_table() -> None:
     """Nobody else looks for what they say."""
     said = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
     found = {path.name for path in (CODE_ROOT / "slurm").rglob("*.py") if any(w in path.read_text() for w in said)}
-    assert found == {"words.py"}
+    assert found == {"slurm_messages.py"}
 
 
 @pytest.mark.parametrize(
@@ -446,7 +449,7 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
             ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
         ]
     ]
-    monkeypatch.setattr(job, "call", lambda *words, **_: "\n".join(lines))
+    monkeypatch.setattr(current_job, "call", lambda *words, **_: "\n".join(lines))
     assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
     assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
     assert dead_nodes("") == []
@@ -467,10 +470,10 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(job, "call", call)
-    monkeypatch.setattr(job.time, "sleep", sleep)
-    monkeypatch.setattr(job.time, "monotonic", lambda: now)
-    assert job.requeue("12", 2) == believed
+    monkeypatch.setattr(current_job, "call", call)
+    monkeypatch.setattr(current_job.time, "sleep", sleep)
+    monkeypatch.setattr(current_job.time, "monotonic", lambda: now)
+    assert current_job.requeue("12", 2) == believed
 
 
 # -- supervisors that died -----------------------------------------------------------------------------------

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.dist_env import Place, identify
 from pipeline.base.errors import Exit
-from pipeline.base.place import Place, identify
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.page import report
-from slurm.query import causes as recovery
-from slurm.query import job as slurm_job
-from slurm.query import states
-from slurm.query.states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.query import current_job as slurm_job
+from slurm.query import job_states
+from slurm.query import stop_causes as recovery
+from slurm.query.job_states import FORGOTTEN, Claim, JobState, claims, query
 from slurm.supervise import evaluations, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import submit, wait_for
 from tests.support.tiny import make_run, write_config
+from tracking import report
 
 cluster = cluster_fixture()
 other = cluster_fixture()
@@ -126,12 +126,12 @@ def test_a_job_that_lost_its_comment_is_left_alone_and_named(tmp_path: Path, clu
 def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time of submission is that of the requeue; accounting, which has no comment here, shows each run."""
     speak_to(accounted, monkeypatch)
-    monkeypatch.setattr(states, "TOLERANCE_S", 3.0)
+    monkeypatch.setattr(job_states, "TOLERANCE_S", 3.0)
     run = Run.create(load_config(write_config(tmp_path, "a")))
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
     words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
     job = accounted.output(["sbatch", "--parsable", *words])
-    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **states.identity("a-train"))
+    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **job_states.identity("a-train"))
     [(_, one)] = claims(run)
     accounted.wait_job(job, "RUNNING")
     wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submitted) > 4)
@@ -162,8 +162,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", 
     def call(*command: str, **_: Any) -> str | None:
         return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
 
-    monkeypatch.setattr(states, "call", call)
-    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
 
 
 @pytest.mark.parametrize(
@@ -229,14 +229,14 @@ def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.
         answers(monkeypatch, squeue=LISTED.format(state=state, at=AT, comment="(null)"))
         found = query([OURS])[OURS]
         assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
-    monkeypatch.setattr(states, "call", lambda *command: said.append(command))
-    states.cancel([found, JobState("2", FORGOTTEN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
+    monkeypatch.setattr(job_states, "call", lambda *command: said.append(command))
+    job_states.cancel([found, JobState("2", FORGOTTEN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
     assert said == [("scancel", "4")]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
@@ -250,8 +250,8 @@ def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Ru
     point = Run(run.path / "points/000")
     [(event, one)] = claims(run)
     assert one.comments == (f"sluice {run.path}",)
-    assert states.claim(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
-    assert states.claim(Run(run.path.parent / "copy"), event).comments == (f"sluice {run.path.parent}/copy",)
+    assert job_states.claim(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
+    assert job_states.claim(Run(run.path.parent / "copy"), event).comments == (f"sluice {run.path.parent}/copy",)
 
 
 @pytest.mark.parametrize("now", ["requeued", "an earlier life", "another cluster"])
@@ -313,7 +313,9 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     submitted(run, "evaluate", "6", "afterok", "4")
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    monkeypatch.setattr(succession.states, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs})
+    monkeypatch.setattr(
+        succession.job_states, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
+    )
     assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
     run.event("failed", "train", job_id="4", cause="crashed")
     assert recovery.leaving(run, "train", JobState("4", "RUNNING"))

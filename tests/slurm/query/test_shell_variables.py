@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.place import outside_job
+from pipeline.base.dist_env import outside_job
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.query import states
-from slurm.query.states import FORGOTTEN, Claim, call, query
+from slurm.query import job_states
+from slurm.query.job_states import FORGOTTEN, Claim, call, query
 from slurm.submit import sbatch
 from tests.support.tiny import write_config
 
@@ -88,12 +88,12 @@ def test_a_run_of_very_many_jobs_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     if known == "sacct":
         row = row.replace("RUNNING", "COMPLETED")
         monkeypatch.setenv("TZ", "UTC")
-        monkeypatch.setattr(states, "seconds", lambda text: 1.0)
+        monkeypatch.setattr(job_states, "seconds", lambda text: 1.0)
     listing = f"words = sys.argv\nfor job in [*range({ids[0]}, {ids[-1]} + 1), 7]:\n    print(f'{{job}}{row}')\n"
     asked = f"for job in sys.argv[sys.argv.index('-j') + 1].split(','):\n    print(f'{{job}}{row}')\n"
     tool(tmp_path, "squeue", listing if known == "squeue" else "", monkeypatch)
     tool(tmp_path, "sacct", asked if known == "sacct" else "", monkeypatch)
-    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
     found = query(claims)
     wanted = "RUNNING" if known == "squeue" else "COMPLETED"
     assert len(found) == len(ids) and {state.state for state in found.values()} == {wanted}
@@ -106,8 +106,8 @@ def test_few_jobs_are_asked_for_by_their_ids(monkeypatch: pytest.MonkeyPatch) ->
         said.append(command)
         return ""
 
-    monkeypatch.setattr(states, "call", silent)
-    monkeypatch.setattr(states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(job_states, "call", silent)
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
     found = query([Claim("1", cluster="here", uid=0), Claim("2", cluster="here", uid=0)])
     assert {state.state for state in found.values()} == {FORGOTTEN}
     assert [command[command.index("-j") + 1] for command in said] and all("1,2" in c or "2,1" in c for c in said)

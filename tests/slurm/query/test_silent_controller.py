@@ -13,9 +13,9 @@ from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
 from pipeline.run import points as points_module
 from pipeline.run.directory import Run
-from slurm.query import jobs, states
-from slurm.query.states import FORGOTTEN, SILENT, Claim, JobState, claims, slurm_answers
-from slurm.show.status import print_status
+from slurm.query import job_states, run_jobs
+from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, claims, slurm_answers
+from slurm.query.status import print_status
 from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -60,9 +60,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\nexec /bin/sleep 100\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(states, "VIEW_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(states, "_clusters", {})
-    monkeypatch.setattr(states, "_silent_until", {})
+    monkeypatch.setattr(job_states, "VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(job_states, "_clusters", {})
+    monkeypatch.setattr(job_states, "_silent_until", {})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return folder
 
@@ -86,7 +86,7 @@ def test_it_is_waited_for_once(tmp_path: Path, asked: Path) -> None:
     assert (asked / "log").read_text().split() == ["scontrol"]
     assert shown.getvalue().count(f"train unknown {SILENT}") == 3
     with pytest.raises(UserError, match=SILENT):
-        jobs.running(run)
+        run_jobs.running(run)
 
 
 def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path: Path, asked: Path) -> None:
@@ -94,9 +94,9 @@ def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "")
     answers(asked, "sacct", "Slurm accounting storage is disabled", 1)
-    wanted = [Claim(str(job), cluster="here", uid=uid) for uid in (states.os.getuid(), 12345) for job in range(50)]
-    found = states.query(wanted)
-    assert {state.state for state in found.values()} == {states.FORGOTTEN}
+    wanted = [Claim(str(job), cluster="here", uid=uid) for uid in (job_states.os.getuid(), 12345) for job in range(50)]
+    found = job_states.query(wanted)
+    assert {state.state for state in found.values()} == {job_states.FORGOTTEN}
     assert (asked / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
 
 
@@ -121,7 +121,7 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
 
 def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = JobState("1", FORGOTTEN, SILENT)
-    monkeypatch.setattr(jobs, "look_up", lambda claims, *_: (dict.fromkeys(claims, silent), None))
+    monkeypatch.setattr(run_jobs, "look_up", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in points_module.make_points(run):
         point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
@@ -134,8 +134,8 @@ def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> No
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
     answers(asked, "sacct", "")
-    one = Claim("1", cluster="here", uid=states.os.getuid())
-    assert states.query([one])[one] == JobState("1", FORGOTTEN)
+    one = Claim("1", cluster="here", uid=job_states.os.getuid())
+    assert job_states.query([one])[one] == JobState("1", FORGOTTEN)
 
 
 def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +143,16 @@ def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: 
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "")
     limits: list[tuple[str, float]] = []
-    ask = states.call
+    ask = job_states.call
 
     def note(*command: str, timeout_s: float, **more: Any) -> str | None:
         limits.append((command[0], timeout_s))
         return ask(*command, timeout_s=timeout_s, **more)
 
-    states.cluster_name()
-    monkeypatch.setattr(states, "call", note)
+    job_states.cluster_name()
+    monkeypatch.setattr(job_states, "call", note)
     one = Claim("1", cluster="here", uid=12345)
-    assert states.query([one])[one] == JobState("1", FORGOTTEN), "squeue has answered twice"
+    assert job_states.query([one])[one] == JobState("1", FORGOTTEN), "squeue has answered twice"
     assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
     (_, first), (_, half), (_, rest) = limits
     assert 0.5 >= first >= 2 * half and half + rest <= first

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.base.console import Plain
 from pipeline.base.errors import Exit
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Holder, Run
-from slurm.show.console import Plain
-from slurm.submit import here
+from slurm.submit import local_runner
 from tests.support.tiny import write_config
 
 SAVES = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit(5))); print(flush=True)"
@@ -54,14 +54,14 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     job = SimpleNamespace(
         done=lambda: supervisor.poll() is not None, job_id="1", paths=SimpleNamespace(stdout=tmp_path)
     )
-    monkeypatch.setattr("slurm.submit.local_job.submit_local", lambda run, stage: job)
+    monkeypatch.setattr("slurm.submit.submitit_job.submit_local", lambda run, stage: job)
     monkeypatch.setattr(Run, "holder", holder)
     flag = StopFlag()
     flag._set(signal.SIGTERM)
     flag.count = signals
     if not batch:
         threading.Timer(2, supervisor.terminate).start()  # it reads the file
-    code = here.run_stage(run, "prepare", flag, Plain(file=io.StringIO()))
+    code = local_runner.run_stage(run, "prepare", flag, Plain(file=io.StringIO()))
     assert run.stop_file.exists() == (not batch)
     if batch or signals == 1:
         assert (supervisor.poll(), code) == (5, Exit.CRASHED), "it wrote no event"

@@ -24,21 +24,20 @@ import pytest
 from rich.console import Console
 
 import submit
+from cli.overview import print_runs
+from pipeline.base.console import Plain
+from pipeline.base.dist_env import Place
 from pipeline.base.errors import Exit
 from pipeline.base.files import read_jsonl
-from pipeline.base.place import Place
 from pipeline.base.signals import SIGNALS
-from pipeline.checkpoint.saved import newest_step
+from pipeline.checkpoint.catalog import newest_step
 from pipeline.config.read import load_config
-from pipeline.run import stages
+from pipeline.run import attempts, stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain
 from pipeline.run.points import make_points
-from slurm.query import attempts
-from slurm.show.console import Plain
-from slurm.show.overview import print_runs
-from slurm.submit import here
+from slurm.submit import local_runner
 from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
 from tests.support.other_user import other_user
 from tests.support.ranks import run_ranks
@@ -66,7 +65,7 @@ class Stages:
         words = {"cause": Exit(code).name.lower(), "exit_code": code, "message": message}
         run.event("failed", stage, job_id=stage, **words)
         say = partial(console.print, soft_wrap=True)
-        return here.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
+        return local_runner.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
 
 
 def in_a_rank(where: Place, path: Path, stage: str) -> tuple[int, str]:
@@ -91,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory of a person, with both configs and what they need; what the door changes is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(here, "run_stage", Stages.stage)
+    monkeypatch.setattr(local_runner, "run_stage", Stages.stage)
     monkeypatch.setattr(Stages, "run", False)
     for name, text in (("tiny.yaml", TEXT), ("own.yaml", OWN), ("own.py", MODULE)):
         Path(name).write_text(text)
@@ -234,7 +233,7 @@ def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
         asked.clear()
         return found
 
-    monkeypatch.setattr(here, "run_stage", stage)
+    monkeypatch.setattr(local_runner, "run_stage", stage)
     everything = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
     assert submit_py(RATES) == Exit.DONE and points() == everything
     codes |= {"000 train": Exit.NON_FINITE, "001 evaluate": Exit.CRASHED}

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.console import Plain
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query import states
-from slurm.query.causes import predecessor_of
-from slurm.query.jobs import jobs_of
-from slurm.query.states import claims, comment_of, newly_submitted, since_submitted, submissions
-from slurm.show.console import Plain
-from slurm.show.status import print_status
+from slurm.query import job_states
+from slurm.query.job_states import claims, comment_of, newly_submitted, since_submitted, submissions
+from slurm.query.run_jobs import jobs_of
+from slurm.query.status import print_status
+from slurm.query.stop_causes import predecessor_of
 from slurm.submit import open_submissions, sbatch
 from slurm.submit.chain import begin_anew, cancel_run, submit_chain
 from slurm.supervise import evaluations, succession
@@ -43,8 +43,8 @@ class Killed(BaseException):
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(states, "_clusters", {})
-    monkeypatch.setattr(states, "_silent_until", {})
+    monkeypatch.setattr(job_states, "_clusters", {})
+    monkeypatch.setattr(job_states, "_silent_until", {})
     monkeypatch.setattr(open_submissions, "LOOK_AGAIN_S", (0.1, 0.2, 0.3))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return fake
@@ -151,7 +151,7 @@ def test_a_controller_that_stays_away_leaves_the_outcome_open(
         assert words in str(caught.value)
     [one] = [one for _, one in submissions(run) if one.is_open]
     (slurm.folder / "silent").touch()
-    with pytest.raises(UserError, match=states.SILENT):
+    with pytest.raises(UserError, match=job_states.SILENT):
         submit(run)
     assert [one] == [one for _, one in submissions(run) if one.is_open], "nothing is decided while nobody answers"
     (slurm.folder / "silent").unlink()
@@ -407,7 +407,7 @@ def test_what_is_queued_is_named_if_a_job_is_refused_and_the_next_submit_complet
 
 
 def test_a_successor_that_was_refused_is_submitted_later(training: Run, slurm: FakeSlurm) -> None:
-    states.cancel([states.JobState("2", "PENDING")])
+    job_states.cancel([job_states.JobState("2", "PENDING")])
     assert "train: its successor is not submitted" in status(training)
     submit(training)
     assert slurm.queue() == [("train", ""), ("evaluate", "afterok:0"), ("train", "afternotok:0")]
@@ -433,7 +433,7 @@ def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
     submit(run)
     cancel_run(run)
     run.clear_requests()
-    monkeypatch.setattr(states, "_clusters", {})
+    monkeypatch.setattr(job_states, "_clusters", {})
     slurm.plan()
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1")
     with pytest.raises(UserError, match=r"stages.shard.tasks: 2.*MaxArraySize.*stages.shard.tasks=1"):
@@ -481,7 +481,7 @@ def test_more_jobs_than_a_user_may_have_are_refused_before_anything_is_submitted
         with pytest.raises(UserError, match=rf"6 more jobs \(prepare 1, shard 3, .*{refused}.*MaxSubmitJobs"):
             submit(run)
         assert slurm.calls() == 0
-        monkeypatch.setattr(states, "_clusters", {})
+        monkeypatch.setattr(job_states, "_clusters", {})
         slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="none")
     submit(run)
     assert slurm.queue() == CHAIN

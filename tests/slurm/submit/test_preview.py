@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import submit as command_line
+from cli.resume_preview import print_resume
+from pipeline.base.console import Plain
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
-from slurm.show.console import Plain
-from slurm.submit.preview import print_resume
 from tests.slurm.submit.test_resume import SWEEP, Queue, queue, run, submitted
 from tests.support.tiny import make_run, write_config
 

@@ -11,12 +11,12 @@ import h5py
 import pytest
 
 import submit
+from cli.submission_checks import rehearse
 from examples import make_images
 from pipeline.base.errors import Exit, UserError
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from slurm.query import capacity
-from slurm.submit.rehearsal import rehearse
 from tests.support.needs import lacking
 from tests.support.other_user import other_user
 from tests.support.tiny import make_run, write_config

@@ -18,9 +18,9 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query import jobs, states
-from slurm.query.states import Claim, JobState
-from slurm.show.status import Lookout
+from slurm.query import job_states, run_jobs
+from slurm.query.job_states import Claim, JobState
+from slurm.query.status import Lookout
 from slurm.submit import chain, limits, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -38,9 +38,9 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
-        monkeypatch.setattr(jobs, "look_up", self.look_up)
-        monkeypatch.setattr(states, "call", self.call)
-        monkeypatch.setattr(states, "cluster_name", lambda: "pretended")
+        monkeypatch.setattr(run_jobs, "look_up", self.look_up)
+        monkeypatch.setattr(job_states, "call", self.call)
+        monkeypatch.setattr(job_states, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(limits, "cluster_settings", dict)
         monkeypatch.setattr(sbatch, "_write_submission", self.write)
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))
@@ -188,20 +188,20 @@ def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run,
 def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
     """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
-    assert jobs.running(swept) == []
+    assert run_jobs.running(swept) == []
     queue.resume(swept)
-    assert jobs.running(swept) == [], "what waits does not run"
+    assert run_jobs.running(swept) == [], "what waits does not run"
     queue.set("100_1", "RUNNING")
-    assert jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
+    assert run_jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
     lock = points(swept)[1].lock("train")
-    assert lock is not None and jobs.running(swept) == [f"train of {points(swept)[1].name}"]
+    assert lock is not None and run_jobs.running(swept) == [f"train of {points(swept)[1].name}"]
     os.close(lock)
     lock = run.lock("shard", 1)
-    assert lock is not None and jobs.running(run) == [f"shard of {run.name}"]
+    assert lock is not None and run_jobs.running(run) == [f"shard of {run.name}"]
     done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert done.returncode == Exit.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
-    assert jobs.running(run) == []
+    assert run_jobs.running(run) == []
 
 
 def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_sweep_and_its_points_are_one_question(
         asked.append({job.job_id for job in found})
         return found, []
 
-    monkeypatch.setattr(jobs, "look_up", look_up)
+    monkeypatch.setattr(run_jobs, "look_up", look_up)
     lookout = Lookout(swept)
     lookout.look()
     assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and lookout.points_going

@@ -19,8 +19,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.doctor import Facts, Finding, file_system, judge
+from cli.dry_run import print_plan
+from pipeline.base.console import Plain
+from pipeline.base.dist_env import granted_tasks
 from pipeline.base.errors import UserError
-from pipeline.base.place import granted_tasks
 from pipeline.config.masking import exposed, mask, masked
 from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
@@ -30,9 +33,6 @@ from pipeline.run.directory import Run
 from slurm.query import exclusion, topology
 from slurm.query.site_variables import refuse_unready
 from slurm.query.topology import nodes_of_ranks, problem
-from slurm.show.console import Plain
-from slurm.show.doctor import Facts, Finding, file_system, judge
-from slurm.submit.dry_run import print_plan
 from slurm.submit.sbatch import _reason, parameters, script
 from slurm.supervise.launch import use_site
 from tests.support.tiny import write_config

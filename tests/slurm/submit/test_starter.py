@@ -11,13 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
+from cli.init import write_starter
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
-from slurm.submit.starter import write_starter
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
 

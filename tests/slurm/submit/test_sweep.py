@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.dry_run import print_plan
+from pipeline.base.console import Plain
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.verify import verify
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
+from pipeline.run.ledger import seconds
 from pipeline.run.points import make_points, points
-from slurm.page.report import gather, print_report
-from slurm.show import status
-from slurm.show.console import Plain
-from slurm.show.ledger import seconds
-from slurm.show.status import Lookout, Row, point_table, print_status
-from slurm.submit.dry_run import print_plan
+from slurm.query import status
+from slurm.query.status import Lookout, Row, point_table, print_status
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
 from tests.support.tiny import digest, make_run, slowed, write_config
+from tracking.report import gather, print_report
 
 cluster = cluster_fixture(grace=1)
 

@@ -19,8 +19,8 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
+from slurm.query.job_states import cluster_name
 from slurm.query.site_variables import interpreter, refuse_unready
-from slurm.query.states import cluster_name
 from slurm.submit.sbatch import script
 from slurm.supervise import mpi_launch
 from slurm.supervise.inside import inside

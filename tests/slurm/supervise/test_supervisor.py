@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.dist_env import TIME_LEFT
 from pipeline.base.errors import Exit, UserError
 from pipeline.base.files import write_json
-from pipeline.base.place import TIME_LEFT
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
 from pipeline.run.stages import Progress
-from slurm.query.job import JobFacts
-from slurm.query.states import JobState
+from slurm.query.current_job import JobFacts
+from slurm.query.job_states import JobState
 from slurm.supervise import evaluations, succession, supervisor
 from slurm.supervise.launch import Left
 from slurm.supervise.supervisor import Supervisor
@@ -104,7 +104,7 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
 def test_what_waits_in_vain_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, done: bool, cancelled: str
 ) -> None:
-    from slurm.query import states
+    from slurm.query import job_states
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
         run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
@@ -124,9 +124,9 @@ def test_what_waits_in_vain_is_cancelled(
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
     state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
-    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
-    monkeypatch.setattr(states, "call", lambda *words: calls.append(" ".join(words)))
-    monkeypatch.setattr(states, "cluster_name", lambda: None)
+    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
+    monkeypatch.setattr(job_states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(job_states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
@@ -141,9 +141,11 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
     ):  # fmt: skip
         run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
-    monkeypatch.setattr(succession.states, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs})
-    monkeypatch.setattr(succession.states, "call", lambda *words: calls.append(" ".join(words)))
-    monkeypatch.setattr(succession.states, "cluster_name", lambda: None)
+    monkeypatch.setattr(
+        succession.job_states, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
+    )
+    monkeypatch.setattr(succession.job_states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.job_states, "cluster_name", lambda: None)
     monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
     assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
     assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
@@ -402,7 +404,7 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
         submitted.append((stage, after, kind))
 
     monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
-    monkeypatch.setattr(succession.states, "query", lambda jobs: {})
+    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {})
     monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
     assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
     assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
@@ -450,7 +452,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", facts)
     monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: clock.now >= back_s)
     monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
     assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
     told = run.read_events("train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
@@ -484,7 +486,7 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: None if away() else RUNNING)
     monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
     monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.causes.preemption.just_leave", lambda *words: False)
+    monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
     assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
     monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: False)

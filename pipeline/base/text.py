@@ -1,0 +1,10 @@
+"""Format values for people to read."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as `1:02:03` or `02:03`; a negative number as `00:00`."""
+    return str(timedelta(seconds=max(0, int(seconds + 0.5)))).removeprefix("0:")

@@ -1,1 +1,0 @@
-"""What a training will need, how fast it will be and what failures will cost, before it is queued."""

@@ -1,0 +1,346 @@
+"""Step time of a training on a machine, from first principles: no torch, no measurement, milliseconds to compute.
+
+Each operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009); each
+collective α·hops + bytes/β (collectives.py). A block's operators add up, forward and backward, to the durations with
+which the pipeline's own timeline is replayed (timeline.py). What runs beside computing costs what is longer than it.
+`Constants` are all that is fitted; docs/planning.md says to what, and how well that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import log2
+
+from planning.collectives import Group, all_reduce, gather, send
+from planning.machine import Machine
+from planning.timeline import Action, orders_of, replay
+from planning.workload import Workload
+
+REPLAYED = 2
+"""Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
+TILE = 128 * 256
+"""Outputs of a matrix product that one multiprocessor computes at a time."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say. Fitted by `python -m benchmarks.plan`, which starts at what is known of kernels."""
+
+    matmul: float = 0.87
+    """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
+    portable: float = 0.89
+    """And that libraries not made for this GPU get of that."""
+    attention: float = 0.6
+    """Share of the machine's attention figure over forward and backward."""
+    memory: float = 0.93
+    """Share of the memory's bandwidth."""
+    eager: float = 1.74
+    """Times that unfused operators move what fused ones do."""
+    link: float = 0.78
+    """Share of a link's bandwidth."""
+    launch: float = 6e-6
+    """Seconds of host time per kernel."""
+    hidden: float = 0.64
+    """Share of tensor parallel communication that runs beside products where it is cut into pieces."""
+    beside: float = 0.15
+    """Slow-down of computing while a collective runs beside it, for it takes multiprocessors and memory."""
+    jitter: float = 0.01
+    """Step time that each doubling of the nodes adds: the slowest rank is waited for."""
+
+
+DEFAULT = Constants()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step on the busiest rank."""
+
+    step: float
+    tokens_per_gpu: float
+    """Tokens per second of one GPU."""
+    mfu: float
+    """Model FLOP/s as a share of the GPU's bf16 peak, attention counted whole."""
+    compute: float
+    tensor: float
+    """Exposed communication of each group: nothing runs beside it."""
+    pipeline: float
+    data: float
+    bubble: float
+    optimizer: float
+    others: float
+    """Exposed communication of what Sluice has not: experts, context parallel."""
+    forward: tuple[float, ...] = ()
+    """Of one micro-batch by stage, with what it waits for; backward as well."""
+    backward: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A workload on a machine: durations of the pieces of its step."""
+
+    work: Workload
+    machine: Machine
+    constants: Constants
+
+    @property
+    def tokens(self) -> float:
+        """Of one micro-batch."""
+        return self.work.micro_batch * self.work.sequence / self.work.context
+
+    @property
+    def call(self) -> float:
+        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
+        return self.machine.measured.call if self.machine.measured else 0.0
+
+    def group(self, ranks: int, stride: int) -> Group:
+        """So many ranks, with numbers so far apart."""
+        return Group.of(ranks, stride, self.machine)
+
+    def moved(self, size: float) -> float:
+        """Seconds in which `size` bytes are read or written."""
+        return size / (self.machine.bandwidth * self.constants.memory)
+
+    def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
+        """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
+        mature = self.machine.attention.portable == self.machine.attention.native  # any framework's kernels are as good
+        native = 1.0 if self.work.native or mature else self.constants.portable
+        rate = self.machine.rate(precision) * self.constants.matmul * native
+        waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
+        width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
+        size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
+        return max(2 * waves * inner / rate, self.moved(size))
+
+    def attention(self) -> float:
+        """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
+        work, figures = self.work, self.machine.attention
+        rate = (figures.native if work.native else figures.portable) * self.constants.attention
+        rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)  # exponentials; blocks half masked
+        moved = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
+        return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate + self.moved(moved)
+
+    def between(self) -> float:
+        """What is between products in the forward of one block: norms, sums, activation, rotation, casts."""
+        work = self.work
+        stream = work.hidden / (work.tensor if work.split_sequence else 1)
+        acted = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
+        turned = 2 * (work.heads + work.kv_heads) * work.head
+        size = 10 * stream + (acted + turned) / work.tensor
+        size *= work.low_bytes * (1 if work.fused else self.constants.eager)
+        if work.precision in ("fp8", "fp4"):  # inputs of products are read and written as a row and as a column
+            size += 4 * (2 * work.hidden + (work.heads * work.head + work.ffn * work.active) / work.tensor)
+        return self.moved(size * self.tokens)
+
+    def launches(self) -> float:
+        """Host time of one block's forward."""
+        kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
+        return kernels * self.constants.launch
+
+    def block(self, trained: float = 1.0) -> tuple[float, float]:
+        """Computing of one block, of which so much is trained: forward, backward with what is made again."""
+        shapes, precision = self.work.products, self.work.precision
+        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
+        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
+        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
+        m, n, k, times = shapes[-1]  # which no backward wants again
+        attention, between = self.attention(), self.between()
+        again = {"attention": attention, "selective": between, "half": between + forward / 2}
+        again["full"] = between + forward - self.product(m, n, k, precision) * times + attention
+        first = self.with_host(forward + attention + between, self.launches())
+        second = inputs + weights * trained + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
+        return first, self.with_host(second, 2 * self.launches())
+
+    def with_host(self, kernels: float, host: float) -> float:
+        """Seconds of both: a GPU works while the host goes ahead, a CPU is the host."""
+        return kernels + host if self.machine.cores else max(kernels, host)
+
+    def head(self) -> tuple[float, float]:
+        """Output layer and loss: forward, backward."""
+        work, columns = self.work, self.work.vocab / self.work.tensor
+        precision = work.precision if work.precision == "fp32" else "bf16"
+        shape = (self.tokens, columns, float(work.hidden))
+        loss = self.moved(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
+        m, n, k = shape
+        inputs = self.product(m, k, n, precision) * (work.trained_from <= work.layers)
+        weights = self.product(k, n, m, precision) * work.trained_tables[1]
+        return self.product(m, n, k, precision) + loss / 2, inputs + weights + loss / 2
+
+    def tensor(self) -> float:
+        """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
+        work, group = self.work, self.group(self.work.tensor, 1)
+        size = self.tokens * work.hidden * work.low_bytes
+        time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
+        return time * (1 - self.constants.hidden if work.hide_tensor else 1)
+
+    def sent(self) -> float:
+        """One message between pipeline stages, where the rank waits for it."""
+        work = self.work
+        size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
+        stride = work.tensor * work.context * work.data
+        neighbours = self.group(work.pipeline, stride)
+        return send(size, neighbours, self.machine, self.constants.link) + self.call
+
+    def update(self) -> float:
+        """Gathering of Muon's matrices, gradients and momenta, in fp32."""
+        work, link = self.work, self.constants.link
+        size = 12 * max(self.by_rank(work.shares)) * (work.attention_weights + work.expert_weights)
+        shards = self.group(work.shard if work.zero else 1, work.tensor)
+        time = gather(size / work.tensor, shards, self.machine, link)
+        return (time + gather(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
+
+    def by_rank(self, values: Sequence[float]) -> list[float]:
+        """Of each pipeline rank the sum of its blocks' values, as if every rank had as many blocks."""
+        work, ends = self.work, (0, *accumulate(self.work.stages))
+        stages = [values[start:end] for start, end in pairwise(ends)]
+        ranks = ([one for stage in stages[rank :: work.pipeline] for one in stage] for rank in range(work.pipeline))
+        return [work.layers / work.pipeline * (sum(rank) / max(1, len(rank))) for rank in ranks]
+
+    def block_weights(self) -> float:
+        """Of one block, after tensor and expert parallelism."""
+        work = self.work
+        return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
+
+    @cached_property
+    def trained_weights(self) -> float:
+        """Of the pipeline rank that trains most, after tensor and expert parallelism."""
+        work, block, blocks = self.work, self.block_weights(), self.by_rank(self.work.shares)
+        table = work.vocab * work.hidden / work.tensor
+        return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(blocks))
+
+    def talk(self, size: float, calls: float = 1.0) -> float:
+        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
+        copied = self.moved(2 * size) if self.machine.cores else 0.0
+        group = self.group(self.work.shard * self.work.context, self.work.tensor)
+        return gather(size, group, self.machine, self.constants.link) + copied + calls * self.call
+
+
+Others = Callable[[Rank, float], float]
+"""Of a rank, and the computing of a block's forward."""
+
+
+def replayed(
+    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
+    """The first rounds of a step: each rank's actions with their starts, how long one takes, and the micro-batches."""
+    turn = batches // max(1, batches // ranks)
+    most = min(batches, REPLAYED * turn + batches % turn)
+    half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
+
+    def duration(action: Action) -> float:
+        return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
+
+    return replay(orders_of(schedule, ranks, virtual, most), len(forward), duration), duration, most
+
+
+@lru_cache(maxsize=4096)
+def _span(
+    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+) -> tuple[float, float]:
+    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+    done, duration, most = replayed(schedule, ranks, virtual, batches, forward, backward)
+    starts = [made[0][1] for made in done]
+    ends = [made[-1][1] + duration(made[-1][0]) for made in done]
+    busy = max(sum(duration(action) for action, _ in made) for made in done)
+    span = max(ends) - min(starts)
+    if schedule == "zb2p":  # its ranks do not wait for each other between steps (section 4 there)
+        span = max(end - start for start, end in zip(starts, ends, strict=True))
+    return span + busy * (batches - most) / most, busy * batches / most
+
+
+def predict(
+    work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
+) -> Prediction:
+    """Step time and what it is made of. Raises UserError where the machine lacks the precision.
+
+    `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
+    """
+    rank, stages = rank_of(work, machine, constants), work.stages
+    constants, first, micro = rank.constants, work.trained_from, work.micro_batches
+    computing = {share: rank.block(share) for share in {1.0, *work.shares}}
+    forward = computing[1.0][0]
+    tensor, more = rank.tensor(), others(rank, forward)
+    talk = tensor + more
+    again = talk if work.recompute == "full" else 0.0
+    head_forward, head_backward = rank.head()
+    waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
+    data, alone = _data(rank)
+    # each micro-batch gathers, or reduces, every block while its neighbour computes
+    gathered = rank.talk(rank.block_weights() * work.low_bytes) * work.gathers_blocks
+    forward, wait = _beside(forward, gathered, constants)
+    kinds = {}  # of a block's backward: seconds, how many of them wait, and those of what is sent
+    for share, (_, backward) in computing.items():
+        sent = rank.talk(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
+        kinds[share] = *_beside(backward, gathered + sent, constants), gathered + sent
+    blocks = [kinds[share] for share in work.shares]
+    passed = [blocks[max(first, start) : end] for start, end in pairwise((0, *accumulate(stages)))]
+    exposed = (wait * work.layers + sum(wait for _, wait, _ in blocks[first:])) / work.pipeline * micro
+    last = len(stages) - 1
+    ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
+    back = tuple(
+        sum(time + talk + again for time, _, _ in some) + waited * bool(some) + (at == last) * head_backward
+        for at, some in enumerate(passed)
+    )
+    if work.pipeline > 1:
+        span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
+    else:
+        span = busy = micro * (sum(ahead) + sum(back))
+    if machine.crowd > 1:  # whoever waits leaves its core to others
+        span = max(span, machine.crowd * micro * (sum(ahead) + sum(back)) / work.pipeline)
+    if work.hide_data and machine.cores is None:
+        sent = gathered * work.layers + sum(sent for *_, sent in blocks[first:])
+        taken = sent / work.pipeline  # of the last micro-batch's time
+        data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
+    data += alone
+    exposed += data
+    local = rank.trained_weights / (work.shard * work.context if work.zero else 1)
+    fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
+    optimizer = rank.moved(local * 30) * (1 if fused else constants.eager) + rank.update()
+    nodes = max(1, work.world / machine.gpus_per_node)
+    step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
+    tokens = work.global_batch * work.sequence / work.world / step
+    through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
+    times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited
+    mfu, compute = tokens * work.flops_per_token / machine.peak_bf16, busy - times * talk - exposed + data - messages
+    return Prediction(
+        step=step, tokens_per_gpu=tokens, mfu=mfu, compute=compute, tensor=times * tensor, pipeline=messages,
+        data=exposed, bubble=span - busy, optimizer=optimizer, others=times * more, forward=ahead, backward=back,
+    )  # fmt: skip
+
+
+def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
+    """A rank; figures that were measured on this machine are reached, whatever `constants` say."""
+    if machine.measured is not None:
+        beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
+        constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
+        constants = replace(constants, eager=machine.measured.eager)
+    return Rank(work, machine, constants)
+
+
+def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+    """Computing with communication beside it: how long both take, and how much of that is waiting."""
+    slow = compute + constants.beside * min(compute, communication)
+    return max(slow, communication), max(0.0, communication - slow)
+
+
+def _data(rank: Rank) -> tuple[float, float]:
+    """Data parallel communication of a step besides what the blocks send: once, and what nothing runs beside."""
+    work, machine, link = rank.work, rank.machine, rank.constants.link
+    reduced = rank.trained_weights * work.reduce_bytes
+    if not work.zero:
+        return all_reduce(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
+    shards, tables, layers = work.shard * work.context, work.tables(0), work.layers / work.pipeline
+    table = work.vocab * work.hidden / work.tensor
+    weights = layers * rank.block_weights() + len(tables) * table
+    once = rank.talk(weights * work.low_bytes, layers + len(tables)) * (not work.gathers_blocks)
+    calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
+    once += rank.talk(reduced, calls) * (not work.reduces_blocks)
+    once += all_reduce(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
+    # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
+    gathers, reduces = work.micro_batches, int(tables[0])
+    if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
+        gathers *= len(tables) + (work.trained_from == 0)
+        reduces = work.micro_batches * sum(tables)
+    alone = gathers * rank.talk(table * work.low_bytes) * work.gathers_blocks
+    return once, alone + reduces * rank.talk(table * work.reduce_bytes) * work.reduces_blocks

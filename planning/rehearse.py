@@ -1,0 +1,410 @@
+"""`plan CONFIG --rehearse RANK`: one rank of the real run, built and stepped here, without its values and its peers.
+
+The engine that trains is the one that is rehearsed (pipeline/train/engine.py), with torch's own parallel code. Tensors
+are torch's fake ones (`FakeTensorMode`: shape, type, device, no memory), collectives those of a fake process group that
+answers at once: so one core is any rank of 16,384, and what would fail there after a day in the queue fails here. Two
+steps are made; the second one is told, for the first also sets up.
+
+What only values could tell is stood in for, in `_stand_ins`: a number that is asked of a tensor is 1 or 0, DDP keeps
+its first buckets (torch sends the order of new ones), a pipeline stage is told the shapes that its neighbours would
+have sent, and groups of other ranks are not made. Kernels are those of the CPU, not compiled, and what they take
+inside, and fragmentation, is not seen.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from pipeline.base.errors import UserError
+from pipeline.comm.groups import World
+from pipeline.config.layout import Layout, layout_of
+from pipeline.config.sections import Config
+from pipeline.model.decoder import local
+from pipeline.model.task import DTYPES, Task
+from pipeline.parallel import data_parallel
+from pipeline.parallel.traffic import traffic_of, trained_of
+from pipeline.train import engine as engines
+from pipeline.train import norm
+from planning.memory import GB, MEMORY_KINDS, memory
+from planning.timeline import actions
+
+KINDS = MEMORY_KINDS
+"""What tensors are for; activations are all that is none of the others."""
+_OPERATIONS = {
+    "_allgather_base_": "all-gather", "allgather_": "all-gather", "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce", "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all", "broadcast_": "broadcast",
+    "broadcast": "broadcast", "send": "send",
+}  # fmt: skip
+"""Torch's operators that send, by their names."""
+
+
+class _Storage:
+    """Memory of one or several tensors."""
+
+    def __init__(self) -> None:
+        self.size, self.kind = 0, KINDS[-1]
+
+
+class Account(TorchDispatchMode):
+    """Memory that tensors take, and what is sent, while it is entered; on real ranks as in a rehearsal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, _Storage] = {}
+        self.now = 0
+        """Bytes of all tensors."""
+        self._resize = torch.UntypedStorage.resize_
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the peak and what was sent."""
+        self.peak = self.now
+        self._at_peak = [(one, one.size) for one in self._live.values()]
+        self.sent: defaultdict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0])
+        """Calls and bytes that this rank sends with ring algorithms, by group, its number of ranks, and operation."""
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by what they are for."""
+        found = dict.fromkeys(KINDS, 0)
+        for storage, size in self._at_peak:
+            found[storage.kind] += size
+        return found
+
+    def is_for(self, kind: str, tensor: Any) -> None:
+        """Say what a tensor is for."""
+        if isinstance(tensor, Tensor) and (one := self._live.get(local(tensor).untyped_storage()._cdata)) is not None:
+            one.kind = kind
+
+    def __enter__(self) -> Account:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes its weights so
+            self._resize(storage, size)
+            if storage._cdata in self._live:
+                self._live[storage._cdata].kind = "gathered"
+                self._took(storage)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*details)
+
+    def _took(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._live[key] = _Storage()
+            weakref.finalize(storage, self._gone, key)
+        one = self._live[key]
+        self.now += size - one.size
+        one.size = size
+        if self.now > self.peak:
+            self.peak, self._at_peak = self.now, [(other, other.size) for other in self._live.values()]
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._live.pop(key).size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again as what it is made of
+        result = self.call(func, args, kwargs or {})
+        for tensor in _tensors(result):
+            if self.counts(tensor):
+                self._took(tensor.untyped_storage())
+        name = func.__name__.split(".")[0]
+        if func.namespace in ("c10d", "_c10d_functional") and name in _OPERATIONS:
+            self._sends(_OPERATIONS[name], args, args[0] if func.namespace == "c10d" else result)
+        return result
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether it takes memory: wrappers of others take none, and DTensor asks for shapes with fake ones."""
+        return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do what an operator does."""
+        return func(*args, **kwargs)
+
+    def _sends(self, operation: str, args: Any, results: Any) -> None:
+        box = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+        group: Any = (
+            dist.distributed_c10d._resolve_process_group(args[-1]) if box is None else dist.ProcessGroup.unbox(box)
+        )
+        size, ranks = sum(tensor.nbytes for tensor in _tensors(results)), group.size()
+        if operation not in ("broadcast", "send"):
+            times = {"reduce-scatter": ranks, "all-reduce": 2}.get(operation, 1)
+            size = times * size * (ranks - 1) // ranks
+        entry = self.sent[group.group_desc.removeprefix("mesh_"), ranks, operation]
+        entry[0] += 1
+        entry[1] += size
+
+
+class _Fake(Account):
+    """The same of a rank that stands alone: what it sends or receives is done at once, and no number is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, Any] = {}
+
+    asked_for_shapes = False
+    """Whether DTensor asks, with whole tensors of its own, for the shapes of what an operator gives."""
+
+    def counts(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.asked_for_shapes
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 0
+        if func.namespace == "_c10d_functional":
+            return self._held_until_waited_for(func, args, kwargs)
+        if func.namespace != "c10d":
+            return func(*args, **kwargs)
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(args[0])
+        work = _create_work_from_future(done).boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _held_until_waited_for(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A real collective keeps what it reads until somebody waits for what it gives; that is no copy."""
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._held.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        result = func(*args, **kwargs)
+        self._held |= {tensor.untyped_storage()._cdata: args[0] for tensor in _tensors(result)}
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors of a tensor, a list, or a list of lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+@contextmanager
+def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
+    """What is done otherwise than on a real rank, because it asks for values or for peers."""
+
+    def outside(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return call
+
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        account.asked_for_shapes = True
+        try:
+            return shapes(*args, **kwargs)
+        finally:
+            account.asked_for_shapes = False
+
+    def own_group(ranks: list[int], **options: Any) -> Any:  # tens of thousands of others take minutes
+        return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
+
+    with ExitStack() as stack:
+        real = ((engines, "make_mesh"), (device_mesh.DeviceMesh, "__init__"))  # ranks are numbers
+        meta = ((Task, "build"), (Task, "cut"), (data_parallel, "shard"))  # there are no values yet in any case
+        for owner, name in (*real, *meta):
+            stack.enter_context(patch.object(owner, name, outside(getattr(owner, name))))
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
+        stack.enter_context(patch.object(device_mesh, "new_group", own_group))
+        stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
+        stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
+        if layout.pipeline > 1:
+            stack.enter_context(_told_by_neighbours(config, layout))
+        yield
+
+
+@contextmanager
+def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
+    """Stages of a pipeline tell each other the shapes of what they will send: here each is told what it would be."""
+    try:
+        from torch.distributed.pipelining._utils import _TensorMeta
+        from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
+    except ImportError as error:
+        raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
+    length = config.data.sequence_length // (layout.tensor if layout.sequence else 1)
+    shape = (config.train.micro_batch, length, config.model.dim)
+    dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
+
+    trained_from = trained_of(config).first
+
+    def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
+        if source > stage.stage_index:
+            return _StageBackwardMeta(tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs))
+        wanted = layout.stage_layers[stage.stage_index].start > trained_from
+        return _StageForwardMeta((_TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, requires_grad=wanted)),))
+
+    with patch.multiple(PipelineStage, _recv_meta=receive, _send_meta=lambda *_: None):
+        yield
+
+
+def one_step(engine: Any, account: Account, step: int, batch: dict[str, Tensor]) -> None:
+    """Step number `step` of an engine, in an account that is entered; what its tensors are for is noted."""
+    account.begin()
+    engine.backward(batch, step)
+    for parameter in (parameter for part in engine.parts for parameter in part.parameters()):
+        account.is_for("weights", parameter.detach())
+        account.is_for("gradients", parameter.grad)
+    engine.clip(engine.config.optimizer.clip_norm)
+    engine.update(1.0)
+    for state in engine.optimizer.state.values():
+        for tensor in state.values():
+            account.is_for("optimizer", tensor)
+
+
+class Progress:
+    """Says on stderr what a rehearsal does, and every few seconds how long it has done so."""
+
+    EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        self._began, self._phase, self._ended = time.monotonic(), "", threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begin(self, phase: str) -> None:
+        """Say that `phase` begins."""
+        self._phase = phase
+        self._print()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(self.EVERY_S):
+            self._print()
+
+    def _print(self) -> None:
+        print(f"rehearse: {time.monotonic() - self._began:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
+
+
+def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None] = lambda phase: None) -> Account:
+    """The account of the second step of a rank; `begin` is called with each phase.
+
+    Raises UserError where it would fail, with the reason.
+    """
+    size, layout = config.stages.train.ranks, layout_of(config)
+    if not 0 <= rank < size:
+        raise UserError(
+            f"--rehearse {rank}: ranks are numbered from 0 to {size - 1} (stages.train: nodes × tasks_per_node)"
+        )
+    if config.model.target is not None:
+        raise UserError("--rehearse: a model of your own is not rehearsed: what it takes is known from its data alone")
+    if config.optimizer.state.master == "none":
+        raise UserError(
+            "--rehearse: optimizer.state.master none is not rehearsed, for torch gives no parameter a fake tensor as "
+            "its data; with master fp32, which may be rehearsed, weights between steps take twice as much"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    begin(f"making the groups of {size:,} ranks")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        account = _Fake()
+        with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
+            world, stages = (
+                World(rank, size, torch.device("cpu"), "fake"),
+                layout.stages_of(layout.coordinates(rank).pipeline),
+            )
+            task = Task(config, vocab)
+            begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
+            engine = engines.Engine(config, layout, world, task, fresh=False)
+            rows = config.train.global_batch // layout.data
+            batch = {
+                name: torch.zeros((rows, *shape), dtype=getattr(torch, kind))
+                for name, (shape, kind) in task.shapes.items()
+            }
+            for step in (1, 2):
+                begin(f"step {step} of 2: {layout.micro_batches} micro-batches")
+                one_step(engine, account, step, batch)
+    except UserError:
+        raise
+    except Exception as error:
+        own = [at for at in extract_tb(error.__traceback__) if "site-packages" not in at.filename]
+        where = next((at for at in reversed(own) if at.filename != __file__), own[-1])
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        raise UserError(f"rank {rank} fails in {where.name} ({place}): {type(error).__name__}: {error}") from error
+    finally:
+        dist.destroy_process_group()
+    return account
+
+
+def group_name(layout: Layout, mesh: str) -> str:
+    """Return what `plan` calls a group of ranks, by its name in torch's mesh; a group of all may have torch's own."""
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard, "replicate": layout.replicate}
+    if mesh == "default_pg":
+        found = next((name for name, size in sizes.items() if size == layout.world), "all ranks")
+    else:
+        found = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}.get(mesh, mesh)
+    return "data" if found == "replicate" and layout.shard == 1 else found
+
+
+def rehearse(config: Config, rank: int) -> Iterator[str]:
+    """The lines of a rehearsal. Raises UserError where the run would fail, also for want of `site.gpu_memory_gib`."""
+    began, layout = time.monotonic(), layout_of(config)
+    compiled = config.train.compile
+    train = config.train.model_copy(update={"compile": False, "evaluate_every": None})
+    config = config.model_copy(update={"train": train})
+    vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
+    with Progress() as progress:
+        account = rehearsed(config, rank, vocab, progress.begin)
+    at = layout.coordinates(rank)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
+    yield f"rank {rank} of {layout.world:,}: pipeline {at.pipeline}, data {at.data}, tensor {at.tensor}"
+    yield f"two steps without values: {time.monotonic() - began:.0f} s and {taken:.1f} GB of memory here"
+    if compiled:
+        yield "train.compile is left out: compiled blocks keep less"
+    yield ""
+    yield "memory of its tensors in GB, when a step takes most"
+    yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
+    said = memory(config, layout, at.pipeline, vocab, actions(layout)[at.pipeline], on_cpu=True)
+    kinds = account.by_kind()
+    for name, sizes in (
+        ("rehearsed", [*kinds.values(), account.peak]),
+        ("plan", [said.weights, said.gathered, said.gradients, said.optimizer, said.activations, said.total]),
+    ):
+        yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
+    yield ""
+    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in traffic_of(config, layout, vocab, at.pipeline)]
+    yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
+    yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
+    for (mesh, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
+        group = group_name(layout, mesh)
+        yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
+    room = (config.site.gpu_memory_gib or math.inf) * 2**30
+    if account.peak > room and not config.parallel.offload:
+        raise UserError(
+            f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
+            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)"
+        )

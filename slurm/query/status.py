@@ -1,0 +1,439 @@
+"""`status`: how each stage of a run stands; cli/watch.py shows it live.
+
+What a stage has come to is judged by its outputs together with what Slurm says of its job (`judge`): a job that is
+COMPLETED while an output is missing has failed, and so has one that ended before its supervisor began. Where Slurm
+says nothing (no accounting, no controller), the run directory tells: events, locks, outputs.
+
+A table that is watched reads the run directory every two seconds, which costs nothing; Slurm is asked when the
+directory shows something new, else after 2 s, growing to 30 s while nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.base.command import command
+from pipeline.base.text import format_duration
+from pipeline.config.stages import STAGES
+from pipeline.evaluate.result import figure, metrics_of, newest_result
+from pipeline.run import attempts, stages
+from pipeline.run import lines as known
+from pipeline.run import points as sweep
+from pipeline.run.attempts import ENDS
+from pipeline.run.directory import Run
+from pipeline.run.failure import retry_command
+from pipeline.run.ledger import seconds
+from pipeline.run.machines import LOOKS, gpus_behind
+from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, newly_submitted
+from slurm.query.last_stop import LastStop, find_last_stop
+from slurm.query.run_jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven, uses_slurm
+from slurm.query.slurm_messages import HELD
+from slurm.query.stop_causes import leaving
+
+LOOK_S = 2.0
+PAUSE_S = (2.0, 30.0)
+"""The shortest and the longest time between two questions to Slurm."""
+GPU_LOOK_S, _MOST_GPUS = 120.0, 3
+"""GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
+_LEAST_WANTED = (
+    "last stop",
+    "idle",
+    "ending",
+    "save",
+    "ranks",
+    "attempts",
+    "nodes",
+    "time",
+    "steps",
+    "loss",
+    "job",
+    "step",
+)
+"""Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
+IDLE_LOOKS = 5
+_MORE = r"(?<=units): |; "
+"""After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
+which without Slurm takes seconds on a busy machine, and while a file system shows the outputs late, it may seem so."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in the table."""
+
+    run: Run
+    stage: str
+    state: str
+    """done, running, pending …: a word of Slurm's while its job is active, else how it ended; held: until a person lets
+    it go; never: waits in vain."""
+    why: str
+    """What is wrong, in words; empty where nothing is."""
+    going: bool
+    """Whether it runs, or waits in the queue for something that can happen."""
+    cells: Mapping[str, str]
+    """What the table shows besides stage and state, by the names of its columns."""
+    slow: str
+    """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
+    last_stop: LastStop | None = None
+    """How it last stopped, if it is not done."""
+    lacking: str = ""
+    """What of it is not in the queue, while other jobs of the run are, or is there without a record; else empty."""
+
+    @property
+    def brief_stop(self) -> str:
+        """How it last stopped and continues: `requeued after preemption`; "" as for `state_and_stop`."""
+        stop = self.last_stop
+        if stop is None or self.state == "done" or (self.why and not self.going):
+            return ""
+        return _join(stop.continues or "stopped", stop.after)
+
+    @property
+    def state_and_stop(self) -> str:
+        """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`; "" if it
+        has not stopped, or `why` has more to say."""
+        stop = self.last_stop
+        if stop is None or not self.brief_stop:
+            return ""
+        if self.going:
+            reason = f" ({self.cells['reason']})" if self.cells["reason"] else ""
+            return _join(f"{self.stage} {self.state}{reason},", self.brief_stop, stop.details)
+        return _join(self.stage, self.state, "" if stop.cause == self.state else stop.after, stop.details)
+
+
+def _join(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def judge(
+    missing: str | None, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
+) -> tuple[str, str, bool]:
+    """State, what is wrong, and whether it goes on, from a stage's outputs, lock, events and newest Slurm job.
+
+    `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
+    """
+    told = attempts.read(events)
+    slurm = "" if job is None or job.state == FORGOTTEN else job.state
+    name = f"job {job.job_id}" if job else ""
+    if missing is None and (not held or told.done):
+        return "done", "", False
+    if job is not None and job.dead:
+        return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
+    if job is not None and job.active and (held_by := HELD.match(job.reason)):
+        who = "" if held_by[1] == "User" else ", which takes an administrator"
+        return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
+    if job is not None and job.active:
+        return slurm.lower(), "", True
+    if held:
+        return "running", "", True
+    if slurm == "COMPLETED" or told.done:
+        return "incomplete", f"{f'{name} is COMPLETED' if slurm else 'its supervisor said done'}, but {missing}", False
+    if told.end is not None:
+        words = f"({told.end.get('cause')}): {str(told.end.get('message', '')).rstrip()}"
+        return told.end["event"], words if told.end["event"] == "failed" else "", False
+    if slurm == "CANCELLED":
+        return "cancelled", "", False
+    if job is not None and job.reason == SILENT:
+        return "unknown", SILENT, True  # for all we know
+    if told.started is not None:
+        how = f"{name} is {slurm}: its supervisor left no word" if slurm else "it ended without a word"
+        return "died", how, False
+    if slurm:
+        return "failed", f"{name} is {slurm}: it ended before its supervisor began", False
+    if job is not None:
+        return "unknown", job.reason or f"Slurm does not know {name}", False
+    return "waiting", "", False
+
+
+class Lookout:
+    """Looks at a run again and again, and asks Slurm as seldom as will do."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.points: list[Row] = []
+        """For each point of a sweep the first of its stages that is not done, else its last one."""
+        self._forgotten: dict[Claim, JobState] = {}
+        self._jobs: Sequence[Submitted] = ()
+        self._done: dict[tuple[Path, str], Row] = {}
+        self._seen: object = None
+        self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
+
+    def look(self) -> list[Row]:
+        """The stages as they stand now, with the config as it is now."""
+        if self.run.refresh():
+            self._done.clear()
+        events = self.run.read_events()
+        if len(events) != self._events or time.monotonic() >= self._ask_at:
+            self._events = len(events)
+            self._ask_slurm()
+        return self.judged(self._jobs)
+
+    def judged(self, jobs: Sequence[Submitted]) -> list[Row]:
+        """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
+        self._jobs = jobs
+        rows = self._rows(self.run, stages.own_stages(self.run), {})
+        swept = [list(self._rows(point, stages.point_stages(), rows).values()) for point in sweep.points(self.run)]
+        own = list(rows.values())
+        going = any(row.going for each in (own, *swept) for row in each)
+        paths = {self.run.path, *(each[0].run.path for each in swept)}
+        mine = [job for job in jobs if job.run in paths]
+        answers = not any(job.state.reason == SILENT for job in mine)
+        if mine and answers and going and not self.run.is_being_submitted:
+            swept = [[replace(row, lacking=self._lacking(row)) for row in each] for each in swept]
+            own = [replace(row, lacking=self._lacking(row)) for row in own]
+        strays = [describe_stray(job) for job in mine if job.is_stray and job.state.active]
+        own[0] = replace(own[0], lacking="; ".join(filter(None, [own[0].lacking, *strays])))
+        self.points = []
+        for each in swept:
+            first = next((row for row in each if row.state != "done"), each[-1])
+            lacking = [f"{row.stage} {row.lacking}" for row in each if row.lacking]
+            self.points.append(replace(first, lacking="; ".join(lacking)))
+        return own
+
+    def _lacking(self, row: Row) -> str:
+        """What of a stage is not in the queue: all of it, or a part."""
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (row.run.path, row.stage)]
+        alive = [job for job in jobs if job.state.active and not job.is_stray]
+        last = last_job(row.stage, [job for job in alive if job.step is None])
+        if row.state == "waiting" or (row.going and alive and last is None):
+            events = row.run.read_events(row.stage, "submitted", "not_submitted")
+            refused = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
+            what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
+            return f"{what}not submitted{f': {refused}' if refused else ''}"
+        single = self.run.config.sweep is None and not self.run.config.site.requeue
+        if STAGES[row.stage].trains and single and last is not None and successor_of(last, alive) is None:
+            return "" if leaving(row.run, row.stage, last.state) else "its successor is not submitted"
+        return ""
+
+    @property
+    def points_going(self) -> bool:
+        """Whether any point of a sweep goes on."""
+        return any(row.going for row in self.points)
+
+    def _rows(self, run: Run, names: Sequence[str], before: Mapping[str, Row]) -> dict[str, Row]:
+        """These stages of a run; `before`: those of the sweep that they wait for."""
+        rows: dict[str, Row] = {}
+        for stage in names:
+            needed = {name: rows.get(name) or before[name] for name in STAGES[stage].needs}
+            behind = next((name for name in needed if self._is_behind(name, needed[name])), None)
+            row = self._done.get((run.path, stage)) or self._row(run, stage, behind)
+            vain = [name for name, other in needed.items() if other.state != "done" and not other.going]
+            if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
+                why = f"job {row.cells['job']} waits for {', '.join(vain)}"
+                row = replace(row, state="never", going=False, why=why)
+            if row.state == "done":
+                self._done[run.path, stage] = row
+            rows[stage] = row
+        return rows
+
+    def _ask_slurm(self) -> None:
+        runs = (self.run, *sweep.points(self.run))
+        self._jobs = jobs_of(runs, self._forgotten) if uses_slurm(self.run) else []
+        seen = (self._events, self._jobs, self.points_going)
+        self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
+        self._seen, self._ask_at = seen, time.monotonic() + self._pause
+
+    @staticmethod
+    def _is_behind(stage: str, row: Row) -> bool:
+        """Whether what follows a stage cannot be done yet: the outputs so far may be of an earlier checkpoint."""
+        follows_training = STAGES[stage].trains or any(STAGES[name].trains for name in STAGES[stage].needs)
+        return follows_training and row.state != "done"
+
+    def _row(self, run: Run, stage: str, behind: str | None = None) -> Row:
+        """The row of a stage. `behind`: a stage before it that has checkpoints still to come."""
+        work, events = stages.load(stage), run.read_events(stage)
+        missing = getattr(work, "missing_at_a_glance", work.missing)(run)
+        holder, far = run.holder(stage), work.progress(run)
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
+        jobs = [job for job in jobs if job.job_id or job.state.reason]  # no job of an open submission is no job
+        shown = _shown(jobs)
+        job = shown.state if shown else None
+        since = max(newly_submitted(events), default=-1)
+        state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
+        if state == "done" and behind:
+            state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
+        if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
+            nodes = command("doctor", str(run.path.parent), "--check-nodes")
+            why += f" and left no log: do nodes see the run? {nodes}"
+        if state == "waiting" and (lacks := getattr(work, "lacks", None)):
+            why = lacks(run) or ""
+        if state == "waiting" and run.cancelled_file.exists():
+            state = "cancelled"  # before it began
+        active, running = job if going else None, state == "running"
+        spent = sum(e.get("seconds") or 0.0 for e in events if e["event"] in ENDS)
+        told = attempts.read(events)
+        if running and told.started is not None and told.end is None:
+            spent += time.time() - seconds(told.started)
+        starts = Counter(e.get("task") for e in events if e["event"] == "started")
+        cells = {
+            "job": shown.job_id if shown else "",
+            "reason": active.reason if active and active.state == "PENDING" else "",
+            "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
+            # in short: the whole words stand where a stage ends (slurm/submit/local_runner.py), and in the report
+            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else re.split(_MORE, far.words)[0],
+            "loss": far.loss,
+            "ETA": format_duration(far.left_s) if running and far.left_s is not None else "",
+            "attempts": str(max(starts.values(), default=0)),
+            "time": format_duration(spent),
+        }
+        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
+        slow = _slow(run, told.started, events) if running else ""
+        waits = job.job_id if job and job.active and job.state == "PENDING" else None
+        last = find_last_stop(events, waits) if state != "done" else None
+        return Row(run, stage, state, why, going, cells, slow, last)
+
+
+def _judge_so_far(
+    run: Run, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
+) -> tuple[str, str, bool]:
+    """Like `judge`, for a stage that is done as far as the training has come: the training itself is not done."""
+    if held or (job is not None and (job.active or job.dead)):
+        return judge("the training is not done", held, events, job)
+    cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
+    return "cancelled" if cancelled or run.cancelled_file.exists() else "waiting", "", False
+
+
+def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
+    """Which of a stage's jobs to show: one that runs, the first that may, one that waits in vain, the last."""
+    active = [job for job in jobs if job.state.active]
+    running = [job for job in active if job.state.state != "PENDING"]
+    dead = [job for job in jobs if job.state.dead]
+    return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
+
+
+def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
+    """Ranks and GPUs that fall behind now, in an attempt that runs."""
+    ranks = [f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in stragglers(events)]
+    every_s = run.config.track.telemetry_s or GPU_LOOK_S / LOOKS
+    span_s = max(GPU_LOOK_S, LOOKS * every_s)
+    begin = max(seconds(started) if started else 0.0, time.time() - span_s)
+    gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / every_s))
+    more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
+    return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
+
+
+def stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
+    slow: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event["event"] == "started":
+            slow.clear()
+        elif event["event"] == "straggler":
+            slow[event["rank"]] = event
+        elif event["event"] == "recovered":
+            slow.pop(event["rank"], None)
+    return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
+
+
+def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
+    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right.
+
+    What does not fit into `width` is left out, the least wanted column first; what then does not fit is not cut: print
+    with `soft_wrap`, and the terminal wraps the lines.
+    """
+    columns = {column[0]: column for column in zip(*cells, strict=True)}
+
+    def needed() -> int:
+        return sum(max(map(cell_len, column)) + 2 for column in columns.values()) - 2
+
+    for name in _LEAST_WANTED:
+        if width is None or needed() <= width:
+            break
+        columns.pop(name, None)
+    drawn = Table(box=None, pad_edge=False, header_style="bold", width=needed())
+    for name, *column in columns.values():
+        drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
+    for row in [*zip(*columns.values(), strict=True)][1:]:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def point_table(run: Run, rows: Sequence[Row]) -> list[list[str]]:
+    """The points of a sweep, header first: their values, how they stand, and what they came to; the best one first.
+
+    `rows`: one for each point (`Lookout.points`). Empty where the run is no sweep.
+    """
+    if run.config.sweep is None:
+        return []
+    values_of, found = run.config.sweep.points(), []
+    for row, values in zip(rows, values_of, strict=True):
+        far, result = stages.load("train").progress(row.run), newest_result(row.run)
+        came_to = figure(result)[1] if result else math.inf
+        state = row.state if row.state in ("done", "waiting") else f"{row.stage} {row.state}"
+        cells = [*map(str, values.values()), state, f"{far.done}/{far.total}", far.loss or "-"]
+        cells.append("-" if result is None else f"{came_to:.4f}")
+        found.append((came_to, [row.run.path.name, *cells], metrics_of(result or {})))
+    compared = "bits per byte" if run.config.model.target is None else "held-out loss"
+    found.sort(key=lambda one: one[0])
+    names = list(found[0][2])  # of the best one: where that was not evaluated, none was
+    table = [["point", *values_of[0], "state", "steps", "loss", compared, *names]]
+    table += (
+        [*cells, *(f"{measured[n]:.4f}" if n in measured else "-" for n in names)] for _, cells, measured in found
+    )
+    return table
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What is wrong with the points of a sweep, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            reasons.setdefault(f"{row.stage} {row.state} {row.why}", []).append(row.run.path.name)
+    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
+
+
+def stops_of_points(rows: Sequence[Row]) -> list[str]:
+    """How the points of a sweep last stopped, each way once."""
+    ways: dict[str, list[str]] = {}
+    for row in rows:
+        if row.brief_stop:
+            ways.setdefault(f"{row.stage} {row.state}, {row.brief_stop}", []).append(row.run.path.name)
+    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {words}" for words, names in ways.items()]
+
+
+def describe_incomplete(run: Run, rows: Sequence[Row], of_points: Sequence[Row]) -> list[str]:
+    """What of the chain is not in the queue, or not as it should be, and the command that mends it."""
+    found = [f"{row.stage}: {row.lacking}" for row in rows if row.lacking]
+    by_reason: dict[str, list[str]] = {}
+    for row in of_points:
+        if row.lacking:
+            by_reason.setdefault(row.lacking, []).append(row.run.path.name)
+    found += [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {lacking}" for lacking, names in by_reason.items()]
+    return [*found, f"to complete the chain: {run.resume_command}"] if found else []
+
+
+def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: int | None = None) -> Group:
+    """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
+    used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
+    cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
+    lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
+    lines += [Text(words, style="red") for words in failures(of_points)]
+    lines += [Text(words) for words in [*(row.state_and_stop for row in rows), *stops_of_points(of_points)] if words]
+    lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
+    lines += [Text(words, style="yellow") for words in describe_incomplete(run, rows, of_points)]
+    everything = [*rows, *of_points]
+    if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
+        failed = [row for row in everything if row.state == "failed"]
+        cause, message = (failed[0].why[1:].partition(")")[0], failed[0].why) if failed else (None, "")
+        lines.append(Text(f"to go on: {retry_command(run, cause, message)}"))
+    lines += [Text(words) for words in (run.describe_changes(),) if words]
+    if words := known.odd(run.events, known.event):
+        lines.append(Text(words, style="yellow"))
+    points = point_table(run, of_points)
+    return Group(Text(run.title), grid(cells, width), *lines, *([grid(points, width)] if points else []))
+
+
+def print_status(run: Run, console: Console) -> None:
+    """How the run stands now."""
+    lookout = Lookout(run)
+    console.print(table(run, lookout.look(), lookout.points, console.width), soft_wrap=True)

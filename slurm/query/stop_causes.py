@@ -1,0 +1,220 @@
+"""Why a stage stopped, and whether it may go on by itself.
+
+The supervisor alone decides this, from the ranks' exit codes, the run directory and what Slurm says of the job. A cause
+is one of the exit codes (pipeline/base/errors.py). Each has a budget in the config (`recovery:`), counted over the
+attempts since a person last said `resume`; what was used up is read from events.jsonl, so nothing else needs
+to be kept. Whatever the cause, a training that makes no new checkpoint stops: it would loop.
+
+How it goes on depends on where it runs:
+
+- in a batch job: back into the queue under the same id, without the nodes that failed: by `scontrol requeue`, or
+  merely by its end where Slurm then puts it back (slurm/query/preemption.py);
+- where the site forbids that (`site.requeue: false`): the job leaves, and a successor, submitted with `afternotok`
+  before, starts. The successor first submits its own, then takes over the jobs that waited for its predecessor;
+- inside salloc or on one machine: again in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pipeline.base.dist_env import Place
+from pipeline.base.errors import Exit
+from pipeline.base.files import read_jsonl
+from pipeline.checkpoint.catalog import saved_steps
+from pipeline.config.site import SiteConfig
+from pipeline.config.stages import STAGES
+from pipeline.run import attempts, stages
+from pipeline.run.attempts import Attempts, budget_of, ending, refusal
+from pipeline.run.directory import Run
+from slurm.query import preemption
+from slurm.query.current_job import ENDED_BY_SLURM, JobFacts, accounted_state, dead_nodes, job_facts
+from slurm.query.job_states import FORGOTTEN, Claim, JobState, claim, query, since_submitted
+
+EARLY_S = 70.0
+"""How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
+
+
+def leaving(run: Run, stage: str, job: JobState) -> bool:
+    """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
+    spoken = since_submitted(run.read_events(stage), job.job_id)
+    told = attempts.read(e for e in spoken if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))  # or its tasks
+    if job.state == "PENDING" or told.goes_on is not None:
+        return False
+    return job.state == "COMPLETING" or told.end is not None or told.asked is not None
+
+
+def standing(run: Run, stage: str) -> str:
+    """Something that changes when a stage gets ahead.
+
+    For `train` a step that was never saved before, one saved again in the place of a damaged one, or a decision. Not
+    the newest checkpoint alone: one that was saved and damaged since was an advance all the same. Not the events alone:
+    a rank may die between a checkpoint and its event.
+    """
+    if not STAGES[stage].trains:
+        return stages.load(stage).progress(run).words
+    newest, repaired = 0, 0
+    damaged: set[int] = set()
+    for event in run.read_events(stage):
+        if event["event"] == "began_anew":
+            newest = 0
+        elif event["event"] == "damaged":
+            damaged.add(event["step"])
+        elif event["event"] == "saved":
+            newest = max(newest, event["step"])
+            repaired += event["step"] in damaged
+            damaged.discard(event["step"])
+    newest = max(newest, *saved_steps(run.checkpoints), 0)
+    return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
+
+
+def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
+    """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with.
+
+    A job that is ending (COMPLETING) before its time limit and without being put back was cancelled. So was one that
+    ends so after a preemption, where Slurm puts back what it preempts (`site.requeue`) and accounting does not say.
+    """
+    if facts is None:
+        return Exit.STOPPED
+    if facts.restarts > restarts:
+        return Exit.PREEMPTED if facts.preempted else Exit.REQUEUED
+    if facts.state in ENDED_BY_SLURM:
+        return ENDED_BY_SLURM[facts.state]
+    ending = facts.state == "COMPLETING"
+    if facts.preempted:
+        return Exit.CANCELLED if ending and site.requeue else Exit.PREEMPTED
+    if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
+        return Exit.TIME_LIMIT
+    return Exit.CANCELLED if ending else Exit.STOPPED
+
+
+class Way(StrEnum):
+    """How a batch job whose stage is to go on leaves."""
+
+    BACK = "it is in the queue again"
+    SUCCESSOR = "its successor goes on"
+    CANCELLED = "a person cancelled it"
+    UNKNOWN = "nobody says whether it was cancelled"
+    LEAVE = "Slurm puts it back when it has ended"
+    REQUEUE = "it asks to be put back"
+
+
+def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: bool, exclude: str | None) -> Way:
+    """The first of these that holds. `restarts`: the count this job was started with; `signalled`: whether it was told
+    to leave, as a job is that is cancelled; `exclude`: what its excluded nodes must become."""
+    if facts is not None and facts.restarts > restarts:
+        return Way.BACK
+    if not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
+        return Way.SUCCESSOR
+    if stop_cause(facts, restarts, site) == Exit.CANCELLED:  # since the cause was told
+        return Way.CANCELLED
+    if facts is None and signalled:
+        return Way.UNKNOWN
+    return Way.LEAVE if facts is not None and preemption.just_leave(facts, exclude) else Way.REQUEUE
+
+
+def cause_in_slurm(
+    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig, *, preempted: bool
+) -> tuple[Exit, str | None]:
+    """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
+
+    `nodes`, `since`: the allocation's nodes and start (Slurm forgets both once the job is back in the queue; by then a
+    node that failed may be up again). Ranks that lost each other, or were killed, may be victims: of a dead node, or of
+    Slurm ending the job. `preempted`: whether there was a sign of a preemption before the job was requeued. Without
+    one, only accounting tells a preemption without grace from `scontrol requeue`.
+    """
+    if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
+        return code, None
+    by_slurm = facts.restarts > place.restart_count
+    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm or facts.state in ("COMPLETING", "NODE_FAIL")
+    if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
+        return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
+    cause = stop_cause(facts, place.restart_count, site)
+    if cause == Exit.STOPPED:
+        return code, None
+    if cause == Exit.REQUEUED:
+        state = "PREEMPTED" if preempted else accounted_state(place.job_id or "", since)
+        cause = ENDED_BY_SLURM[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
+    return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
+
+
+def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> tuple[Exit, str] | None:
+    """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
+
+    Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
+    the cause and the reason where they forbid that, or where the stage has ended and Slurm alone puts the job back.
+    None where it may start, and where a person asked for it.
+    """
+    before = attempts.of(run, stage, task)
+    started, end = before.started, before.end
+    if started is None or before.goes_on is not None:
+        return None
+    job = started.get("slurm_job")
+    same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
+    times = place.restart_count - (started.get("restarts") or 0) if same else 0
+    requeued = times > 0
+    once_more = times == 1 and _preempted(run, stage, started) and preemption.puts_back()
+    if before.done:
+        return (Exit.DONE, "it is done") if once_more else None
+    inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
+    by_itself = (requeued or inherited) and not before.asked_anew
+    progress = standing(run, stage) != started.get("standing")
+    if end is None:
+        cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
+        message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
+    else:
+        cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
+    asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
+    why_not = None
+    if by_itself:
+        why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
+    if why_not is not None and requeued and end is not None:  # it was told so before
+        # a person put the job back all the same, or Slurm did so because it was preempted
+        return (cause, why_not) if once_more else None
+    common = {"job_id": started.get("job_id"), "attempt": started.get("attempt"), "task": task, "noticed_later": True}
+    if end is None or (why_not is not None and not end.get("final")):
+        message += f"\nnot tried again: {why_not}" if why_not else ""
+        facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
+        name = ending(cause, final=why_not is not None and not asked)
+        run.event(name, stage, **common, **facts, final=why_not is not None)
+    if by_itself and why_not is None:
+        how = "requeued" if requeued else "handed_over"
+        run.event(how, stage, **common, cause=cause.name.lower(), budget=budget_of(cause), progress=progress)
+    return None if why_not is None else (cause, why_not)
+
+
+def _preempted(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
+    """Whether an event of the job that an attempt began in tells of a preemption."""
+    mine = (started.get("job_id"), started.get("task"))
+    spoken = (e for e in run.read_events(stage) if (e.get("job_id"), e.get("task")) == mine)
+    return any(e.get("in_grace") or e.get("cause") == "preempted" for e in spoken)
+
+
+def predecessor_of(run: Run, stage: str, job: str) -> str | None:
+    """The job that `job` was submitted to succeed; None where it is no successor."""
+    for event in since_submitted(run.read_events(None, "submitted"), job)[:1]:
+        if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
+            return next(iter(event["after"]), None)
+    return None
+
+
+def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Exit:
+    """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
+    if before.asked:
+        return Exit.CANCELLED if before.asked == "cancelled" else Exit.STOPPED
+    word = Exit.__members__.get(str(before.told.get("cause")).upper())
+    if requeued:  # so it was not cancelled, whatever it looked like
+        return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
+    if job is None:
+        return word or Exit.CRASHED
+    shown = query([job])[job]
+    facts = None if shown.state in (FORGOTTEN, *ENDED_BY_SLURM) else job_facts(job.job_id)
+    if facts is not None and facts.submitted != shown.submitted:  # of another job, which has that id now
+        facts = None
+    state = shown.state if facts is None else facts.state
+    if state in ENDED_BY_SLURM:  # how it ended in the end; the word is from when that began
+        return ENDED_BY_SLURM[state]
+    left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
+    return word or left_with  # a code, but no word: a full disk takes no events

@@ -1,1 +1,0 @@
-"""What people look at: status, logs, ledger, report, doctor."""

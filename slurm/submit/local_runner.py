@@ -1,0 +1,138 @@
+"""Running the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
+
+A stage that is done is left alone; one that somebody else is running is followed, and a stop that
+comes meanwhile ends all who follow: nobody starts again what a person stopped. Ctrl-C or SIGTERM asks the
+running stage to stop (once), waits for its save and prints the command that goes on; a second Ctrl-C only stops
+watching: the stage goes on with its save by itself. In a batch job (chain.sbatch) it is Slurm that signals: the stage
+is told, and followed to its end, for it goes on when the job is put back.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.base.command import command
+from pipeline.base.dist_env import in_allocation, in_batch
+from pipeline.base.errors import Exit
+from pipeline.base.signals import StopFlag
+from pipeline.base.text import format_duration
+from pipeline.run import attempts, stages
+from pipeline.run.attempts import Attempts
+from pipeline.run.directory import Run
+from pipeline.run.failure import once_mended
+from pipeline.run.points import make_points
+from slurm.query.site_variables import SETUP_NOT_RUN
+from slurm.submit.follow import follow
+from tracking.report import outcome
+
+
+def run_chain(run: Run, console: Console) -> Exit:
+    """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done.
+
+    A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
+    A stop, by whomever, ends all.
+    """
+    run.refuse_cancelled()
+    run.stop_file.unlink(missing_ok=True)
+    if in_allocation(os.environ) and run.config.site.setup:
+        console.print(SETUP_NOT_RUN, soft_wrap=True)
+    flag = StopFlag().install()
+    own, failed = [(run, stages.own_stages(run))], Exit.DONE
+    for one, names in own + [(point, stages.point_stages()) for point in make_points(run)]:
+        if one is not run:
+            console.print(f"point {one.path.name}")
+        for stage in names:
+            if (code := run_stage(one, stage, flag, console)) == Exit.DONE:
+                continue
+            if one is run or code == Exit.STOPPED or flag:
+                return code
+            failed = max(failed, code)
+            break
+    if failed != Exit.DONE:
+        console.print(outcome(run), soft_wrap=True)
+    return failed
+
+
+def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
+    """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
+    from slurm.submit.submitit_job import submit_local
+
+    say = partial(console.print, soft_wrap=True)
+    work, asked, batch = stages.load(stage), False, in_batch(os.environ)
+    job: Any = None
+
+    def going() -> bool:
+        """Whether it runs and is watched: a first signal is passed on, a second one ends the watching."""
+        nonlocal asked
+        alive = not job.done() if job else run.holder(stage) is not None
+        if not alive:
+            return False
+        if flag and not asked and (asked := ask_to_stop(run, stage, batch)):
+            say("stopping: the stage saves at its next step boundary …")
+        return batch or flag.count < 2
+
+    while True:
+        run.refresh()
+        run.refuse_cancelled()
+        holder = run.holder(stage)
+        if holder is None and work.missing(run) is None:
+            say(f"{stage:9} done: {work.progress(run).words}")
+            return Exit.DONE
+        before = attempts.read(run.read_events(stage))
+        leaves = before.stopping is not None and before.end is None
+        if holder:
+            say(f"{stage:9} is already running ({holder}); following it")
+            say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
+        job = None if holder else submit_local(run, stage)
+        seconds = follow(run, stage, going, console)
+        run.refresh()
+        if flag.count > 1 and not batch:
+            say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
+            return Exit.STOPPED
+        events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
+        told = attempts.read(events)
+        if told.end is None and (work.missing(run) is None or (job and not told.started and run.holder(stage))):
+            continue  # it is done, or somebody else's attempt began in the same moment: join that one
+        if told.end and told.end["event"] == "stopped" and job is None and not asked and leaves:
+            continue  # it was stopping already when we joined it; we were asked to go on
+        return tell(run, stage, told, seconds, job, say)
+
+
+def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
+    """Ask a running stage to save and leave: a request in the run directory, and one TERM to its supervisor. False
+    where that was not reached.
+
+    The file reaches a supervisor that is only just starting; the signal reaches one that runs at once. In a `batch` job
+    there is no file: it stands for a person's stop, after which nothing goes on by itself.
+    """
+    if not batch:
+        run.request(run.stop_file)
+    if holder := run.holder(stage):
+        holder.terminate()
+    return holder is not None or not batch
+
+
+def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> Exit:
+    """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
+    end, words = told.end, stages.load(stage).progress(run).words
+    if end is None:
+        log = job.paths.stdout if job else run.jobs / stage
+        say(f"{stage:9} ended without a word of its supervisor; its log: {log}", style="red")
+        if log.is_file():
+            lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
+            say("\n".join(lines[-15:]), style="red")
+        say(f"to try again: {run.resume_command}")
+        return Exit.CRASHED
+    if end["event"] == "done":
+        say(f"{stage:9} done in {format_duration(seconds)}: {words}")
+        return Exit.DONE
+    if end["event"] != "failed":
+        say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
+        return Exit.STOPPED
+    say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
+    say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
+    return Exit(end["exit_code"])

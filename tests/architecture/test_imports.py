@@ -1,0 +1,79 @@
+"""Imports run in one direction, without cycles, and the login node imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.imports import ORDER, ROOT, find_cycle, module_graph, reached, sources, wrong_directions
+
+HEAVY = {"torch", "numpy", "h5py", "tokenizers", "safetensors", "pyarrow", "mpi4py"}
+
+
+NOT_YET_MOVED = {
+    "pipeline.__main__ imports cli.looks",
+    "slurm.submit.local_runner imports tracking.report",
+    "slurm.supervise.supervisor imports tracking.sidecar",
+    "tracking.report imports cli.profile",
+    "tracking.report imports planning.expected_goodput",
+    "planning.measuring imports cli.submission_checks",
+}
+
+
+def test_imports_run_in_one_direction() -> None:
+    assert {one for one in wrong_directions() if not one.startswith("submit imports")} <= NOT_YET_MOVED
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert find_cycle(module_graph()) == []
+
+
+def test_the_login_node_reaches_nothing_heavy() -> None:
+    found = reached("submit")
+    assert {"pipeline.config.read", "slurm.query.status", "slurm.submit.chain"} <= found.keys(), "it was followed"
+    assert {name: by for name, by in found.items() if name.split(".")[0] in HEAVY} == {}
+
+
+def test_every_package_has_an_order() -> None:
+    found: dict[str, set[str]] = {name: set() for name in ORDER}
+    for module in sources():
+        top, _, rest = module.partition(".")
+        if top in ORDER:
+            found[top].add(rest.partition(".")[0] if "." in rest else "")
+    assert found == {name: set(order) for name, order in ORDER.items()}
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert [name for name, path in sources().items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "rule"),
+    [
+        ("pipeline/base/files.py", "from pipeline.config.sections import Config", "direction"),
+        ("pipeline/run/metrics.py", "from slurm.query.job_states import call", "direction"),
+        ("pipeline/parallel/traffic.py", "from data_prep.text.units import cut", "direction"),
+        ("slurm/query/job_states.py", "from slurm.submit.chain import submit_chain", "direction"),
+        ("pipeline/config/types.py", "from pipeline.config.sections import Config", "cycle"),
+        ("slurm/query/status.py", "import numpy", "heavy"),
+        ("pipeline/config/types.py", "import h5py", "heavy"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path: Path, file: str, line: str, rule: str) -> None:
+    for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "submit.py", tmp_path)
+    text = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(
+        text.replace("from __future__ import annotations\n", f"from __future__ import annotations\n{line}\n", 1)
+    )
+    assert (tmp_path / file).read_text() != text
+    found = {
+        "direction": lambda: set(wrong_directions(tmp_path)) - set(wrong_directions()),
+        "cycle": lambda: find_cycle(module_graph(tmp_path)),
+        "heavy": lambda: HEAVY & reached("submit", tmp_path).keys(),
+    }
+    assert found[rule]()

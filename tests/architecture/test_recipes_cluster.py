@@ -1,0 +1,49 @@
+"""A stage that was added by its recipe, on a real Slurm: in the chain, and beside the points of a sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.test_recipes import applied, counted
+from tests.cluster import Cluster
+from tests.cluster.fixture import cluster_fixture
+from tests.support.tiny import write_config
+
+cluster = cluster_fixture()
+
+pytestmark = pytest.mark.timeout(900)
+
+SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
+SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
+
+
+def test_a_new_stage_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    code, folder = applied("Add a stage", tmp_path / "code"), tmp_path / "work"
+    folder.mkdir()
+    write_config(folder)
+
+    def submit(*arguments: str) -> str:
+        environment = {**os.environ, **cluster.environment(), "PYTHONPATH": str(code), "COLUMNS": "200"}
+        command = [sys.executable, str(code / "submit.py"), *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    chain = submit("tiny.yaml", *SMALL)
+    assert re.search(r"^count +job \d+, after \d+$", chain, re.M), chain
+    swept = submit("tiny.yaml", *SMALL, SWEEP, "run.name=swept")
+    assert re.search(r"^count +job \d+, after \d+$", swept, re.M), swept
+    deadline = time.monotonic() + 600
+    for run in ("tiny", "swept"):
+        while not re.search(r"^count +done", shown := submit("status", f"runs/{run}"), re.M):
+            assert time.monotonic() < deadline, shown
+            time.sleep(1)
+        assert counted(folder / "runs" / run)
+        assert "tokens of 1 files" in shown and "count" in submit("report", f"runs/{run}")

@@ -1,0 +1,49 @@
+"""What somebody who follows a stage is told as it comes, and what not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.console import Plain
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from slurm.submit import follow
+from tests.support.tiny import write_config
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    """Of this stage and from now on; the last words come with the end."""
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.0)
+    run = Run.create(load_config(write_config(tmp_path)))
+    run.event("restored", "train", step=7, lost_steps=3)
+    file = io.StringIO()
+    console = Plain(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
+
+    def going() -> Iterator[bool]:
+        run.event("damaged", "train", step=28, reason="step-00000028/NOTES.txt is not listed")
+        yield True
+        assert "is not listed" in file.getvalue(), "not only at the end"
+        run.event("restored", "train", step=21, seconds=0.1, lost_steps=5)
+        run.event("restored", "evaluate", step=14, seconds=0.1, lost_steps=5)
+        yield True
+        run.event("saved", "train", step=28)
+        run.event("retried", "train", job_id="1", cause="crashed")
+        run.event("restored", "train", step=28, seconds=0.1, lost_steps=0)
+        yield False
+
+    ticks = going()
+    follow.follow(run, "train", lambda: next(ticks), console)
+    shown = file.getvalue()
+    told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
+    assert [" ".join(words) for words in told] == [
+        "train step 28 is set aside, damaged: step-00000028/NOTES.txt is not listed",
+        "train restored step 21; steps done again: 5",
+        "train goes on by itself after: crashed",
+        "train restored step 28",
+    ], shown

@@ -1,0 +1,147 @@
+"""How `status` names the last stop of a stage, from its events; without a cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli import overview
+from pipeline.base.console import Plain
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.points import make_points
+from slurm.query import status
+from slurm.query.job_states import JobState
+from slurm.query.last_stop import find_last_stop
+from slurm.query.run_jobs import Submitted
+from tests.support.tiny import make_run, write_config
+
+SUBMITTED: dict[str, Any] = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
+STARTED: dict[str, Any] = {"event": "started", "task": None, "job_id": "3", "slurm_job": "3"}
+SAVED = {"event": "saved", "step": 1210}
+AT_1215 = {"event": "stop_requested", "step": 1215, "signal": "SIGUSR2"}
+REQUEUED = {"event": "requeued", "task": None}
+
+
+def ended(event: str, cause: str) -> dict[str, Any]:
+    return {"event": event, "task": None, "cause": cause}
+
+
+PREEMPTED: list[dict[str, Any]] = [SUBMITTED, STARTED, SAVED, AT_1215, ended("preempted", "preempted"), REQUEUED]
+RESTORED: list[dict[str, Any]] = [STARTED, {"event": "restored", "step": 1215}]
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "shown"),
+    [
+        (PREEMPTED, "PENDING", "train pending (Priority), requeued after preemption at step 1215 (1 attempt)"),
+        ([*PREEMPTED, *RESTORED], "RUNNING", "train running, requeued after preemption at step 1215 (2 attempts)"),
+        (
+            [*PREEMPTED, *RESTORED, ended("failed", "node_failure"), REQUEUED],
+            "PENDING",
+            "train pending (Priority), requeued after a node failure with a checkpoint of step 1215 (2 attempts)",
+        ),
+        (
+            [SUBMITTED, STARTED, AT_1215, ended("stopped", "requeued"), REQUEUED],
+            "PENDING",
+            "train pending (Priority), requeued at step 1215 (1 attempt)",
+        ),
+        (  # the supervisor noted the stop, and was killed
+            [SUBMITTED, STARTED, SAVED, {"event": "stopping", "task": None, "by": "SIGTERM", "cause": "preempted"}],
+            "PENDING",
+            "train pending (Priority), requeued after preemption with a checkpoint of step 1210 (1 attempt)",
+        ),
+        (  # killed with its node
+            [SUBMITTED, STARTED, SAVED],
+            "PENDING",
+            "train pending (Priority), requeued with a checkpoint of step 1210 (1 attempt)",
+        ),
+        ([SUBMITTED, STARTED, SAVED], "RUNNING", None),
+        ([SUBMITTED], "PENDING", None),
+        (
+            [SUBMITTED, STARTED, AT_1215, ended("stopped", "time_limit"), {"event": "handed_over", "task": None}],
+            "PENDING",
+            "train pending (Priority), handed over to the next job after its time limit at step 1215 (1 attempt)",
+        ),
+        (
+            [SUBMITTED, STARTED, SAVED, ended("failed", "crashed"), SUBMITTED],
+            "PENDING",
+            "train pending (Priority), submitted again after a crash with a checkpoint of step 1210 (1 attempt)",
+        ),
+        (
+            [SUBMITTED, STARTED, AT_1215, ended("stopped", "SIGTERM"), REQUEUED],
+            "PENDING",
+            "train pending (Priority), requeued after a signal (SIGTERM) at step 1215 (1 attempt)",
+        ),
+        (
+            [SUBMITTED, STARTED, AT_1215, ended("stopped", "stop file")],
+            "CANCELLED",
+            "train stopped after a stop request at step 1215 (1 attempt)",
+        ),
+        (
+            [SUBMITTED, STARTED, AT_1215, ended("cancelled", "cancelled")],
+            "CANCELLED",
+            "train cancelled at step 1215 (1 attempt)",
+        ),
+    ],
+)
+def test_status_names_the_last_stop(
+    tmp_path: Path, events: list[dict[str, Any]], state: str, shown: str | None
+) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    for event in events:
+        run.event(event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
+    reason = "Priority" if state == "PENDING" else "None"
+    lookout = status.Lookout(run)
+    rows = lookout.judged([Submitted(run.path, "train", "3", JobState("3", state, reason))])
+    console = Console(width=200, record=True)
+    console.print(status.table(run, rows, width=200), soft_wrap=True)
+    lines = [line for line in console.export_text().splitlines() if re.search(r"\(\d+ attempts?\)$", line)]
+    assert lines == ([shown] if shown else [])
+
+
+def test_a_stage_that_is_done_has_no_last_stop() -> None:
+    done = {"event": "done", "task": None}
+    assert find_last_stop([*PREEMPTED, *RESTORED, done], None) is None
+    assert find_last_stop([*PREEMPTED, *RESTORED, done, ended("stopped", "requeued")], None) is not None
+
+
+def test_tasks_of_an_array_are_told_apart() -> None:
+    tasks: list[dict[str, Any]] = [{"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1)]
+    events = [SUBMITTED, *tasks, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
+    stop = find_last_stop(events, None)
+    assert stop is not None and (stop.cause, stop.attempts, stop.continues) == ("preempted", 1, "requeued")
+    assert find_last_stop([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}], None) is None
+    assert find_last_stop([SUBMITTED, *tasks], "4") is None, "the job behind the array waits, and the tasks run"
+
+
+def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = make_run(tmp_path).data
+    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), data)
+    points, jobs = make_points(swept), []
+    for number, point in enumerate(points):
+        job = {"job_id": f"3_{number}", "executor": "slurm"}
+        point.event("submitted", "train", kind="afterok", after=[], **job)
+        point.event("started", "train", task=None, **job)
+        jobs.append(Submitted(point.path, "train", f"3_{number}", JobState(f"3_{number}", "PENDING", "Priority")))
+    for point in points[::2]:
+        point.event("preempted", "train", task=None, cause="preempted")
+        point.event("requeued", "train", task=None, cause="preempted")
+    points[1].event("stopped", "train", task=None, cause="requeued")
+    points[1].event("requeued", "train", task=None, cause="requeued")
+    lookout = status.Lookout(swept)
+    rows = lookout.judged(jobs)
+    console = Console(width=200, record=True)
+    console.print(status.table(swept, rows, lookout.points, width=200), soft_wrap=True)
+    text = console.export_text()
+    assert "points 000, 002: train pending, requeued after preemption\n" in text
+    assert "point 001: train pending, requeued\n" in text
+    monkeypatch.setattr(overview, "jobs_of", lambda runs: jobs)
+    plain = Plain(width=160, record=True)
+    overview.print_runs(Path("runs"), plain)
+    assert re.search("^runs/swept +train +pending .*requeued after preemption ", plain.export_text(), re.M)

@@ -1,0 +1,349 @@
+"""The verdict on a stage, and how often Slurm is asked; without a cluster."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cli import watch as watching
+from data_prep.inputs.sources import Input
+from data_prep.shard import lacks
+from data_prep.text.tokenizer import train_bpe
+from pipeline.base.console import Plain
+from pipeline.config.read import load_config
+from pipeline.data.manifest import FileEntry
+from pipeline.run.directory import Run
+from pipeline.run.stages import load
+from slurm.query import job_states, status
+from slurm.query.job_states import Claim, JobState
+from slurm.query.run_jobs import Submitted
+from tests.support.ranks import place
+from tests.support.tiny import CONFIG, HarmlessFlag, make_run
+from tracking.report import print_report
+
+STARTED = {"event": "started"}
+DONE = {"event": "done"}
+FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "held", "events", "job", "state", "why", "going"),
+    [
+        (None, False, [STARTED, DONE], "COMPLETED", "done", "", False),
+        (None, False, [], None, "done", "", False),
+        (None, True, [STARTED], None, "running", "", True),
+        ("x is missing", False, [STARTED, DONE], "COMPLETED", "incomplete", "COMPLETED, but x", False),
+        ("x is missing", False, [STARTED, DONE], None, "incomplete", "said done, but x", False),
+        ("x", False, [STARTED, FAILED], "FAILED", "failed", "(hang): rank 3", False),
+        ("x", False, [STARTED, FAILED], "PENDING", "pending", "", True),
+        ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor left no word", False),
+        ("x", False, [], "FAILED", "failed", "before its supervisor began", False),
+        ("x", False, [], "CANCELLED", "cancelled", "", False),
+        ("x", False, [], job_states.FORGOTTEN, "unknown", "does not know job 9", False),
+        ("x", False, [STARTED], job_states.FORGOTTEN, "died", "without a word", False),
+        ("x", True, [STARTED], job_states.FORGOTTEN, "running", "", True),
+        ("x", False, [], None, "waiting", "", False),
+    ],
+)
+def test_the_verdict(
+    missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
+) -> None:
+    found = status.judge(missing, held, events, JobState("9", job) if job else None)
+    assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
+
+
+def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    jobs = [
+        Submitted(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
+        Submitted(run.path, "evaluate", "4", JobState("4", "PENDING", "Dependency")),
+    ]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    rows = {row.stage: row for row in status.Lookout(run).look()}
+    assert rows["train"].state == rows["evaluate"].state == "never"
+    assert rows["evaluate"].why == "job 4 waits for train"
+    console = Console(width=150, record=True)
+    status.print_status(run, console)
+    assert "to go on: python submit.py resume" in console.export_text()
+
+
+@pytest.mark.parametrize(("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", ", which takes an administrator")])
+def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
+    found = status.judge("x", False, [], JobState("9", "PENDING", reason))
+    assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
+
+
+def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of others nobody asks who only looks: there may be 100,000 inputs."""
+    run = make_run(tmp_path)
+    (run.data / "manifest.json").unlink()
+    asked: list[Input] = []
+    problem = Input.problem
+
+    def ask(one: Input) -> str | None:
+        asked.append(one)
+        return problem(one)
+
+    monkeypatch.setattr(Input, "problem", ask)
+    found = status.Lookout(run).look()[:2]
+    assert [(row.state, row.why) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
+    (corpus := tmp_path / "corpus.jsonl").unlink()
+    found = status.Lookout(run).look()[:2]
+    gone = f"input {corpus} is gone since it was prepared: put it back, or go on with what there is now: `"
+    assert [row.state for row in found] == ["done", "waiting"] and found[1].why.startswith(gone)
+    assert str(load("prepare").missing(run)).startswith(gone)
+    asked.clear()
+    run.event("submitted", "shard", job_id="1", executor="local")
+    run.event("started", "shard", job_id="1")
+    assert status.Lookout(run).look()[1].state == "died" and not asked, "one that began says so itself"
+
+
+def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{number:03}.txt" for number in range(250)]
+    asked: list[Path] = []
+
+    def stat(path: Path) -> os.stat_result:
+        asked.append(path)
+        return os.stat(path)
+
+    inputs = [Input(str(tmp_path / name), 0, 0, "text") for name in names]
+    for source in inputs:
+        Path(source.path).touch()
+        os.utime(source.path, ns=(0, 0))
+    folder = SimpleNamespace(path=tmp_path, inputs=inputs)
+    monkeypatch.setattr("data_prep.shard.seen_from_outside", lambda run: folder)
+    monkeypatch.setattr("data_prep.inputs.sources.os", SimpleNamespace(stat=stat))
+    assert lacks(Run(tmp_path)) is None and 80 < len(asked) <= 100
+    for name in names[100:110]:
+        (tmp_path / name).unlink()
+    assert "is gone" in str(lacks(Run(tmp_path)))
+
+
+def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are used where they lie; nobody's supervisor ever said a word."""
+    text = "data: {{source: {0}/n.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
+    text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: one, root: {0}}}\n"
+    (tmp_path / "one.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["a step, then another"] * 9, 300, "<|endoftext|>"))
+    path = tmp_path / "n.bin"
+    np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
+    run = Run.create(load_config(tmp_path / "one.yaml"))
+    for stage in ("prepare", "shard"):
+        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+    asked: list[Path] = []
+    real = FileEntry.problem
+
+    def problem(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
+        asked.append(path)
+        return real(entry, path, hashes)
+
+    monkeypatch.setattr(FileEntry, "problem", problem)
+    row = status.Lookout(run).look()[1]
+    assert (row.state, row.cells["step"]) == (
+        "done",
+        "21/21 units",
+    ) and asked.count(path) == 1
+    path.unlink()
+    row = status.Lookout(run).look()[1]
+    assert row.state == "waiting" and row.why.startswith(f"{path} is missing: put the file back as it was, or start a")
+
+
+def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    jobs = [Submitted(run.path, "train", "3", JobState("3", "FAILED"))]
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
+    assert hint in status.Lookout(run).look()[2].why
+    (run.stage_folder("train") / "3_0_log.out").touch()
+    assert hint not in status.Lookout(run).look()[2].why
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    run, reason = make_run(tmp_path), "ReqNodeNotAvail, UnavailableNodes:n1"
+    jobs = [Submitted(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
+    jobs.append(Submitted(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")))
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    console = Console(width=width, record=True)
+    status.print_status(run, console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= width for line in lines[1:]), lines
+    assert any("train" in line and "pending" in line and reason in line for line in lines), lines
+    assert ("attempts" in lines[1]) == (width == 160)
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_no_cell_is_cut(width: int) -> None:
+    """Columns go that are least wanted; what is wider than the terminal then is wrapped by it, line by line."""
+    parts = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
+    cells = [["stage", "attempt", "ranks", "end", *parts], ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
+    console = Console(width=width, record=True)
+    console.print(status.grid(cells, width), soft_wrap=True)
+    lines = console.export_text().splitlines()
+    shown = [(name, cell) for name, cell in zip(*cells, strict=True) if name in lines[0]]
+    assert lines[1].split() == " ".join(cell for _, cell in shown).split() and "…" not in "".join(lines)
+    assert {"stage", "attempt", "end", "queue", "start-up", "compute", "in all"} <= {name for name, _ in shown}
+    assert (("idle", "11:22:33") in shown) == (width == 120)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    run, looks = make_run(tmp_path), 0
+
+    def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState]) -> list[Submitted]:
+        nonlocal looks
+        looks += 1
+        state = "PENDING" if looks < 4 else "RUNNING" if looks < 8 else "CANCELLED"
+        return [Submitted(run.path, "train", "3", JobState("3", state))]
+
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(watching, "LOOK_S", 0.001)
+    text = io.StringIO()
+    watching.watch(run, Plain(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
+
+
+def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = make_run(tmp_path), 1000.0
+    asked: list[float] = []
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status, "uses_slurm", lambda run: True)
+
+    def jobs_of(run: Run, forgotten: dict[Claim, JobState]) -> list[Submitted]:
+        asked.append(now)
+        return []
+
+    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    lookout = status.Lookout(run)
+    for _ in range(100):
+        lookout.look()
+        now += status.LOOK_S
+    pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
+    assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
+    run.event("requeued", "train")
+    lookout.look()
+    assert asked[-1] == now, "the run directory shows something new"
+    now += status.LOOK_S
+    lookout.look()
+    assert asked[-1] == now
+
+
+def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, told = [], "here|0|1970-01-01T00:00:00|a-train|"
+
+    def call(*command: str, **_: Any) -> str | None:
+        calls.append(command)
+        return {
+            "squeue": f"2_0|RUNNING|None|n1|{told}sluice /a\n2_1|PENDING|Resources||{told}sluice /a\n",
+            "sacct": f"1|COMPLETED|None|n1|{told}\n",
+        }.get(command[0])
+
+    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    submitted = datetime(1970, 1, 1).timestamp()
+    one, two = (Claim(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
+    kept: dict[Claim, JobState] = {}
+    for _ in range(2):
+        found = job_states.query([one, two], kept)
+        assert (found[one].state, found[two].state) == ("COMPLETED", "RUNNING")
+    assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
+    assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
+
+
+@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue"] * 2)])
+def test_what_nobody_knows_is_asked_once_where_slurm_answers(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, asked: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def call(*command: str, **_: Any) -> str | None:
+        calls.append(command[0])
+        return "" if answers and command[0] == "squeue" else None
+
+    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    kept: dict[Claim, JobState] = {}
+    for _ in range(2):
+        found = job_states.query([Claim("1")], kept)[Claim("1")]
+        assert found.state == job_states.FORGOTTEN and (found.reason == job_states.SILENT) == (not answers)
+    assert [name for name in calls if answers or name == "squeue"] == asked
+
+
+def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
+    slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
+    worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}
+    assert status.stragglers([STARTED, slow]) == [slow]
+    assert status.stragglers([STARTED, slow, worse])[0] == worse
+    assert status.stragglers([STARTED, slow, {"event": "recovered", "rank": 2}]) == []
+    assert status.stragglers([STARTED, slow, STARTED]) == []
+
+
+def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.events.unlink()  # killed between config.yaml and the first event
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "waiting", "waiting"]
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert "0/30" in console.export_text()
+    run.request(run.cancelled_file)
+    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("job", "state"),
+    [
+        (None, "waiting"),
+        (JobState("4", "CANCELLED"), "cancelled"),
+        (JobState("4", "COMPLETED"), "waiting"),  # of an earlier checkpoint
+        (JobState("4", "PENDING", "Dependency"), "pending"),
+        (JobState("4", "PENDING", "DependencyNeverSatisfied"), "never"),
+        (JobState("4", "RUNNING"), "running"),
+    ],
+)
+def test_an_evaluation_is_not_done_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobState | None, state: str
+) -> None:
+    """Each checkpoint so far has its evaluation, and more checkpoints are to come."""
+    run = make_run(tmp_path)
+    monkeypatch.setattr(load("evaluate"), "missing", lambda run: None)
+    trains = Submitted(run.path, "train", "3", JobState("3", "RUNNING"))
+    jobs = [trains] if job is None else [trains, Submitted(run.path, "evaluate", "4", job)]
+    lookout = status.Lookout(run)
+    assert [row.state for row in lookout.judged(jobs)] == ["done", "done", "running", state]
+    if job is None:
+        run.request(run.cancelled_file)
+        assert [row.state for row in lookout.judged([])] == ["done", "done", "cancelled", "cancelled"]
+        monkeypatch.setattr(load("train"), "missing", lambda run: None)
+        assert [row.state for row in lookout.judged([])] == ["done"] * 4
+
+
+def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
+        run.event("started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)
+        run.event(event, "train", job_id="1", attempt=attempt + 1, task=None, cause=cause, exit_code=1)
+    console = Console(width=150, record=True)
+    print_report(run, console)
+    assert re.search(r"^cause +attempts .*\n(.*\n)*node_failure +2 .*\npreempted +2 ", console.export_text(), re.M)

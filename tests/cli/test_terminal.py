@@ -1,0 +1,73 @@
+"""What stands in paths, events, logs and configs is shown as text: no markup, no commands to the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cli.doctor import Finding, print_findings
+from cli.logs import show
+from pipeline.base.console import Plain
+from pipeline.base.errors import printable
+from pipeline.base.files import append_line
+from pipeline.config.read import load_config
+from pipeline.run import attempts
+from pipeline.run.directory import Run
+from slurm.query.status import print_status
+from slurm.submit.local_runner import tell
+from tests.support.tiny import write_config
+from tracking.report import print_report
+
+CLEAR, TITLE, REVERSE = "\x1b[2J\x1b[H", "\x1b]0;mine\x07", "\u202etxt.exe"
+EVIL = f"{CLEAR}{TITLE}all is done\x9b2J{REVERSE}\r[bold red]:smiley:[/nothing]"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that failed with evil words, in a folder with an evil name."""
+    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
+    run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
+    run.event("started", "train", job_id="1", attempt=1, task=None, host=EVIL)
+    run.event("failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
+    run.code.mkdir()
+    (run.code / "COMMIT").write_text(EVIL)
+    (run.code / "DIFF").write_text("")
+    (run.stage_folder("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{EVIL}\n".encode() + b"\xff\x1b\n")
+    (run.jobs / "train/own-times.json").write_text(json.dumps({EVIL: 1.5}))
+    return run
+
+
+def harmless(text: str) -> None:
+    assert not any(character in text for character in "\x1b\x07\x9b\u202e"), ascii(text)
+
+
+def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
+    file = io.StringIO()
+    console = Plain(file=file, width=200)
+    print_status(run, console)
+    print_report(run, console)
+    said = partial(console.print, soft_wrap=True)
+    tell(run, "train", attempts.of(run, "train", None), 1.0, None, said)
+    print_findings([Finding(EVIL, EVIL, EVIL)], console)
+    shown = file.getvalue()
+    harmless(shown)
+    assert "a[/b]c[red]:smiley:/tiny" in shown and "[bold red]:smiley:[/nothing]" in shown
+    assert shown.count("all is done") >= 6
+    harmless((run.path / "report.html").read_text())
+
+
+def test_logs_are_text(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    append_line(run.events, "")
+    show(run, "train", "0", follow=False)
+    shown = capsysbinary.readouterr().out.decode()
+    harmless(shown)
+    assert shown.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;mine?all is done") and shown.endswith("\n\ufffd?\n")
+
+
+def test_what_is_printable_stays() -> None:
+    assert printable("é × … ▒ 漢\t\n") == "é × … ▒ 漢\t\n" and printable("\0\r\x7f\x85\u2066") == "?????"
