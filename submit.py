@@ -30,7 +30,7 @@ try:
     from cli.looks import Overrides, RunPath
     from cli.main import HELP, SubmitByDefault
     from pipeline.base.console import Plain
-    from pipeline.base.errors import Exit, UserError, printable, storage_error
+    from pipeline.base.errors import ExitCode, UserError, format_error, printable, storage_error
     from slurm.submit.executor import Executor, choose
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
@@ -193,7 +193,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
     from tracking.report import outcome
 
     code = run_chain(run, console)
-    if code == Exit.DONE:
+    if code == ExitCode.DONE:
         console.print(outcome(run), soft_wrap=True)
     raise typer.Exit(code)
 
@@ -371,8 +371,8 @@ def main() -> None:
         found = error if isinstance(error, UserError) else storage_error(error)
         if found is None:
             raise
-        print(f"error: {printable(str(found))}", file=sys.stderr)
-        sys.exit(found.code)
+        print(printable(format_error(found)), file=sys.stderr)
+        sys.exit(found.exit_code)
 
 
 if __name__ == "__main__":

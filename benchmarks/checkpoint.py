@@ -17,14 +17,14 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from tests.support.ranks import run_ranks
 
 EVERY = 8
 SKIP = 4
 
 
-def train(place: Place, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
+def train(place: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
     """Seconds per step, and seconds in which the trainer was inside `save`, per save."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups

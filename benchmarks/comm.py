@@ -121,7 +121,7 @@ def rank_main(only_hooks: bool) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from pipeline.base.dist_env import identify
+    from pipeline.base.dist_env import read_rank_info
     from pipeline.config.parallel import HookConfig
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
@@ -131,7 +131,7 @@ def rank_main(only_hooks: bool) -> None:
     from tests.support.sent import Sent
 
     torch.set_num_threads(1)
-    mpi.start(identify(os.environ), timedelta(minutes=5))
+    mpi.start(read_rank_info(os.environ), timedelta(minutes=5))
     gloo = dist.new_group(backend="gloo")
     groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
 

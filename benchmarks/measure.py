@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.table import write_table
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
@@ -42,7 +42,7 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
     return load_config(CONFIG, [f"stages.train.tasks_per_node={ranks}", *overrides])
 
 
-def step_of(place: Place, config: Config) -> float:
+def step_of(place: RankInfo, config: Config) -> float:
     """Seconds of a real step, on one rank of those that make it."""
     from pipeline.comm import groups
     from planning.clock import step

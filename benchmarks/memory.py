@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
@@ -48,7 +48,7 @@ def local_bytes(tensor: Any) -> int:
     return 0 if tensor is None else int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
-def measure(place: Place, config: Config) -> tuple[int, int, int, int]:
+def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     """Bytes of weights, optimizer, gradients, gathered weights."""
     import torch
     from torch.distributed.fsdp import FSDPModule

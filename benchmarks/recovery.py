@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.files import read_jsonl
 from pipeline.run.directory import Run
 from tests.chaos import faults
@@ -38,7 +38,7 @@ STEP_S = 0.050
 WARM_UP, PARTS = 40, 4
 
 
-def agree(where: Place, steps: int) -> tuple[list[float], list[float], list[float], float]:
+def agree(where: RankInfo, steps: int) -> tuple[list[float], list[float], list[float], float]:
     """In a rank: seconds of each step without agreement, with it, with a hand up; CPU seconds of it with no hand."""
     import math
 

@@ -13,8 +13,8 @@ from typing import Any
 from data_prep.arrays import ArraysFolder
 from data_prep.inputs.folder import PACKAGE, DataFolder
 from data_prep.mixture_folder import MixtureFolder, text_or_tokens
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
@@ -59,10 +59,10 @@ def look(run: Run) -> None:
     folder_of(run).look()
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Do it; ranks beyond the first have nothing to do."""
     gc.enable()
     flag.leave_at_once()
     if place.rank == 0:
         folder_of(run).prepare(log)
-    return Exit.DONE
+    return ExitCode.DONE

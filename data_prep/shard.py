@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from data_prep.prepare import folder_of, log, seen_from_outside
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, InputError, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
@@ -62,7 +62,7 @@ def progress(run: Run) -> Progress:
     return Progress(words + folder.remark(), done, total, words, left_s=left_s)
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Shard this task's units; the last task to finish writes the manifest."""
     gc.enable()
     flag.leave_at_once()
@@ -71,4 +71,4 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     folder.shard(task, tasks, log, run.config.site.stripe)
     folder.length = run.config.data.sequence_length
     folder.finalize(log)
-    return Exit.DONE
+    return ExitCode.DONE

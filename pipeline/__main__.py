@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.command import command
-from pipeline.base.dist_env import Place, identify
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo, read_rank_info
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
             app(arguments)  # and leave
         asked = parse(arguments)
-        place = identify(os.environ)
+        place = read_rank_info(os.environ)
         found = find_run(asked.target, asked.overrides, place)
         if not watched:  # the supervisor asked already
             found.refuse_foreign()
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         noting = not watched
         code = stages.load(asked.stage).main(run, place, {"step": asked.step} if asked.step else {}, flag)
         if noting and place.rank == 0:
-            note_end(run, asked.stage, place, "done" if code == Exit.DONE else "stopped", code, began)
+            note_end(run, asked.stage, place, "done" if code == ExitCode.DONE else "stopped", code, began)
         return code
     except BaseException as error:
         if run is None and isinstance(error, SystemExit):  # a look is over, or the command line is none
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
             if noting:
                 # the culprit writes; rank 0 where the culprit could not
                 written = place.rank > 0 or [e["event"] for e in run.read_events(asked.stage)][-1:] == ["failed"]
-                if code != Exit.PEER_LOST or not written:
+                if code != ExitCode.PEER_LOST or not written:
                     where = {"rank": place.rank, "host": os.uname().nodename, "message": message}
                     note_end(run, asked.stage, place, "failed", code, began, cause=code.name.lower(), **where)
         if watched or place is None or place.world_size == 1:
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
         return code
 
 
-def note(run: Run, stage: str, place: Place, event: str, **facts: Any) -> None:
+def note(run: Run, stage: str, place: RankInfo, event: str, **facts: Any) -> None:
     """Write what a supervisor would write, where none watches: ranks that were started by hand."""
     run.event(
         event, stage, job_id=place.submitted_as or str(os.getpid()), attempt=run.attempts(stage) + (event == "started"),
@@ -98,7 +98,7 @@ def note(run: Run, stage: str, place: Place, event: str, **facts: Any) -> None:
     )  # fmt: skip
 
 
-def note_end(run: Run, stage: str, place: Place, event: str, code: Exit, began: float, **facts: Any) -> None:
+def note_end(run: Run, stage: str, place: RankInfo, event: str, code: ExitCode, began: float, **facts: Any) -> None:
     """The same of an end; `began`: when this process did."""
     note(run, stage, place, event, exit_code=int(code), seconds=round(time.monotonic() - began, 3), **facts)
 
@@ -116,7 +116,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def find_run(target: str, overrides: list[str], place: Place) -> Run:
+def find_run(target: str, overrides: list[str], place: RankInfo) -> Run:
     """The run in directory `target`, or the one that the config `target` describes, made by rank 0."""
     path = Path(target)
     if path.is_dir():

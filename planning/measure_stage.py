@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.layout import layout_of
 from pipeline.config.site import MeasureConfig
@@ -60,7 +60,7 @@ def _before(run: Run) -> Machine | None:
     return machine
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Time, fit and write. Raises UserError where the file exists."""
     flag.leave_at_once()
     look(run)
@@ -93,7 +93,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
         write_machine(machine, _wanted(run).file, [*told, "Its steps:", *compared(machine)])
         print(f"written: {_wanted(run).file}", flush=True)
     groups.leave()
-    return Exit.DONE
+    return ExitCode.DONE
 
 
 def facts_of(world: World, threads: int, per_node: int) -> tuple[str, float, int, int | None]:

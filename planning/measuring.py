@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cli.submission_checks import rehearse
 from pipeline.base.command import command
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import config_from_mapping, load_config
 from pipeline.config.sections import Config
 from pipeline.config.types import parse_time
@@ -40,7 +40,7 @@ def config_of(path: Path, overrides: Sequence[str], file: Path, machine: str | N
     return config_from_mapping(values | {"publish": None, "sweep": None}, "plan --measure")
 
 
-def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> Exit:
+def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> ExitCode:
     """Start it where `submit` would start the training; on Slurm as a job, else it has ended when this returns.
 
     `machine`: a file that was measured before, to which the step of this config is added. Raises UserError where FILE
@@ -63,10 +63,10 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
         with run.alone():
             submit_chain(run, console, again=True)
         console.print(f"when it is done: {again}", soft_wrap=True)
-        return Exit.DONE
+        return ExitCode.DONE
     from slurm.submit.local_runner import run_chain
 
     code = run_chain(run, console)
-    if code == Exit.DONE:
+    if code == ExitCode.DONE:
         console.print(f"predict other layouts with it: {again}", soft_wrap=True)
     return code

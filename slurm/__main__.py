@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.base.errors import UserError, told
+from pipeline.base.errors import UserError, print_error
 from pipeline.base.signals import StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         run.refuse_foreign()
         return supervise(run, arguments[0], flag)
     except Exception as error:
-        return told(error)
+        return print_error(error)
 
 
 if __name__ == "__main__":

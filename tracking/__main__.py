@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.base.errors import UserError, told
+from pipeline.base.errors import UserError, print_error
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import config_from_mapping, overridden
 from pipeline.run.directory import Run
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
         return follow(run, name, flag, "--once" in more)
     except Exception as error:
-        return told(error)
+        return print_error(error)
 
 
 if __name__ == "__main__":

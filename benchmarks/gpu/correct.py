@@ -88,7 +88,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     """An engine on this device, its config and its world."""
     import torch
 
-    from pipeline.base.dist_env import identify
+    from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
@@ -99,7 +99,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     groups.make_deterministic(config)
     # which is for a process's whole life: of several engines each is to have the kernels that it would have alone
     torch.use_deterministic_algorithms(config.train.deterministic)
-    world = _world.setdefault("one", None) or groups.join(identify(os.environ), config)
+    world = _world.setdefault("one", None) or groups.join(read_rank_info(os.environ), config)
     _world["one"] = world
     task = Task(config, config.data.tokenizer.vocab_size)
     return Engine(config, layout_of(config, 1), world, task), config, world

@@ -90,7 +90,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     """One measurement in this process, on the GPU or, where there is none, the CPU."""
     import torch
 
-    from pipeline.base.dist_env import identify
+    from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
@@ -103,7 +103,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={batch}"])
     vocab = config.data.tokenizer.vocab_size
     groups.make_deterministic(config)
-    world, layout = groups.join(identify(os.environ), config), layout_of(config, 1)
+    world, layout = groups.join(read_rank_info(os.environ), config), layout_of(config, 1)
     if torch.cuda.is_available():
         refuse_too_large(config, layout, vocab, torch.cuda.mem_get_info()[1])
     engine = Engine(config, layout, world, Task(config, vocab))

@@ -1,7 +1,7 @@
 """Who am I? Rank, world and rendezvous of this process, read from its environment variables alone.
 
 Every launcher tells its processes who they are in variables of its own. :func:`identify` turns them into one
-:class:`Place`. It is a pure function of the mapping it is given and the only reader of SLURM_*, OMPI_*, PMI_*
+:class:`RankInfo`. It is a pure function of the mapping it is given and the only reader of SLURM_*, OMPI_*, PMI_*
 and torchrun variables, so every launcher can be tested with a dictionary. :data:`_LAUNCHERS` says which variables
 those are. The first launcher in it that is there wins, because an inner one runs inside an outer one and inherits its
 variables; `alone` is one process without any. It still knows its Slurm job, if it is in one.
@@ -45,7 +45,7 @@ Env = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process stands among all processes of its stage."""
 
     launcher: Launcher
@@ -106,8 +106,8 @@ _LAUNCHERS = (
 _ALONE = _Names("alone", ())
 
 
-def identify(env: Env) -> Place:
-    """The :class:`Place` that the variables in `env` describe.
+def read_rank_info(env: Env) -> RankInfo:
+    """The :class:`RankInfo` that the variables in `env` describe.
 
     Raises UserError, naming the variable and its value, where they are incomplete, no numbers or contradictory.
     """
@@ -124,7 +124,7 @@ def identify(env: Env) -> Place:
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
     known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
-    return Place(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
+    return RankInfo(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
 
 
 def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:

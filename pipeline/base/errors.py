@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import Any, ClassVar
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -26,17 +27,17 @@ def printable(text: str) -> str:
     return _CONTROL.sub("?", text)
 
 
-MOST_PROBLEMS = 20
+MAX_PROBLEMS_SHOWN = 20
 """The number of problems that one message lists."""
 
 
-def limit_lines(lines: Sequence[str], most: int = MOST_PROBLEMS, uncounted: int = 0) -> list[str]:
+def limit_lines(lines: Sequence[str], most: int = MAX_PROBLEMS_SHOWN, uncounted: int = 0) -> list[str]:
     """Return the first `most` of `lines`, and `and N more` if there are more, or `uncounted` others."""
     more = max(0, len(lines) - most) + uncounted
     return [*lines[:most], *([f"and {more:,} more"] if more else [])]
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes of ranks and supervisors. Values are stable: scripts may test them."""
 
     DONE = 0
@@ -76,9 +77,23 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """A condition that the user can mend; shown without a traceback."""
+    """A condition that the user can correct; shown without a traceback.
 
-    code = Exit.USER_ERROR
+    Args:
+        code: a stable identifier, `area.problem`, such as `config.unknown_key`. Scripts and tests may rely on it.
+        message: what is wrong, where (file, line, key, value), and what to do.
+    """
+
+    exit_code: ClassVar[ExitCode] = ExitCode.USER_ERROR
+
+    def __init__(self, code: str, message: str | None = None) -> None:
+        if message is None:  # callers that have no code yet
+            code, message = "", code
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, str(self))
 
 
 class ConfigError(UserError):
@@ -88,47 +103,60 @@ class ConfigError(UserError):
 class InputError(UserError):
     """Outputs of an earlier stage are missing or damaged; the message names the file."""
 
-    code = Exit.BAD_INPUT
+    exit_code = ExitCode.BAD_INPUT
 
 
 class CheckpointError(UserError):
-    """No intact checkpoint where there should be one."""
+    """No intact checkpoint exists where one is expected."""
 
-    code = Exit.BAD_CHECKPOINT
+    exit_code = ExitCode.BAD_CHECKPOINT
 
 
 class StorageError(UserError):
-    """The file system refused a write; the message names the path and the reason."""
+    """The file system refused an operation; the message names the path and the reason."""
 
-    code = Exit.STORAGE
+    exit_code = ExitCode.STORAGE
 
 
 class LostMountError(StorageError):
-    """This node lost its connection to a parallel file system, or its disk failed; other nodes may be well."""
+    """This node lost its connection to a parallel file system, or its disk failed; other nodes may be healthy."""
 
-    code = Exit.BAD_NODE
+    exit_code = ExitCode.BAD_NODE
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient that is not a number."""
+    """A loss or gradient that is not a finite number."""
 
-    code = Exit.NON_FINITE
+    exit_code = ExitCode.NON_FINITE
 
 
 class NodeError(UserError):
-    """A node cannot be used; the message names it and what it failed. `host`: which one, where it is not this one."""
+    """A node cannot be used; the message names it and the check that it failed.
 
-    code = Exit.BAD_NODE
+    Args:
+        code, message: see :class:`UserError`.
+        host: the node, if it is not this one.
+    """
 
-    def __init__(self, message: str, host: str | None = None) -> None:
-        super().__init__(message)
+    exit_code = ExitCode.BAD_NODE
+
+    def __init__(self, code: str, message: str | None = None, host: str | None = None) -> None:
+        super().__init__(code, message)
         self.host = host
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, str(self), self.host)
 
 
 class PeerLostError(UserError):
-    """Other ranks went away, or did not come."""
+    """Other ranks exited or did not start."""
 
-    code = Exit.PEER_LOST
+    exit_code = ExitCode.PEER_LOST
+
+
+def format_error(error: UserError) -> str:
+    """Return the line that a user sees: `error[config.unknown_key]: …`."""
+    return f"error[{error.code}]: {error}" if error.code else f"error: {error}"
 
 
 _STORAGE_ERRNOS = {
@@ -158,7 +186,7 @@ LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 """What a node answers that lost its connection to a parallel file system."""
 
 
-def refuse_no_more_files(error: BaseException) -> None:
+def raise_if_too_many_open_files(error: BaseException) -> None:
     """Raise StorageError where this process, or its machine, may open no more files: the file at hand is all right."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or "Too many open files" in str(
         error
@@ -191,8 +219,8 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
     return None
 
 
-def told(error: Exception) -> int:
+def print_error(error: Exception) -> int:
     """Say on stderr what ends this process, a bug with its traceback; the exit code."""
     found = error if isinstance(error, UserError) else storage_error(error)
-    print(f"error: {found}" if found else "".join(traceback.format_exception(error)), file=sys.stderr)
-    return found.code if found else Exit.CRASHED
+    print(format_error(found) if found else "".join(traceback.format_exception(error)), file=sys.stderr)
+    return found.exit_code if found else ExitCode.CRASHED

@@ -24,7 +24,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError, refuse_no_more_files
+from pipeline.base.errors import UserError, raise_if_too_many_open_files
 
 PATIENCE_S = 5.0
 """How long an append waits for the lock, in seconds."""
@@ -285,5 +285,5 @@ def reading(path: str, *more: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError) or not isinstance(error, (OSError, EOFError, zlib.error, *more)):
             raise
-        refuse_no_more_files(error)
+        raise_if_too_many_open_files(error)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 
 _PREPARED = ("prepare.json", "filter.py", "chat.json")
 """What `prepare` leaves in the data folder and later stages execute: the filter, with its hash, and a chat template."""
@@ -189,7 +189,7 @@ def own_folders_shell(folders: Iterable[str]) -> str:
     found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
     if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
       echo "error: $folder must be a folder of your own that others cannot write: nothing in it was run" >&2
-      exit {int(Exit.USER_ERROR)}
+      exit {int(ExitCode.USER_ERROR)}
     fi
     closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
   done

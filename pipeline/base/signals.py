@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 
 OWN_CLOCK = "time limit"
 """The reason of ranks that stop by their own clock, before Slurm tells them."""
@@ -54,9 +54,9 @@ class StopFlag:
     def leave_at_once(self) -> None:
         """For work that may be cut anywhere (it is atomic by files): a signal now ends the process."""
         if self:
-            os._exit(Exit.STOPPED)
+            os._exit(ExitCode.STOPPED)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: os._exit(Exit.STOPPED))
+            signal.signal(number, lambda *_: os._exit(ExitCode.STOPPED))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._set(number)

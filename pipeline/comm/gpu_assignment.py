@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 
 
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     """UUIDs in the order of their numbers; none without GPUs."""
 
 
-def look(place: Place) -> Seen:
+def look(place: RankInfo) -> Seen:
     """What this rank sees; no GPU is used for it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
@@ -57,7 +57,7 @@ def deal(everyone: Sequence[Seen], alone: bool) -> list[int | None]:
             raise NodeError(
                 f"{host}: torch sees no GPU there (rank {rank}), but {len(other.gpus)} on {other.host}: nvidia-smi "
                 "tells why; ask for GPUs on every node (site.gpus_per_node), or for CPUs with parallel.backend: gloo",
-                host,
+                host=host,
             )
         shared = {where: sorted(ranks) for where, ranks in holders.items() if len(ranks) > 1}
         if shared:
@@ -81,7 +81,7 @@ def _words(everyone: Sequence[Seen], where: tuple[str, str], ranks: list[int]) -
     )
 
 
-def dealt(place: Place, store: dist.Store, alone: bool) -> int | None:
+def dealt(place: RankInfo, store: dist.Store, alone: bool) -> int | None:
     """This rank's number of :func:`deal`, which rank 0 calls for all; every rank calls it, and raises what it raises.
 
     Over the store, for NCCL has to know the GPU when it starts.
@@ -100,6 +100,6 @@ def dealt(place: Place, store: dist.Store, alone: bool) -> int | None:
         store.set(f"gpus/{place.rank}/told", "")
         if place.rank == 0:  # with it goes the store
             store.wait([f"gpus/{rank}/told" for rank in range(place.world_size)])
-        raise UserError(answer["words"]) if answer["host"] is None else NodeError(answer["words"], answer["host"])
+        raise UserError(answer["words"]) if answer["host"] is None else NodeError(answer["words"], host=answer["host"])
     number: int | None = answer["dealt"][place.rank]
     return number

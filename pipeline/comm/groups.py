@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.host_memory import keep_freed_memory
 from pipeline.comm import gpu_assignment
@@ -47,7 +47,7 @@ class World:
         return self.rank == 0
 
 
-def join(place: Place, config: Config) -> World:
+def join(place: RankInfo, config: Config) -> World:
     """Join the process group that `place` describes.
 
     Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken or only some nodes
@@ -77,7 +77,7 @@ def join(place: Place, config: Config) -> World:
     return World(place.rank, place.world_size, device, backend)
 
 
-def _meet(place: Place) -> dist.Store:
+def _meet(place: RankInfo) -> dist.Store:
     """The store in which all ranks find each other."""
     if place.world_size == 1:
         return dist.HashStore()
@@ -108,7 +108,7 @@ def _use(number: int | None) -> torch.device:
     return device
 
 
-def _join_mpi(place: Place, accurate: bool) -> World:
+def _join_mpi(place: RankInfo, accurate: bool) -> World:
     """Join over MPI: torch's own where torch was built with it, else through mpi4py."""
     if dist.is_mpi_available():
         if accurate:

@@ -34,7 +34,7 @@ from numpy.random import Generator, Philox
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.base.errors import InputError, UserError, refuse_no_more_files
+from pipeline.base.errors import InputError, UserError, raise_if_too_many_open_files
 from pipeline.config.user_model import LENGTHS
 from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, refuse_no_sample
 from pipeline.data.sample_order import Int64Array, perm
@@ -67,7 +67,7 @@ def map_file(
             for name, array in entry.arrays.items()
         }
     except (OSError, ValueError) as error:
-        refuse_no_more_files(error)
+        raise_if_too_many_open_files(error)
         raise InputError(f"cannot map {path}: {error}; {entry.way_out}") from error
 
 

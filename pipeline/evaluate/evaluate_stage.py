@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import newest_step, saved_steps
 from pipeline.evaluate.result import figure, newest_result, read_result
@@ -66,7 +66,7 @@ def progress(run: Run) -> Progress:
     return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of
@@ -75,7 +75,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
 
     if run.config.data.held_out == 0:
         print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
-        return Exit.DONE
+        return ExitCode.DONE
     watchdog = Watchdog(run, "evaluate", place, flag)
     watchdog.start()
     manifest = manifest_of(run)
@@ -89,7 +89,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     groups.end_of_startup(world.device)
     for step in sorted(steps):
         if not evaluator.evaluate(step):
-            return Exit.STOPPED
+            return ExitCode.STOPPED
     watchdog.close()
     groups.leave()
-    return Exit.DONE
+    return ExitCode.DONE

@@ -28,7 +28,7 @@ import mpi4py
 import torch.distributed as dist
 
 from pipeline.base.device_thread import device_thread
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 
 mpi4py.rc.finalize = False  # `leave` and `_goodbye` do; at exit a rank could wait for ever for one that is gone
@@ -47,7 +47,7 @@ GOODBYE_S = 10.0
 T = TypeVar("T")
 
 
-def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
+def start(place: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
     """Make the default process group of all MPI ranks.
 
     accurate: sums of fp16 and bf16 are taken in fp32, in all groups. Raises UserError where MPI and the launcher do
@@ -69,13 +69,13 @@ def start(place: Place, timeout: timedelta, accurate: bool = False) -> None:
     dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
-def everyone(place: Place, value: T) -> list[T]:
+def everyone(place: RankInfo, value: T) -> list[T]:
     """All ranks' values, in rank order; all call it, before `start` or after. Raises UserError as that does."""
     _agree(place)
     return MPI.COMM_WORLD.allgather(value)
 
 
-def _agree(place: Place) -> None:
+def _agree(place: RankInfo) -> None:
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (place.rank, place.world_size):
         raise UserError(

@@ -31,8 +31,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import (
     FolderExistsError,
     fsync,
@@ -96,7 +96,7 @@ def look(run: Run) -> None:
         _bar(wanted.no_worse_than)
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
     wanted, step = _wanted(run), newest_step(run.checkpoints)
     if not step:
@@ -118,7 +118,7 @@ def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> 
     if _changed_file(run, step) is not None:  # by publish.run
         _compare_hashes(version)
         _note_compared(run, version)
-    return Exit.DONE
+    return ExitCode.DONE
 
 
 def _wanted(run: Run) -> PublishConfig:

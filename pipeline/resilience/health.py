@@ -18,7 +18,7 @@ from socket import gethostname
 import torch
 import torch.distributed as dist
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import LOST_MOUNT, NodeError, PeerLostError, StorageError
 from pipeline.comm import groups
 from pipeline.run.directory import Run
@@ -31,7 +31,7 @@ LEAST_FREE_BYTES, LEAST_FREE_INODES = 16 << 20, 100
 _SIZE = 256
 
 
-def check(run: Run, place: Place, world: groups.World) -> None:
+def check(run: Run, place: RankInfo, world: groups.World) -> None:
     """The whole check. Raises NodeError, StorageError or PeerLostError."""
     group = groups.side_group(PATIENCE)
     hosts = groups.agree(group, gethostname)  # now that all are here: a bad device may hold one up for ever
@@ -39,7 +39,7 @@ def check(run: Run, place: Place, world: groups.World) -> None:
     check_together(world, group, hosts)
 
 
-def check_alone(run: Run, place: Place, device: torch.device) -> None:
+def check_alone(run: Run, place: RankInfo, device: torch.device) -> None:
     """This rank's device, and (first rank of a node) the file system. Raises NodeError or StorageError."""
     host = gethostname()
     try:
@@ -100,7 +100,7 @@ def check_together(world: groups.World, group: dist.ProcessGroup, hosts: Sequenc
         if rank == world.rank or not (missing or "Timed out" in str(error)):
             raise PeerLostError(f"not all ranks came within {TOGETHER}: {error}") from error
         message = f"{hosts[rank]}: rank {rank} did not come within {TOGETHER}: {error}"
-        raise NodeError(message, hosts[rank]) from error
+        raise NodeError(message, host=hosts[rank]) from error
     total = torch.ones(1 << 16, device=world.device)
     try:
         dist.all_reduce(total, async_op=True).wait(TOGETHER)

@@ -24,8 +24,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
@@ -49,7 +49,7 @@ REPORT_S = 30.0
 class Watchdog:
     """One rank's. `enter` costs a few hundred nanoseconds."""
 
-    def __init__(self, run: Run, stage: str, place: Place, flag: StopFlag) -> None:
+    def __init__(self, run: Run, stage: str, place: RankInfo, flag: StopFlag) -> None:
         self.run, self.stage, self.place, self.flag = run, stage, place, flag
         self.limits = run.config.recovery
         self.file = run.stage_folder(stage) / f"hang-rank-{place.rank}.json"
@@ -101,7 +101,7 @@ class Watchdog:
                 report.start()
                 report.join(REPORT_S)
                 time.sleep(OTHERS_S + self._longest_s)
-                os._exit(Exit.HANG)
+                os._exit(ExitCode.HANG)
 
     def _report(self, step: int, number: int, phase: str, seconds: float) -> None:
         with tempfile.TemporaryFile() as stacks:
@@ -113,7 +113,7 @@ class Watchdog:
         write_json(self.file, {**facts, "collectives": last_collectives()})
         message = f"rank {self.place.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
         print(message, file=sys.stderr, flush=True)
-        report_error(self.run, self.stage, self.place, Exit.HANG, message)
+        report_error(self.run, self.stage, self.place, ExitCode.HANG, message)
 
 
 def last_collectives(count: int = 3) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
@@ -33,13 +33,13 @@ GOES_ON = ("requeued", "retried", "handed_over")
 REQUESTS = {"cancelled", "stop file"}
 """Who asked for a stop, where it was a person."""
 _SHARED_BUDGETS = {
-    Exit.STOPPED: "preempted",
-    Exit.REQUEUED: "preempted",
-    Exit.CRASHED: "crash",
-    Exit.PEER_LOST: "crash",
+    ExitCode.STOPPED: "preempted",
+    ExitCode.REQUEUED: "preempted",
+    ExitCode.CRASHED: "crash",
+    ExitCode.PEER_LOST: "crash",
 }
 """Of causes that have none of their own name."""
-_BLAMELESS = (Exit.PREEMPTED, Exit.REQUEUED, Exit.STOPPED, Exit.NODE_FAILURE, Exit.BAD_NODE)
+_BLAMELESS = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
 
 
 @dataclass(frozen=True)
@@ -109,21 +109,21 @@ def of(run: Run, stage: str, task: int | None) -> Attempts:
     return read(e for e in run.read_events() if (e.get("stage"), e.get("task")) == mine or e["event"] == "resumed")
 
 
-def budget_of(cause: Exit) -> str:
+def budget_of(cause: ExitCode) -> str:
     """The key of `recovery:` that a cause is charged to; `user_error` where a person has to mend it."""
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
     return key if key in RecoveryConfig.model_fields else "user_error"
 
 
-def ending(cause: Exit, *, final: bool) -> str:
+def ending(cause: ExitCode, *, final: bool) -> str:
     """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
-    if final and cause != Exit.CANCELLED:
+    if final and cause != ExitCode.CANCELLED:
         return "failed"
-    name = "stopped" if cause in (Exit.TIME_LIMIT, Exit.REQUEUED) else cause.name.lower()
+    name = "stopped" if cause in (ExitCode.TIME_LIMIT, ExitCode.REQUEUED) else cause.name.lower()
     return name if name in ENDS else "failed"
 
 
-def refusal(before: Attempts, cause: Exit, progress: bool, limits: RecoveryConfig) -> str | None:
+def refusal(before: Attempts, cause: ExitCode, progress: bool, limits: RecoveryConfig) -> str | None:
     """Why a stage that stopped for `cause` may not go on by itself; None where it may, "" where nobody expects it to.
 
     `progress`: whether this attempt brought something new.
@@ -142,7 +142,7 @@ def refusal(before: Attempts, cause: Exit, progress: bool, limits: RecoveryConfi
         attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
         what = "no new checkpoint" if stage not in STAGES or STAGES[stage].trains else "nothing new"
         words = f"{attempts} brought {what}; going on would be a loop"
-        if cause == Exit.TIME_LIMIT:
+        if cause == ExitCode.TIME_LIMIT:
             words += f". It takes longer to start and to save than stages.{stage}.time allows"
         return words
     return None

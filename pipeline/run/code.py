@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.ownership import normalise
 from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
 
@@ -39,7 +39,7 @@ try:
     getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(*sys.argv[3:])
 except UserError as error:
     print(error, *getattr(error, "__notes__", ()), sep="\n")
-    sys.exit(error.code)
+    sys.exit(error.exit_code)
 """
 
 
@@ -182,7 +182,7 @@ def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
     seconds). Returns the keys of options, dotted, that no build reads."""
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
     done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
-    if done.returncode == Exit.USER_ERROR:
+    if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stdout.rstrip())
     if done.returncode:
         told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
@@ -197,7 +197,7 @@ def ask_child(module: str, function: str, *arguments: str) -> None:
     Any other failure says nothing: the nodes may have a package that is missing here.
     """
     done = _child(CODE_ROOT, _CALL, module, function, *arguments, slow=f"looking at {arguments[0]}")
-    if done.returncode == Exit.USER_ERROR:
+    if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stdout.rstrip())
 
 

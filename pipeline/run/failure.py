@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pipeline.base.dist_env import Place, step_id
-from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.dist_env import RankInfo, step_id
+from pipeline.base.errors import ExitCode, UserError, format_error, storage_error
 from pipeline.base.files import write_json
 from pipeline.config.read import PLACEHOLDER
 from pipeline.config.schema import dotted_keys, valid_keys
@@ -38,24 +38,24 @@ _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed 
 """What torch's backends say, which through C++ have no types of their own: Gloo names a file of its sources."""
 
 
-def explain(error: BaseException) -> tuple[Exit, str]:
+def explain(error: BaseException) -> tuple[ExitCode, str]:
     """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
     if isinstance(error, UserError):
-        return error.code, f"error: {error}"
+        return error.exit_code, format_error(error)
     if (storage := storage_error(error)) is not None:
-        return storage.code, f"error: {storage}"
+        return storage.exit_code, format_error(storage)
     said, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
-        return Exit.OUT_OF_MEMORY, text
+        return ExitCode.OUT_OF_MEMORY, text
     if BROKEN_GPU.search(said):
-        return Exit.BAD_NODE, text
+        return ExitCode.BAD_NODE, text
     lost = _PEER_LOST.search(said) and "address already in use" not in said
-    return Exit.PEER_LOST if lost else Exit.CRASHED, text
+    return ExitCode.PEER_LOST if lost else ExitCode.CRASHED, text
 
 
-def report_error(run: Run, stage: str, place: Place, code: Exit, message: str, host: str | None = None) -> None:
+def report_error(run: Run, stage: str, place: RankInfo, code: ExitCode, message: str, host: str | None = None) -> None:
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
-    if code == Exit.STOPPED:
+    if code == ExitCode.STOPPED:
         return
     task, host = task_of(stage, place), host or os.uname().nodename
     rank = place.rank if task is None else task  # in an array each is rank 0 of its own job
@@ -64,13 +64,13 @@ def report_error(run: Run, stage: str, place: Place, code: Exit, message: str, h
         write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
-def leave_peers(place: Place, code: Exit, message: str) -> None:
+def leave_peers(place: RankInfo, code: ExitCode, message: str) -> None:
     """Say what failed, where no supervisor sorts it: the culprit at once, ranks that only lost it later, in one line.
 
     torchrun and mpirun end the other ranks by themselves. srun does not by default, and with NCCL they may hang for
     half an hour: so their step is killed once they had time to leave.
     """
-    if code == Exit.PEER_LOST:
+    if code == ExitCode.PEER_LOST:
         time.sleep(1)
         message = f"lost another rank ({message.splitlines()[-1]})"
     elif (step := step_id(os.environ)) is not None and place.launcher == "srun":

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import Exit, InputError
+from pipeline.base.errors import ExitCode, InputError
 from pipeline.base.files import altered, open_regular, parse, read_jsonl
 
 Check = Callable[[Any], bool]
@@ -89,7 +89,7 @@ _OF_AN_EVENT = {
     "kind": text, "key": text, "array_task": count, "tasks": count, "after": _list_of(text),
     "children": _list_of(text), "job_submitted": number, "ratio": number,
     "steps": _list_of(count), "lines": _list_of(metric), "message": text, "cause": text, "by": text, "uid": count,
-    "exit_code": lambda value: count(value) and value in set(Exit),
+    "exit_code": lambda value: count(value) and value in set(ExitCode),
 }  # fmt: skip
 _NEEDED = {
     "submitting": ("stage", "key"), "submitted": ("stage", "job_id"), "not_submitted": ("stage", "key"),

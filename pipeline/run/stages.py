@@ -5,7 +5,7 @@ imports stand inside `main`. It has:
 
     def missing(run) -> str | None                why the stage is not done; None when its outputs validate
     def progress(run) -> Progress                 how far it is
-    def main(run, place, options, flag) -> Exit   do it: in every rank, from wherever the run stands
+    def main(run, place, options, flag) -> ExitCode   do it: in every rank, from wherever the run stands
     def missing_at_a_glance(run) -> str | None    optional: `missing` for whoever only shows it, and asks few files
     def lacks(run) -> str | None                  optional: which file is gone that it would read, in words, the way
                                                   out with them, where it has not begun
@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.layout import usable_nodes
 from pipeline.config.stages import STAGES
@@ -58,7 +58,7 @@ class Work(Protocol):
     def progress(self, run: Run) -> Progress:
         """How far it is."""
 
-    def main(self, run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+    def main(self, run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
         """Do the stage's work as rank `place.rank` of `place.world_size`; leave soon once `flag` is set."""
 
 
@@ -103,6 +103,6 @@ def ranks(run: Run, stage: str, granted: int | None = None) -> int:
     return nodes * wanted.per_node
 
 
-def task_of(stage: str, place: Place) -> int | None:
+def task_of(stage: str, place: RankInfo) -> int | None:
     """In a stage's own array, whose tasks are one rank each of the same run: which one this is."""
     return place.array[0] if STAGES[stage].array and place.array else None

@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Mapping
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import gone, newest_step
@@ -71,7 +71,7 @@ def look(run: Run) -> None:
         ask_child("pipeline.train.freeze", "check_freeze", patterns, model)
 
 
-def check_place(place: Place, tensor: int) -> None:
+def check_place(place: RankInfo, tensor: int) -> None:
     """Raise UserError where a launcher tore a tensor parallel group apart, as `srun -m cyclic` does by hand.
 
     Groups are `tensor` consecutive ranks. All share a node if each rank's number there counts along with its own one.
@@ -84,7 +84,7 @@ def check_place(place: Place, tensor: int) -> None:
         )
 
 
-def main(run: Run, place: Place, options: Mapping[str, str], flag: StopFlag) -> Exit:
+def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
     check_place(place, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}

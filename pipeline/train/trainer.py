@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from pipeline.base.dist_env import Place, time_left
-from pipeline.base.errors import CheckpointError, Exit
+from pipeline.base.dist_env import RankInfo, time_left
+from pipeline.base.errors import CheckpointError, ExitCode
 from pipeline.base.files import last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import gone
@@ -59,7 +59,7 @@ class Trainer:
         self,
         run: Run,
         manifest: Manifest | SampleManifest,
-        place: Place,
+        place: RankInfo,
         world: groups.World,
         flag: StopFlag,
         watchdog: Watchdog | None = None,
@@ -161,14 +161,14 @@ class Trainer:
 
     # -- the loop ----------------------------------------------------------------------------------------
 
-    def fit(self) -> Exit:
+    def fit(self) -> ExitCode:
         """Train from where the run stands to the last step, or until all ranks agree to stop."""
         config = self.config.train
         if self.start_step >= self.steps:
-            return Exit.DONE
+            return ExitCode.DONE
         self.agreement.start()
         if self.agreement.stop():  # asked to stop during start-up: nothing new to save
-            return Exit.STOPPED
+            return ExitCode.STOPPED
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=config.global_batch,
@@ -185,7 +185,7 @@ class Trainer:
         with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
 
-    def _loop(self, ready: Iterator[Batch], batches: Batches) -> Exit:
+    def _loop(self, ready: Iterator[Batch], batches: Batches) -> ExitCode:
         steps, every = self.steps, self.config.checkpoint.every_steps
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
@@ -198,7 +198,7 @@ class Trainer:
             self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
         previous_end = time.perf_counter()
         if not self._make_up():
-            return Exit.STOPPED
+            return ExitCode.STOPPED
         for step in range(self.start_step + 1, steps + 1):
             self._enter(step, "data")
             self.profiler.begin(step)
@@ -218,7 +218,7 @@ class Trainer:
                 self.save(step)
         self.watchdog.enter(steps, "save")
         self.checkpointer.close()
-        return Exit.DONE
+        return ExitCode.DONE
 
     def _held_out(self, step: int) -> dict[str, float]:
         """What the line of `step` says of held-out data; nothing where it is not due, or where all agreed to stop.
@@ -269,7 +269,7 @@ class Trainer:
                 f"lr {line['lr']:.2e}  {speed}"
             )
 
-    def _leave(self, step: int) -> Exit:
+    def _leave(self, step: int) -> ExitCode:
         """The ranks agreed to stop after `step`: save, where there is time for it."""
         why_not = None
         if self.agreement.too_late:
@@ -285,7 +285,7 @@ class Trainer:
         self.watchdog.enter(step, "save")
         self.checkpointer.close()
         self._print(f"stopped after step {step}, " + (f"{why_not}; the last checkpoint counts" if why_not else "saved"))
-        return Exit.STOPPED
+        return ExitCode.STOPPED
 
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
         per_s = self.task.per_step / step_s

@@ -16,17 +16,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.config.types import parse_time
 from slurm.query.job_states import call, fields, seconds
 
 ENDED_BY_SLURM = {
-    "PREEMPTED": Exit.PREEMPTED,
-    "TIMEOUT": Exit.TIME_LIMIT,
-    "DEADLINE": Exit.TIME_LIMIT,
-    "NODE_FAIL": Exit.NODE_FAILURE,
-    "CANCELLED": Exit.CANCELLED,
-    "OUT_OF_MEMORY": Exit.OUT_OF_MEMORY,
+    "PREEMPTED": ExitCode.PREEMPTED,
+    "TIMEOUT": ExitCode.TIME_LIMIT,
+    "DEADLINE": ExitCode.TIME_LIMIT,
+    "NODE_FAIL": ExitCode.NODE_FAILURE,
+    "CANCELLED": ExitCode.CANCELLED,
+    "OUT_OF_MEMORY": ExitCode.OUT_OF_MEMORY,
 }
 """States in which Slurm ends jobs, as accounting has them."""
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.site import SiteConfig
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
@@ -86,7 +86,7 @@ def secrets_lines(site: SiteConfig) -> list[str]:
         f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
         # our own, an ordinary file (81..), mode 0600 or 0400
         """[[ $(stat -Lc '%u %f' "/proc/self/fd/$sluice_fd") == "$EUID 81"[08]0 ]]; } || """
-        f"{{ echo {words} >&2; exit {int(Exit.USER_ERROR)}; }}",
+        f"{{ echo {words} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
         'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',
     ]
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import saved_steps
 from pipeline.config.site import SiteConfig
@@ -70,24 +70,24 @@ def standing(run: Run, stage: str) -> str:
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 
-def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> Exit:
+def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> ExitCode:
     """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with.
 
     A job that is ending (COMPLETING) before its time limit and without being put back was cancelled. So was one that
     ends so after a preemption, where Slurm puts back what it preempts (`site.requeue`) and accounting does not say.
     """
     if facts is None:
-        return Exit.STOPPED
+        return ExitCode.STOPPED
     if facts.restarts > restarts:
-        return Exit.PREEMPTED if facts.preempted else Exit.REQUEUED
+        return ExitCode.PREEMPTED if facts.preempted else ExitCode.REQUEUED
     if facts.state in ENDED_BY_SLURM:
         return ENDED_BY_SLURM[facts.state]
     ending = facts.state == "COMPLETING"
     if facts.preempted:
-        return Exit.CANCELLED if ending and site.requeue else Exit.PREEMPTED
+        return ExitCode.CANCELLED if ending and site.requeue else ExitCode.PREEMPTED
     if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
-        return Exit.TIME_LIMIT
-    return Exit.CANCELLED if ending else Exit.STOPPED
+        return ExitCode.TIME_LIMIT
+    return ExitCode.CANCELLED if ending else ExitCode.STOPPED
 
 
 class Way(StrEnum):
@@ -108,7 +108,7 @@ def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: b
         return Way.BACK
     if not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
         return Way.SUCCESSOR
-    if stop_cause(facts, restarts, site) == Exit.CANCELLED:  # since the cause was told
+    if stop_cause(facts, restarts, site) == ExitCode.CANCELLED:  # since the cause was told
         return Way.CANCELLED
     if facts is None and signalled:
         return Way.UNKNOWN
@@ -116,8 +116,15 @@ def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: b
 
 
 def cause_in_slurm(
-    code: Exit, facts: JobFacts | None, place: Place, nodes: str, since: str, site: SiteConfig, *, preempted: bool
-) -> tuple[Exit, str | None]:
+    code: ExitCode,
+    facts: JobFacts | None,
+    place: RankInfo,
+    nodes: str,
+    since: str,
+    site: SiteConfig,
+    *,
+    preempted: bool,
+) -> tuple[ExitCode, str | None]:
     """The cause behind a code once Slurm was asked, and words where they differ from what the ranks said.
 
     `nodes`, `since`: the allocation's nodes and start (Slurm forgets both once the job is back in the queue; by then a
@@ -125,22 +132,25 @@ def cause_in_slurm(
     Slurm ending the job. `preempted`: whether there was a sign of a preemption before the job was requeued. Without
     one, only accounting tells a preemption without grace from `scontrol requeue`.
     """
-    if facts is None or code not in (Exit.STOPPED, Exit.CRASHED, Exit.PEER_LOST, Exit.HANG):
+    if facts is None or code not in (ExitCode.STOPPED, ExitCode.CRASHED, ExitCode.PEER_LOST, ExitCode.HANG):
         return code, None
     by_slurm = facts.restarts > place.restart_count
-    lost = code in (Exit.PEER_LOST, Exit.CRASHED) or by_slurm or facts.state in ("COMPLETING", "NODE_FAIL")
+    lost = code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or by_slurm or facts.state in ("COMPLETING", "NODE_FAIL")
     if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
-        return Exit.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
+        return ExitCode.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
     cause = stop_cause(facts, place.restart_count, site)
-    if cause == Exit.STOPPED:
+    if cause == ExitCode.STOPPED:
         return code, None
-    if cause == Exit.REQUEUED:
+    if cause == ExitCode.REQUEUED:
         state = "PREEMPTED" if preempted else accounted_state(place.job_id or "", since)
         cause = ENDED_BY_SLURM[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
-    return cause, None if code == Exit.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left"
+    return (
+        cause,
+        None if code == ExitCode.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left",
+    )
 
 
-def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> tuple[Exit, str] | None:
+def close_open_attempt(run: Run, stage: str, place: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
     """Write what a supervisor could not that died with its node, or was killed: the end of its attempt, and its budget.
 
     Where this job goes on by itself (requeued, or as the successor) the same rules hold as if it had lived: returns
@@ -157,7 +167,7 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
     requeued = times > 0
     once_more = times == 1 and _preempted(run, stage, started) and preemption.puts_back()
     if before.done:
-        return (Exit.DONE, "it is done") if once_more else None
+        return (ExitCode.DONE, "it is done") if once_more else None
     inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
     by_itself = (requeued or inherited) and not before.asked_anew
     progress = standing(run, stage) != started.get("standing")
@@ -165,8 +175,8 @@ def close_open_attempt(run: Run, stage: str, place: Place, task: int | None) -> 
         cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
         message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
     else:
-        cause, message = Exit(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
-    asked = before.asked or (cause.name.lower() if cause == Exit.CANCELLED else None)
+        cause, message = ExitCode(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
+    asked = before.asked or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
     why_not = None
     if by_itself:
         why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
@@ -200,15 +210,15 @@ def predecessor_of(run: Run, stage: str, job: str) -> str | None:
     return None
 
 
-def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Exit:
+def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> ExitCode:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if before.asked:
-        return Exit.CANCELLED if before.asked == "cancelled" else Exit.STOPPED
-    word = Exit.__members__.get(str(before.told.get("cause")).upper())
+        return ExitCode.CANCELLED if before.asked == "cancelled" else ExitCode.STOPPED
+    word = ExitCode.__members__.get(str(before.told.get("cause")).upper())
     if requeued:  # so it was not cancelled, whatever it looked like
-        return Exit.NODE_FAILURE if word in (None, Exit.CANCELLED) else word
+        return ExitCode.NODE_FAILURE if word in (None, ExitCode.CANCELLED) else word
     if job is None:
-        return word or Exit.CRASHED
+        return word or ExitCode.CRASHED
     shown = query([job])[job]
     facts = None if shown.state in (FORGOTTEN, *ENDED_BY_SLURM) else job_facts(job.job_id)
     if facts is not None and facts.submitted != shown.submitted:  # of another job, which has that id now
@@ -216,5 +226,7 @@ def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Ex
     state = shown.state if facts is None else facts.state
     if state in ENDED_BY_SLURM:  # how it ended in the end; the word is from when that began
         return ENDED_BY_SLURM[state]
-    left_with = Exit(facts.exit_code) if facts and facts.exit_code in set(Exit) - {Exit.DONE} else Exit.CRASHED
+    left_with = (
+        ExitCode(facts.exit_code) if facts and facts.exit_code in set(ExitCode) - {ExitCode.DONE} else ExitCode.CRASHED
+    )
     return word or left_with  # a code, but no word: a full disk takes no events

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipeline.base.command import command
 from pipeline.base.dist_env import in_allocation, in_batch
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
 from pipeline.run import attempts, stages
@@ -30,7 +30,7 @@ from slurm.submit.follow import follow
 from tracking.report import outcome
 
 
-def run_chain(run: Run, console: Console) -> Exit:
+def run_chain(run: Run, console: Console) -> ExitCode:
     """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done.
 
     A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
@@ -41,23 +41,23 @@ def run_chain(run: Run, console: Console) -> Exit:
     if in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
-    own, failed = [(run, stages.own_stages(run))], Exit.DONE
+    own, failed = [(run, stages.own_stages(run))], ExitCode.DONE
     for one, names in own + [(point, stages.point_stages()) for point in make_points(run)]:
         if one is not run:
             console.print(f"point {one.path.name}")
         for stage in names:
-            if (code := run_stage(one, stage, flag, console)) == Exit.DONE:
+            if (code := run_stage(one, stage, flag, console)) == ExitCode.DONE:
                 continue
-            if one is run or code == Exit.STOPPED or flag:
+            if one is run or code == ExitCode.STOPPED or flag:
                 return code
             failed = max(failed, code)
             break
-    if failed != Exit.DONE:
+    if failed != ExitCode.DONE:
         console.print(outcome(run), soft_wrap=True)
     return failed
 
 
-def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
+def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
     """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
     from slurm.submit.submitit_job import submit_local
 
@@ -81,7 +81,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         holder = run.holder(stage)
         if holder is None and work.missing(run) is None:
             say(f"{stage:9} done: {work.progress(run).words}")
-            return Exit.DONE
+            return ExitCode.DONE
         before = attempts.read(run.read_events(stage))
         leaves = before.stopping is not None and before.end is None
         if holder:
@@ -92,7 +92,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> Exit:
         run.refresh()
         if flag.count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
-            return Exit.STOPPED
+            return ExitCode.STOPPED
         events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
         told = attempts.read(events)
         if told.end is None and (work.missing(run) is None or (job and not told.started and run.holder(stage))):
@@ -116,7 +116,7 @@ def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
     return holder is not None or not batch
 
 
-def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> Exit:
+def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> ExitCode:
     """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
     end, words = told.end, stages.load(stage).progress(run).words
     if end is None:
@@ -126,13 +126,13 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
             lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
             say("\n".join(lines[-15:]), style="red")
         say(f"to try again: {run.resume_command}")
-        return Exit.CRASHED
+        return ExitCode.CRASHED
     if end["event"] == "done":
         say(f"{stage:9} done in {format_duration(seconds)}: {words}")
-        return Exit.DONE
+        return ExitCode.DONE
     if end["event"] != "failed":
         say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
-        return Exit.STOPPED
+        return ExitCode.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
     say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
-    return Exit(end["exit_code"])
+    return ExitCode(end["exit_code"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.run.directory import Run
 from pipeline.run.failure import BROKEN_GPU
 from slurm.supervise.launch import Left
@@ -27,7 +27,7 @@ from slurm.supervise.launch import Left
 class Ended:
     """How an attempt ended: a code, who asked for a stop, and more facts for its event."""
 
-    code: Exit
+    code: ExitCode
     asked: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -82,28 +82,32 @@ def find_failure(
     """
     errors = _read(run, stage, "error", task)
     told = {report["rank"] for report in errors}
-    killed = [left for left in first if left.code < 0 or (left.code == Exit.OUT_OF_MEMORY and left.rank not in told)]
+    killed = [
+        left for left in first if left.code < 0 or (left.code == ExitCode.OUT_OF_MEMORY and left.rank not in told)
+    ]
     culprits = [left for left in killed if left.code != -signal.SIGABRT]
     for left in (left for left in first if left.code == -signal.SIGABRT and left.rank not in told):
         log = log_of(run, stage, left.rank if task is None else task)
         if words := _broken_gpu(log, (begins or {}).get(log, 0)):
             host = left.host or os.uname().nodename
             facts = {"rank": left.rank, "host": host, "message": f"rank {left.rank} on {host}:\n{words}"}
-            return Ended(Exit.BAD_NODE, facts=facts)
-    blamed = [report for report in errors if report["code"] != Exit.PEER_LOST]
+            return Ended(ExitCode.BAD_NODE, facts=facts)
+    blamed = [report for report in errors if report["code"] != ExitCode.PEER_LOST]
     if blamed and not culprits:
         report = min(blamed, key=lambda report: float(report["time"]))
-        code, rank, host = Exit(report["code"]), report["rank"], report["host"]
+        code, rank, host = ExitCode(report["code"]), report["rank"], report["host"]
         message = f"rank {rank} on {host}:\n{own_frames(run, report['message'])}"
     else:
         left = (culprits or killed or first)[0]
-        code = Exit(left.code) if left.code in set(Exit) else Exit.CRASHED  # it could not even write its report
+        code = (
+            ExitCode(left.code) if left.code in set(ExitCode) else ExitCode.CRASHED
+        )  # it could not even write its report
         rank, host = left.rank, left.host or os.uname().nodename
         log = log_of(run, stage, rank if task is None else task)
-        hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", Exit.OUT_OF_MEMORY: " (out of memory)"}
+        hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", ExitCode.OUT_OF_MEMORY: " (out of memory)"}
         message = left.told or f"rank {rank} on {host} {left}{hints.get(left.code, '')}; its log: {log}"
-    if code in (Exit.CRASHED, Exit.PEER_LOST) and (reason := run.unwritable()) is not None:
-        code, message = Exit.STORAGE, f"{reason}\n{message}"  # ranks cannot report a full disk in files on it
+    if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.unwritable()) is not None:
+        code, message = ExitCode.STORAGE, f"{reason}\n{message}"  # ranks cannot report a full disk in files on it
     return Ended(code, facts={"rank": rank, "host": host, "message": message})
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from pipeline.base.dist_env import cpus_per_task, local_environment
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import start
@@ -188,7 +188,7 @@ class SrunRanks(Ranks):
         return [self._explained(left) for left in super().poll()]
 
     def _explained(self, left: Left) -> Left:
-        if left.code in (Exit.DONE, Exit.STOPPED):
+        if left.code in (ExitCode.DONE, ExitCode.STOPPED):
             return left
         messages = self.messages.read_bytes()[self._from :].decode(errors="replace")
         end = "\n".join(messages.splitlines()[-10:])
@@ -208,10 +208,10 @@ class SrunRanks(Ranks):
                 host, task, told = match.groups()
                 killed = next((-n for name, n in slurm_messages.SIGNALS.items() if told.startswith(name)), None)
                 if slurm_messages.SRUN_STARVED.search(told) or (killed == -signal.SIGKILL and starved):
-                    killed = int(Exit.OUT_OF_MEMORY)
+                    killed = int(ExitCode.OUT_OF_MEMORY)
                 exited = slurm_messages.SRUN_EXITED.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
-        return next((left for left in found if left.code != Exit.PEER_LOST), next(iter(found), None))
+        return next((left for left in found if left.code != ExitCode.PEER_LOST), next(iter(found), None))
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every rank: srun passes it on, but for TERM, which makes it kill the step at once.

@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.run.code import with_code
 from pipeline.run.directory import Run
 from slurm.query import slurm_messages
@@ -145,7 +145,7 @@ class MpirunRanks(SrunRanks):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
                 if rank := re.findall(line, log.read_text(errors="replace"), re.MULTILINE):
                     return Left(int(rank[-1]), -code if code in _SIGNALS else code, host)
-        return Left(0, Exit.DONE) if self._lingered and said.told else said
+        return Left(0, ExitCode.DONE) if self._lingered and said.told else said
 
     @staticmethod
     def first_bad(messages: str, code: int) -> Left | None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.run import attempts
 from pipeline.run.directory import Run
 from pipeline.run.points import points
@@ -70,7 +70,7 @@ def _claims(run: Run) -> dict[str, Claim]:
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
 
-def take_over(run: Run, stage: str, place: Place) -> str | None:
+def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
     """What a successor does first; a reason where it must not go on. Nothing in a job that is none.
 
     Its own successor is submitted before anything else: this job, too, may die at any moment. Where Slurm takes none
@@ -80,7 +80,7 @@ def take_over(run: Run, stage: str, place: Place) -> str | None:
     if (predecessor := predecessor_of(run, stage, job)) is None:
         return None
     if _cancelled(run, stage, predecessor):
-        facts = {"cause": "cancelled", "exit_code": int(Exit.CANCELLED)}
+        facts = {"cause": "cancelled", "exit_code": int(ExitCode.CANCELLED)}
         run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
     waiting = _waiting(run, predecessor, further=False)
@@ -123,7 +123,7 @@ def _cancelled(run: Run, stage: str, job: str) -> bool:
     return state == "CANCELLED" or (state == FORGOTTEN and attempts.read(spoken).told.get("cause") == "cancelled")
 
 
-def not_needed(run: Run, stage: str, place: Place, *, done: bool) -> None:
+def not_needed(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
     """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
 
     The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.dist_env import TIME_LEFT, Place, allocated_hosts, granted_tasks, identify, in_allocation
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import TIME_LEFT, RankInfo, allocated_hosts, granted_tasks, in_allocation, read_rank_info
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import OWN_CLOCK, StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
@@ -63,7 +63,7 @@ class Supervisor:
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
         self.run, self.stage, self.flag = run, stage, flag
         self.work, self.row = stages.load(stage), STAGES[stage]
-        self.place: Place = identify(os.environ)
+        self.place: RankInfo = read_rank_info(os.environ)
         self.on_slurm, self.nodes = in_allocation(os.environ), allocated_hosts(os.environ)
         self.task = stages.task_of(stage, self.place)
         self.job = self.place.submitted_as or str(os.getpid())
@@ -80,7 +80,7 @@ class Supervisor:
             if facts.left_s is not None:
                 self.ends = time.monotonic() + facts.left_s
 
-    def supervise(self) -> Exit:
+    def supervise(self) -> ExitCode:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
         run, stage = self.run, self.stage
         if self.on_slurm:
@@ -120,26 +120,28 @@ class Supervisor:
             use_site(run.config.site, self.place.job_id)
         refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
-            refused = Exit.CANCELLED, reason
+            refused = ExitCode.CANCELLED, reason
         if refused is None and not self._one_of_many() and self.work.missing(run) is None:
-            refused = Exit.DONE, self.work.progress(run).words  # a person's own job, or one submitted twice
+            refused = ExitCode.DONE, self.work.progress(run).words  # a person's own job, or one submitted twice
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            self.leave_nothing_waiting(done=refused[0] == Exit.DONE)
+            self.leave_nothing_waiting(done=refused[0] == ExitCode.DONE)
             return Ended(refused[0]), None
         while True:
             before = stop_causes.standing(run, stage)
             ended = self._attempt(lock, before)
             progress, why_not = stop_causes.standing(run, stage) != before, None
-            ends_here = ended.code in (Exit.DONE, Exit.CANCELLED) or ended.asked in attempts.REQUESTS
+            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.asked in attempts.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
-                ends_here |= ended.code in (Exit.STOPPED, Exit.PREEMPTED, Exit.TIME_LIMIT) or bool(self.flag)
+                ends_here |= ended.code in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT) or bool(
+                    self.flag
+                )
             if not ends_here:
                 so_far = attempts.of(run, stage, self.task)
                 why_not = attempts.refusal(so_far, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
-                self.leave_nothing_waiting(done=ended.code == Exit.DONE)
+                self.leave_nothing_waiting(done=ended.code == ExitCode.DONE)
                 return ended, None
             if self.batch:
                 return ended, progress
@@ -162,14 +164,14 @@ class Supervisor:
         for report in reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
-            return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
+            return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
             os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
         try:
             ranks = self._ranks(size, lock)
         except UserError as error:  # no mpirun
-            return Ended(Exit.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
+            return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
         self._begins = log_sizes(run, stage)
         try:
             ranks.start()
@@ -179,12 +181,12 @@ class Supervisor:
             late = _take_request(run)
         if late is not None and ended.asked not in attempts.REQUESTS:
             ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
-            if ended.code == Exit.STOPPED:
+            if ended.code == ExitCode.STOPPED:
                 ended.facts["cause"] = late
         # one of many does its part only; the job behind them validates the whole
-        if ended.code == Exit.DONE and not self._one_of_many() and (reason := self.work.missing(run)) is not None:
+        if ended.code == ExitCode.DONE and not self._one_of_many() and (reason := self.work.missing(run)) is not None:
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
-            ended = Ended(Exit.CRASHED, ended.asked, facts)
+            ended = Ended(ExitCode.CRASHED, ended.asked, facts)
         elif self.on_slurm:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
@@ -196,7 +198,7 @@ class Supervisor:
         holder = self.run.holder(self.stage) or "nobody any more"
         message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
         facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
-        ended = Ended(Exit.STOPPED if asked else Exit.NODE_FAILURE, asked, facts)
+        ended = Ended(ExitCode.STOPPED if asked else ExitCode.NODE_FAILURE, asked, facts)
         self._ask_slurm(ended)
         return ended
 
@@ -234,26 +236,26 @@ class Supervisor:
             if self.batch and self.row.trains:
                 self.evaluations.look()
             gone += ranks.poll()
-            if not failed and (failed := [left for left in gone if left.code not in (Exit.DONE, Exit.STOPPED)]):
+            if not failed and (failed := [left for left in gone if left.code not in (ExitCode.DONE, ExitCode.STOPPED)]):
                 deadline = min(deadline, clock + PEERS_LEAVE_S)
             if clock >= deadline:
                 ranks.kill()
                 if not failed:
                     words = f"the ranks were asked to stop, had not left after {grace_s:.0f} s, and were killed"
-                    return Ended(Exit.HANG, asked, {"message": words})
+                    return Ended(ExitCode.HANG, asked, {"message": words})
             time.sleep(POLL_S)
         if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
-            return Ended(Exit.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
+            return Ended(ExitCode.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
         if failed:
             ended = find_failure(run, stage, failed, self.task, self._begins)
-            if ended.code == Exit.HANG:
+            if ended.code == ExitCode.HANG:
                 ended.facts |= who_hangs(run, stage, self._hosts(ranks.size)) or {}
             ended.asked = asked
             return ended
-        if any(left.code == Exit.STOPPED for left in gone):
+        if any(left.code == ExitCode.STOPPED for left in gone):
             told = [{}, *run.read_events(stage, "started", "stop_requested")][-1]  # of this attempt
-            return Ended(Exit.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
-        return Ended(Exit.DONE, asked)
+            return Ended(ExitCode.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
+        return Ended(ExitCode.DONE, asked)
 
     def _hosts(self, size: int) -> list[str]:
         """The host of each rank."""
@@ -268,11 +270,11 @@ class Supervisor:
         more: dict[str, Any] = {}
         if self.on_slurm and asked not in attempts.REQUESTS:
             facts = slurm_job.job_facts(self.place.job_id or "")
-            more["cause"] = self._cause(Exit.STOPPED, facts)[0].name.lower()
+            more["cause"] = self._cause(ExitCode.STOPPED, facts)[0].name.lower()
         with suppress(OSError):  # the ranks may still save
             self._tell("stopping", by=asked, **more)
 
-    def _cause(self, code: Exit, facts: slurm_job.JobFacts | None) -> tuple[Exit, str | None]:
+    def _cause(self, code: ExitCode, facts: slurm_job.JobFacts | None) -> tuple[ExitCode, str | None]:
         nodes, site = ",".join(self.nodes), self.run.config.site
         signs = self._saw_preemption()
         return stop_causes.cause_in_slurm(code, facts, self.place, nodes, self.since, site, preempted=signs)
@@ -301,13 +303,13 @@ class Supervisor:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
         if ended.asked not in attempts.REQUESTS:
             code, words = self._cause(ended.code, facts)
-            if code == Exit.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
-                code = Exit.TIME_LIMIT
+            if code == ExitCode.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
+                code = ExitCode.TIME_LIMIT
             if code != ended.code:
                 ended.code, ended.facts["cause"] = code, code.name.lower()
             if words:
                 ended.facts["message"] = "\n".join(filter(None, [words, ended.facts.get("message")]))
-        if ended.code == Exit.BAD_NODE:
+        if ended.code == ExitCode.BAD_NODE:
             exclusion.remember_bad_node(self.run, ended.facts["host"], ended.facts["message"])
 
     def _tell(self, event: str, **facts: Any) -> None:
@@ -327,10 +329,10 @@ class Supervisor:
             print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
         self._tell(name, exit_code=int(ended.code), **facts)
 
-    def _write_goes_on(self, event: str, cause: Exit, progress: bool, **more: Any) -> None:
+    def _write_goes_on(self, event: str, cause: ExitCode, progress: bool, **more: Any) -> None:
         self._tell(event, cause=cause.name.lower(), budget=attempts.budget_of(cause), progress=progress, **more)
 
-    def _leave(self, ended: Ended, progress: bool) -> Exit:
+    def _leave(self, ended: Ended, progress: bool) -> ExitCode:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
 
         But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
@@ -343,7 +345,7 @@ class Supervisor:
         why_not = None
         if way == Way.CANCELLED:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
-            ended, why_not = Ended(Exit.CANCELLED, facts={"message": message}), ""
+            ended, why_not = Ended(ExitCode.CANCELLED, facts={"message": message}), ""
         elif way == Way.UNKNOWN:
             why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
         elif way == Way.SUCCESSOR and not self._one_of_many():
@@ -388,7 +390,7 @@ class Supervisor:
             succession.not_needed(self.run, self.stage, self.place, done=done)
 
 
-def supervise(run: Run, stage: str, flag: StopFlag) -> Exit:
+def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
     """Supervise `stage` here; the exit code."""
     one = Supervisor(run, stage, flag)
     try:

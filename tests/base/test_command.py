@@ -19,7 +19,7 @@ import submit
 from cli import looks
 from pipeline.__main__ import LOOKS, parse
 from pipeline.base.command import command
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.run.changes import changeable_keys
 from pipeline.run.code import CODE_ROOT
 
@@ -63,7 +63,7 @@ def test_submit_goes_on_in_the_checkouts_venv(checkout: Path, tmp_path: Path) ->
     assert done.returncode == 0 and "no runs below runs" in done.stdout, done.stderr
     (checkout / ".venv").unlink()
     done = run([*UNPREPARED, "checkout/submit.py", "status"], tmp_path)
-    assert done.returncode == Exit.USER_ERROR and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
     assert "typer" in done.stderr and f"`make install` makes {checkout}/.venv" in done.stderr
 
 
@@ -75,7 +75,7 @@ def test_a_wrapper_script_in_the_venv_is_started_once(checkout: Path, tmp_path: 
     script.write_text(f'#!/bin/sh\necho started >>{tmp_path}/starts\nexec {sys.executable} -S "$@"\n')
     script.chmod(0o755)
     done = run([*UNPREPARED, "checkout/submit.py", "status"], tmp_path)
-    assert done.returncode == Exit.USER_ERROR and "typer" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "typer" in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "starts").read_text().split() == ["started"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.ownership import (
     open_own_file,
     own_folder,
@@ -88,7 +88,7 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
     ):
         environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=240)
-        assert done.returncode == Exit.USER_ERROR, command
+        assert done.returncode == ExitCode.USER_ERROR, command
         assert re.search(rb"runs/tiny belongs to \w+ \(uid 65534\).* another run.name", done.stderr), done.stderr
         assert not (tmp_path / "executed").exists(), command
     assert trap.events.read_bytes() == before and not list(trap.jobs.iterdir())
@@ -119,7 +119,7 @@ def test_another_user_reads_and_does_not_execute(tmp_path: Path, trap: Run) -> N
     belongs_to(trap, 0)
     only_read(tmp_path, AS_NOBODY)
     done = call(tmp_path, [*AS_NOBODY, *SUBMIT, "resume", "runs/tiny"])
-    assert done.returncode == Exit.USER_ERROR and "runs/tiny belongs to root (uid 0)" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "runs/tiny belongs to root (uid 0)" in done.stderr
 
 
 def others_may_write(path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, chang
     is_harmless = change == "nothing" or sharing == "private"  # a closed run may have any modes inside
     assert (tmp_path / "started").exists() == is_harmless, done.stderr
     if not is_harmless:
-        assert done.returncode == Exit.USER_ERROR and str(run.path / place) in done.stderr
+        assert done.returncode == ExitCode.USER_ERROR and str(run.path / place) in done.stderr
     else:
         assert done.returncode == 0 and not done.stderr
         assert re.search(rf"{run.code}\S* mine mine mine$", (tmp_path / "started").read_text().rstrip())
@@ -384,7 +384,7 @@ def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
     for path in (sweep.path, sweep.code, point.path):
         mode = path.stat().st_mode
         path.chmod(0o777)
-        assert start() == Exit.USER_ERROR and not (tmp_path / "started").exists(), path
+        assert start() == ExitCode.USER_ERROR and not (tmp_path / "started").exists(), path
         path.chmod(mode)
 
 
@@ -408,11 +408,11 @@ def test_a_template_starts_no_python_where_the_run_was_replaced(tmp_path: Path, 
     (tmp_path / "started").unlink()
     others_may_write(run.code)
     done = start()
-    assert done.returncode == Exit.USER_ERROR and f"{run.code} must be a folder of your own" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and f"{run.code} must be a folder of your own" in done.stderr
     run.code.chmod(0o755)
     foreign(run.path)
     done = start()
-    assert done.returncode == Exit.USER_ERROR and f"{run.path} must be a folder of your own" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and f"{run.path} must be a folder of your own" in done.stderr
     assert not (tmp_path / "started").exists()
     assert own_folders_shell(['"$home"', '"$home/code"', '"$run"']) in template.read_text(), "as the jobs of submit.py"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.dist_env import PORTS, Place, expand_hostlist, identify, local_environment, time_left
+from pipeline.base.dist_env import PORTS, RankInfo, expand_hostlist, local_environment, read_rank_info, time_left
 from pipeline.base.errors import UserError
 
 Env = dict[str, str]
@@ -100,12 +100,12 @@ def torchrun(rank: int, size: int, local: int, local_size: int, host: str) -> En
     }
 
 
-def numbers(place: Place) -> tuple[int, int, int, int]:
+def numbers(place: RankInfo) -> tuple[int, int, int, int]:
     return place.rank, place.world_size, place.local_rank, place.local_world_size
 
 
 def test_alone_outside_slurm() -> None:
-    place = identify({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
+    place = read_rank_info({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
     assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1)
     assert place.master_host == "localhost"
     assert place.job_id is None and place.restart_count == 0
@@ -114,19 +114,19 @@ def test_alone_outside_slurm() -> None:
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
 def test_no_rank_in_batch_script_and_salloc(step: str | None) -> None:
     env = BATCH | ({"SLURM_STEP_ID": step} if step else {})
-    place = identify(env)
+    place = read_rank_info(env)
     assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1)
     assert place.job_id == "4711" and place.restart_count == 0
 
 
 def test_array_task_that_was_requeued() -> None:
     env = BATCH | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
-    place = identify(env)
+    place = read_rank_info(env)
     assert place.job_id == "4700_0" and place.restart_count == 2
 
 
 def test_srun() -> None:
-    place = identify(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
+    place = read_rank_info(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
     assert place.launcher == "srun" and numbers(place) == (3, 4, 1, 2)
     assert place.master_host == "n1"
     assert place.job_id == "4711" and place.restart_count == 1
@@ -134,7 +134,7 @@ def test_srun() -> None:
 
 def test_srun_on_fewer_nodes_and_tasks_than_the_job_has() -> None:
     part = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
-    place = identify(srun(2, 0, 2, **part))
+    place = read_rank_info(srun(2, 0, 2, **part))
     assert numbers(place) == (2, 3, 2, 3)
     assert place.master_host == "n2"
 
@@ -146,44 +146,44 @@ def test_srun_with_an_mpi_plugin_stays_srun(kind: str) -> None:
         "pmix": {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4711.3"},
         "cray_shasta": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
     }[kind]
-    assert identify(srun(3, 1, 1, **more)) == identify(srun(3, 1, 1))
+    assert read_rank_info(srun(3, 1, 1, **more)) == read_rank_info(srun(3, 1, 1))
 
 
 def test_sluice_may_name_the_master() -> None:
-    place = identify(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
+    place = read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
     assert (place.master_host, place.master_port) == ("10.0.0.1", 1234)
-    assert identify(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
+    assert read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
 
 
 def test_torchrun_inside_srun() -> None:
-    place = identify(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
+    place = read_rank_info(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
     assert place.launcher == "torchrun" and numbers(place) == (2, 4, 0, 2)
     assert (place.master_host, place.master_port, place.job_id) == ("n1", 29500, "4711")
 
 
 def test_mpirun_inside_a_job() -> None:
     """Ranks on the first node have the batch script's variables, the others those of the daemons' step."""
-    places = [identify(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
-    places += [identify(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
+    places = [read_rank_info(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
+    places += [read_rank_info(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
     assert [numbers(place) for place in places] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {place.launcher for place in places} == {"openmpi"}
     assert {(place.master_host, place.job_id) for place in places} == {("n1", "4711")}
     assert len({place.master_port for place in places}) == 1
-    another = identify(BATCH | openmpi(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
+    another = read_rank_info(BATCH | openmpi(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
     assert another.master_port != places[0].master_port
 
 
 def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
-    places = [identify(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
-        identify(orted(1) | openmpi(2, 3, 0, 1))
+    places = [read_rank_info(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
+        read_rank_info(orted(1) | openmpi(2, 3, 0, 1))
     ]
     assert [numbers(place) for place in places] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_mpirun_on_one_machine() -> None:
-    place = identify(openmpi(1, 2, 1, 2))
+    place = read_rank_info(openmpi(1, 2, 1, 2))
     assert numbers(place) == (1, 2, 1, 2) and place.master_host == "localhost"
-    assert numbers(identify(openmpi(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
+    assert numbers(read_rank_info(openmpi(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
 
 
 @pytest.mark.parametrize("environment", [openmpi, hydra])
@@ -191,14 +191,14 @@ def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
     assert callable(environment)
     env = environment(2, 4, 0, 2)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
-        identify(env)
-    place = identify(env | {"MASTER_ADDR": "a1"})
+        read_rank_info(env)
+    place = read_rank_info(env | {"MASTER_ADDR": "a1"})
     assert numbers(place) == (2, 4, 0, 2) and place.master_host == "a1"
 
 
 def test_hydra_inside_a_job() -> None:
     """Hydra hands the first node's variables to all ranks, SLURMD_NODENAME too."""
-    places = [identify(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
+    places = [read_rank_info(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
     assert [numbers(place) for place in places] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {(place.launcher, place.master_host, place.master_port) for place in places} == {
         ("pmi", "n1", places[0].master_port)
@@ -206,19 +206,21 @@ def test_hydra_inside_a_job() -> None:
 
 
 def test_hydra_in_a_step_of_its_proxies() -> None:
-    place = identify(srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | hydra(3, 4, 1, 2))
+    place = read_rank_info(
+        srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | hydra(3, 4, 1, 2)
+    )
     assert place.launcher == "pmi" and numbers(place) == (3, 4, 1, 2)
 
 
 def test_pals_without_slurm() -> None:
     pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
-    place = identify(pals)
+    place = read_rank_info(pals)
     assert place.launcher == "pmi" and numbers(place) == (1, 2, 1, 2)
 
 
 @pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), openmpi(0, 2, 0, 2)])
 def test_our_launcher_comes_first(outer: Env) -> None:
-    place = identify(outer | local_environment(5, 6, 23456))
+    place = read_rank_info(outer | local_environment(5, 6, 23456))
     assert place.launcher == "local" and numbers(place) == (5, 6, 5, 6)
     assert (place.master_host, place.master_port) == ("127.0.0.1", 23456)
 
@@ -254,7 +256,7 @@ def test_our_launcher_comes_first(outer: Env) -> None:
 )
 def test_contradictions_are_named(env: Env, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        identify(env)
+        read_rank_info(env)
 
 
 def test_time_left() -> None:
@@ -351,7 +353,7 @@ def test_uneven_tasks_per_node(counts: list[int]) -> None:
     }
     where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     places = [
-        identify(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
+        read_rank_info(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
         for rank, (node, local) in enumerate(where)
     ]
     assert [numbers(p) for p in places] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
@@ -363,7 +365,7 @@ def test_uneven_tasks_per_node(counts: list[int]) -> None:
 def test_ports(job: int, one: int, other: int, step: int) -> None:
     def port(restarts: int, step: int = step) -> int:
         more = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restarts), "SLURM_STEP_ID": str(step)}
-        first, last = identify(srun(0, 0, 0, **more)), identify(srun(3, 1, 1, **more))
+        first, last = read_rank_info(srun(0, 0, 0, **more)), read_rank_info(srun(3, 1, 1, **more))
         assert first.master_port == last.master_port
         return first.master_port
 
@@ -373,7 +375,7 @@ def test_ports(job: int, one: int, other: int, step: int) -> None:
 
 def test_ports_differ_between_jobs_and_steps() -> None:
     ports = {
-        identify(srun(0, 0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).master_port
+        read_rank_info(srun(0, 0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).master_port
         for job in range(1, 11)
         for step in range(10)
     }
@@ -396,7 +398,7 @@ VALUES = st.one_of(
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=20))
 def test_any_environment_is_understood_or_refused(env: Env) -> None:
     try:
-        place = identify(env)
+        place = read_rank_info(env)
         time_left(env)
     except UserError as error:
         assert str(error)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import seal, sha256_file
 from pipeline.checkpoint import catalog as files
@@ -33,7 +33,7 @@ def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
     return state
 
 
-def checkpointer(place: Place, folder: Path, background: bool = False, keep: int = 3) -> Any:
+def checkpointer(place: RankInfo, folder: Path, background: bool = False, keep: int = 3) -> Any:
     import torch.distributed as dist
 
     from pipeline.checkpoint.save import Checkpointer
@@ -47,7 +47,7 @@ def checkpointer(place: Place, folder: Path, background: bool = False, keep: int
     )
 
 
-def save_rank(place: Place, folder: Path, background: bool) -> str:
+def save_rank(place: RankInfo, folder: Path, background: bool) -> str:
     from pipeline.checkpoint.save import digest
 
     saver = checkpointer(place, folder, background)
@@ -56,7 +56,7 @@ def save_rank(place: Place, folder: Path, background: bool) -> str:
     return digest(folder / files.step_name(5))
 
 
-def load_rank(place: Place, folder: Path) -> bool:
+def load_rank(place: RankInfo, folder: Path) -> bool:
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state().items()}
     manifest = checkpointer(place, folder).restore(state, lambda step, reason: None)
     assert manifest is not None and manifest["step"] == 5 and manifest["samples_consumed"] == 40
@@ -74,7 +74,7 @@ def test_any_number_of_ranks_saves_and_loads_the_same(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def digest_rank(place: Place, folder: Path, change: str | None) -> str:
+def digest_rank(place: RankInfo, folder: Path, change: str | None) -> str:
     from pipeline.checkpoint.save import digest
 
     state = make_state()
@@ -101,7 +101,7 @@ def test_the_digest_covers_weights_optimizer_and_names_and_nothing_else(tmp_path
     assert len({digests[c] for c in (None, "value", "optimizer", "name")}) == 4
 
 
-def background_rank(place: Place, folder: Path) -> bool:
+def background_rank(place: RankInfo, folder: Path) -> bool:
     """Change the weights as soon as staging is done, long before the files are written."""
     saver = checkpointer(place, folder, background=True)
     for step in (1, 2, 3):
@@ -120,7 +120,7 @@ def test_a_background_save_holds_the_moment_it_was_asked_for(tmp_path: Path) -> 
     assert all(run_ranks(2, background_rank, tmp_path))
 
 
-def writing_rank(place: Place, folder: Path) -> tuple[int, bool]:
+def writing_rank(place: RankInfo, folder: Path) -> tuple[int, bool]:
     """How far the writer copies ahead, and whether what it writes keeps the state itself alive."""
     from pipeline.checkpoint import save as checkpoint
 
@@ -149,7 +149,7 @@ def test_the_writer_needs_neither_a_gpu_nor_the_state(tmp_path: Path) -> None:
     assert run_ranks(1, writing_rank, tmp_path) == [(0, False)]
 
 
-def retention_rank(place: Place, folder: Path) -> None:
+def retention_rank(place: RankInfo, folder: Path) -> None:
     saver = checkpointer(place, folder, keep=2)
     for step in range(1, 6):
         saver.save(make_state(step), step=step, samples_consumed=step, extra={})
@@ -161,7 +161,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [files.step_name(4), files.step_name(5)]
 
 
-def slow_phase_rank(place: Place, folder: Path, phase: str) -> None:
+def slow_phase_rank(place: RankInfo, folder: Path, phase: str) -> None:
     """Save step 1, then die inside one phase of saving step 2 (the parent kills us there)."""
     import torch.distributed.checkpoint as dcp
 
@@ -207,7 +207,7 @@ def test_killed_in_any_phase_of_a_save(tmp_path: Path, phase: str) -> None:
     assert not list(tmp_path.glob(".tmp-*")), "what the crash left is cleared at the next start"
 
 
-def newest_rank(place: Place, folder: Path) -> int:
+def newest_rank(place: RankInfo, folder: Path) -> int:
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state().items()}
     manifest = checkpointer(place, folder).restore(state, lambda step, reason: None)
     assert all(torch.equal(state[n], t) for n, t in make_state(manifest["step"]).items())
@@ -268,7 +268,7 @@ def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
     return checkpoint
 
 
-def doors_rank(place: Place, checkpoint: Path) -> list[str]:
+def doors_rank(place: RankInfo, checkpoint: Path) -> list[str]:
     """What all that reads a checkpoint says to it, after the files were compared with the manifest."""
     from pipeline.checkpoint.save import digest, load, verified
 

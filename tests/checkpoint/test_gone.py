@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import gone, newest_step, saved_steps, set_aside
 from pipeline.config.read import load_config
@@ -23,7 +23,7 @@ STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 @pytest.mark.parametrize("what", ["checkpoints", "checkpoints/*"])
 def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
     run = make_run(tmp_path, overrides=STEPS)
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     kept = run.metrics.read_bytes()
     for folder in list(run.path.glob(what)):
         shutil.rmtree(folder)
@@ -34,7 +34,7 @@ def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
     assert run.metrics.read_bytes() == kept and not run.read_events("train", "began_anew")
     run.metrics.unlink()  # the way out that is told
     assert gone(run) is None
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert newest_step(run.checkpoints) == 4 and len(list(read_jsonl(run.metrics))) == 4
     assert [event["event"] for event in run.read_events("train")].count("began_anew") == 1
 
@@ -76,7 +76,7 @@ def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:
 def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
     """Nor is it said that something began; who removes what is told begins anew."""
     run = make_run(tmp_path, overrides=STEPS)
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     for step in saved_steps(run.checkpoints):
         set_aside(run.checkpoints, step)
     with pytest.raises(AssertionError, match=r"(?s)no checkpoint is intact.* remove .*damaged-\* and .*metrics.jsonl"):
@@ -85,5 +85,5 @@ def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
     for folder in run.checkpoints.glob("damaged-*"):
         shutil.rmtree(folder)
     run.metrics.unlink()
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert len(run.read_events("train", "began_anew")) == 1

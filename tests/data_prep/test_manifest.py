@@ -17,8 +17,8 @@ import typer
 import submit
 from data_prep.inputs.folder import PACKAGE, PROGRESS, SHARED, code_sha256
 from data_prep.text.text_folder import TextFolder
-from pipeline.base.dist_env import Place, identify
-from pipeline.base.errors import Exit, InputError, UserError
+from pipeline.base.dist_env import RankInfo, read_rank_info
+from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.files import seal, sha256_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
@@ -164,7 +164,7 @@ def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None
         file.write("{\n")
     run = Run.create(load_config(config, ["data.max_rejected=0.1"]))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, identify({}), {}, HarmlessFlag())
+        load(stage).main(run, read_rank_info({}), {}, HarmlessFlag())
     told = load("shard").progress(run)
     assert re.fullmatch(
         r"(\d)/\1 units: 300 documents, 33,270 \+ 6,022 held-out tokens, 1 documents rejected \(data/rejected\.jsonl\)",
@@ -181,7 +181,7 @@ def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").rename(tmp_path / "folder/corpus.jsonl")
     run = Run.create(load_config(config, [f"data.source={tmp_path}/folder"]))
     assert load("prepare").progress(run).words == "-"
-    load("prepare").main(run, identify({}), {}, HarmlessFlag())
+    load("prepare").main(run, read_rank_info({}), {}, HarmlessFlag())
     told = load("prepare").progress(run).words
     wanted = r"1 file, about [\d,]+ bytes; left out 4 of other kinds: \.json, \.md, no ending"
     assert re.fullmatch(wanted, told), told
@@ -198,7 +198,7 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
     corpus.touch()
     for stage in ("prepare", "shard"):
         assert notes(run) == []  # while there are shards to make, they are made of what there is
-        load(stage).main(run, identify({}), {}, HarmlessFlag())
+        load(stage).main(run, read_rank_info({}), {}, HarmlessFlag())
     (folder / "gone.jsonl").unlink()
     assert notes(run) == []
     (folder / "more.jsonl").touch()
@@ -207,7 +207,7 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
     ]
     with open(corpus, "a") as file:
         file.write('{"text": "more"}\n')
-    monkeypatch.setattr("slurm.submit.local_runner.run_chain", lambda run, console: Exit.STOPPED)
+    monkeypatch.setattr("slurm.submit.local_runner.run_chain", lambda run, console: ExitCode.STOPPED)
     with pytest.raises(typer.Exit):
         submit._go(run, "local", again=True)
     assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out
@@ -217,12 +217,12 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
 
 def test_too_little_text_to_train_on_is_refused_by_shard_and_mended_by_resume(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["data.sequence_length=40000", "data.shard_tokens=50000"]))
-    load("prepare").main(run, identify({}), {}, HarmlessFlag())
+    load("prepare").main(run, read_rank_info({}), {}, HarmlessFlag())
     with pytest.raises(UserError, match=r"no training sample: one takes 40001 tokens .* lower data\.sequence_length"):
-        load("shard").main(run, identify({}), {}, HarmlessFlag())
+        load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     assert load("shard").missing(run) is not None
     run.change(["data.sequence_length=10000"])
-    load("shard").main(run, identify({}), {}, HarmlessFlag())
+    load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     assert load("shard").missing(run) is None
 
 
@@ -398,7 +398,7 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
         run_ranks(1, checked_rank, run.path, split)
     assert shard_file.exists() and run.read_events(None, "damaged") == []
     (run.data / "manifest.json").unlink()
-    load("shard").main(run, identify({}), {}, HarmlessFlag())
+    load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     run_ranks(1, checked_rank, run.path, split)
 
 
@@ -426,7 +426,7 @@ def test_cached_hashes_are_not_taken_again_while_a_file_is_as_it_was(tmp_path: P
         run_ranks(1, checked_rank, run.path, "train", "cached")
 
 
-def checked_rank(where: Place, path: Path, split: str, how: str = "hashes") -> None:
+def checked_rank(where: RankInfo, path: Path, split: str, how: str = "hashes") -> None:
     import torch.distributed as dist
 
     from pipeline.data.verify_shards import manifest_of, verify_shards

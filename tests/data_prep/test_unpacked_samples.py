@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import manifest_of
 from pipeline.run.directory import Run
@@ -56,7 +56,7 @@ def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> Non
     found = [SampleDataset(manifest_of(run), run.data).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("images", "labels"))
     assert trained(plain, 1) == trained(packed, 1)
-    assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {ExitCode.DONE}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.checkpoint.catalog import saved_steps, step_name
 from pipeline.evaluate.evaluate_stage import wanted
 from pipeline.run.directory import Run
@@ -23,7 +23,7 @@ from tests.support.tiny import make_run, stage_rank
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = make_run(tmp_path_factory.mktemp("trained"), overrides=("train.steps=21",))
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
@@ -31,12 +31,12 @@ def evaluate(run: Run, size: int, step: str | None = None) -> dict[str, Any]:
     for old in run.evaluation.iterdir():
         old.unlink()
     options = {"step": step} if step else {}
-    assert set(run_ranks(size, stage_rank, run.path, "evaluate", options)) == {Exit.DONE}
+    assert set(run_ranks(size, stage_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
     newest = sorted(run.evaluation.iterdir())[-1]
     return dict(json.loads(newest.read_text()))
 
 
-def reference_rank(place: Place, path: Path) -> tuple[float, int, float]:
+def reference_rank(place: RankInfo, path: Path) -> tuple[float, int, float]:
     """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
     import torch
 
@@ -80,7 +80,7 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["bytes"] == load_manifest(trained.data).held_out_bytes
 
 
-def narrow_rank(place: Place, path: Path, windows: int) -> int:
+def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
     """Evaluate where the logits of so many windows have room; how many the largest forward pass had."""
     from pipeline.data.manifest import load_manifest
     from pipeline.evaluate import evaluator
@@ -95,7 +95,7 @@ def narrow_rank(place: Place, path: Path, windows: int) -> int:
 
     evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data).vocab_size + 3
     evaluator.TextHeldOut.sums = sums  # type: ignore[method-assign]
-    assert stage_rank(place, path, "evaluate") == Exit.DONE
+    assert stage_rank(place, path, "evaluate") == ExitCode.DONE
     return largest
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import ConfigError, load_config
 from pipeline.evaluate import evaluate_stage
 from pipeline.evaluate.result import result_words
@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("tasks")
     chosen, free = write_tasks(folder)
     run = make_run(folder, "tiny", (*TRAIN, f"evaluate.tasks=[{chosen}, {free}]"))
-    assert run_ranks(1, stage_rank, run.path, "train") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, run.path, "train") == [ExitCode.DONE]
     return run
 
 
@@ -139,7 +139,7 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
 
 def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:
     export(trained, tmp_path / "out", None, "fp32")
-    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
     file = next(trained.evaluation.glob("*.json"))
     result = json.loads(file.read_text())
     items = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
@@ -155,7 +155,7 @@ def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) ->
         run.change([f"stages.evaluate.tasks_per_node={ranks}", *more])
         kept = file.read_bytes()
         file.unlink()
-        assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [Exit.DONE] * ranks
+        assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * ranks
         assert file.read_bytes() == kept
 
 
@@ -184,7 +184,7 @@ def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> Non
     more = (given, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
     folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data, "run", *more)
     run = Run.open(tmp_path / "runs/run")
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation.glob("*.json")).read_text())
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
 
@@ -224,7 +224,7 @@ def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path
     run = make_run(tmp_path, "other", (*TRAIN, f"evaluate.tasks={file}"), trained.data)
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(trained.checkpoints)
-    assert run_ranks(2, stage_rank, run.path, "evaluate") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
     assert json.loads(next(run.evaluation.glob("*.json")).read_text())["said.accuracy"] == pytest.approx(5 / 6)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from pipeline.base.console import Plain
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError, storage_error
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError, storage_error
 from pipeline.base.files import intact
 from pipeline.checkpoint import catalog
 from pipeline.evaluate.result import newest_result
@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run before anything is altered."""
     run = make_run(tmp_path_factory.mktemp("whole"), overrides=SMALL)
     for stage in ("train", "evaluate"):
-        assert run_ranks(1, stage_rank, run.path, stage) == [Exit.DONE]
+        assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=1)
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0, seconds=1.0)
     (run.stage_folder("train") / "own-times.json").write_text('{\n "n1": 1.0\n}\n')
@@ -60,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
-def go_on(place: Place, path: Path) -> tuple[str, Any]:
+def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.verify import verify
     from pipeline.run.failure import explain
@@ -68,7 +68,7 @@ def go_on(place: Place, path: Path) -> tuple[str, Any]:
 
     try:
         for stage in ("train", "evaluate"):
-            assert stage_rank(place, path, stage) == Exit.DONE
+            assert stage_rank(place, path, stage) == ExitCode.DONE
         run = Run.open(path)
         verify(run, None)
         list(plan(run.config))
@@ -79,7 +79,7 @@ def go_on(place: Place, path: Path) -> tuple[str, Any]:
         return "numbers", (step, digest(run.checkpoints / catalog.step_name(step)), result["step"], result["loss"])
     except BaseException as error:
         code, words = explain(error)
-        return ("refused" if words.startswith("error: ") and code != Exit.CRASHED else "traceback"), words
+        return ("refused" if words.startswith("error: ") and code != ExitCode.CRASHED else "traceback"), words
 
 
 def look(path: Path) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples import make_images
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.sample_order import perm, sample_indices
 from pipeline.data.samples import SampleDataset
@@ -103,7 +103,7 @@ def test_a_training_with_it_is_the_same_on_two_ranks_and_after_a_stop(pictures: 
         losses.append([line[1] for line in found])
     assert losses[1] == losses[2]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
 
 
 def stopped_at(run: Run, step: int) -> Run:

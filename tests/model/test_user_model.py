@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import make_images
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, InputError, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.files import read_jsonl, seal
 from pipeline.checkpoint.catalog import step_name
 from pipeline.config.read import load_config
@@ -67,13 +67,13 @@ def new_run(folder: Path, name: str, *more: str, text: str = VIT, ranks: int = 1
 
 def prepared(run: Run) -> Run:
     for stage in ("prepare", "shard"):
-        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == Exit.DONE
+        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
         assert load(stage).missing(run) is None
     return run
 
 
 def trained(run: Run, ranks: int) -> list[tuple[int, float, float, float, int]]:
-    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return lines(run)
 
 
@@ -98,7 +98,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]]:
+def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
     import torch
 
@@ -207,7 +207,7 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     for ranks in (1, 3):
         shutil.rmtree(calm.evaluation)
         calm.evaluation.mkdir()
-        assert set(run_ranks(ranks, stage_rank, calm.path, "evaluate")) == {Exit.DONE}
+        assert set(run_ranks(ranks, stage_rank, calm.path, "evaluate")) == {ExitCode.DONE}
         found.append(json.loads((calm.evaluation / f"{step_name(60)}.json").read_text()))
     assert found[0] == found[1], "equal to the last bit"
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
@@ -314,7 +314,7 @@ def test_samples_of_different_lengths_equal_plain_code(series: Path) -> None:
 def test_evaluation_of_different_lengths(series: Path) -> None:
     run = new_run(series, "evaluated", "evaluate.batch=5", text=RAGGED, ranks=2)
     trained(run, 2)
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
     result = json.loads(next(run.evaluation.iterdir()).read_text())
     assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
     # the weights leave by name, and another model's `init` takes them up, under another layout
@@ -328,7 +328,7 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
     still = ("train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-30", "evaluate.batch=5")
     again = new_run(series, "started", *more, *still, text=RAGGED, ranks=2)
     trained(again, 2)
-    assert set(run_ranks(2, stage_rank, again.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, again.path, "evaluate")) == {ExitCode.DONE}
     assert json.loads(next(again.evaluation.iterdir()).read_text())["loss"] == pytest.approx(result["loss"], rel=1e-6)
 
 
@@ -674,7 +674,7 @@ def test_a_module_that_fails_is_named_by_plan(
         list(plan(load_config(tmp_path / "x.yaml")))
 
 
-def build_rank(place: Place, path: Path, text: str | None) -> str:
+def build_rank(place: RankInfo, path: Path, text: str | None) -> str:
     """What the trainer says of a module whose source is `text`; None: as it is."""
     run = Run.open(path)
     if text is not None:
@@ -806,7 +806,7 @@ def test_what_is_wrong_with_a_loss_is_what_is_said(
         assert "Leave the mean out" not in said
 
 
-def failing_rank(place: Place, path: Path) -> str:
+def failing_rank(place: RankInfo, path: Path) -> str:
     """The traceback of the error that ends a training."""
     try:
         stage_rank(place, path, "train")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.parallel import float8
@@ -63,7 +63,7 @@ def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.Mo
         float8.convert([], CPU, tensor=1)
 
 
-def float8_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+def float8_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of three steps under each config."""
     from pipeline.comm import groups
 

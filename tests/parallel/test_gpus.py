@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 from pipeline.comm.gpu_assignment import Seen, deal
 from tests.support.ranks import run_ranks
@@ -58,7 +58,7 @@ def test_a_node_without_its_gpus_is_a_bad_node() -> None:
     assert caught.value.host == "n2"
 
 
-def shared_rank(place: Place) -> str:
+def shared_rank(place: RankInfo) -> str:
     """What a rank of NCCL says where both see the same single GPU."""
     import pipeline.comm.gpu_assignment as gpus
     from pipeline.comm import groups
@@ -68,7 +68,7 @@ def shared_rank(place: Place) -> str:
     try:
         groups.join(place, tiny_config(2))
     except UserError as error:
-        return f"{error.code.name}: {error}"
+        return f"{error.exit_code.name}: {error}"
     return "joined"
 
 

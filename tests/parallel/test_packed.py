@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
 from pipeline.model.decoder import Decoder, init_weights, loss_sum
@@ -98,7 +98,7 @@ def reference(config: Config) -> list[tuple[float, float]]:
     return _single[kind]
 
 
-def packed_rank(where: Place, configs: list[Config]) -> list[list[tuple[float, float]]]:
+def packed_rank(where: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
     from pipeline.train.engine import Engine

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
 from pipeline.train.norm import total_norm
 from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
@@ -378,7 +378,7 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
                 assert mine == pytest.approx(its, rel=limit), "(loss, norm)"
 
 
-def places_rank(place: Place, configs: list[Config]) -> list[int]:
+def places_rank(place: RankInfo, configs: list[Config]) -> list[int]:
     """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
     from pipeline.comm import groups
     from pipeline.model.decoder import local, whole
@@ -445,10 +445,10 @@ def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path,
     more = ("stages.train.tasks_per_node=4", *more)
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
     ranks = calm.config.stages.train.ranks
-    assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {Exit.DONE}
-    assert set(interrupted(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {Exit.STOPPED}
+    assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    assert set(interrupted(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
     assert len(lines(run)) < len(lines(calm))
-    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert lines(run) == lines(calm) and digest(run) == digest(calm)
 
 
@@ -456,17 +456,17 @@ def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data
     """(2, 1, 2) and then (1, 2, 2): the same samples, losses as if nothing had happened, and an evaluation."""
     more = ("model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=50")
     calm = new_run(tmp_path, "calm", data, *more, "stages.train.tasks_per_node=1")
-    assert set(run_ranks(1, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(1, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
     run = new_run(tmp_path, "moved", data, *more, *layout)
-    assert set(interrupted(run, 4, signal.SIGTERM, 3, [2])) == {Exit.STOPPED}
+    assert set(interrupted(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
     run.change(["parallel.pipeline=1", "parallel.zero=3"])
-    assert set(run_ranks(4, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(4, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert [line[4] for line in lines(run)] == [line[4] for line in lines(calm)]
     for ours, theirs in zip(lines(run), lines(calm), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
     for ready in (run, calm):
-        assert set(run_ranks(2, stage_rank, ready.path, "evaluate")) == {Exit.DONE}
+        assert set(run_ranks(2, stage_rank, ready.path, "evaluate")) == {ExitCode.DONE}
     ours, theirs = (json.loads(next(r.evaluation.glob("*.json")).read_text())["loss"] for r in (run, calm))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -478,7 +478,7 @@ LOW = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
 """Largest relative difference of loss and norm from fp32; one process has 3.5e-5 and 6e-4, 6e-6 and 2e-4."""
 
 
-def casts_rank(place: Place, config: Config) -> tuple[int, list[tuple[float, float]]]:
+def casts_rank(place: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
     """How often the MLP's first matrices, of 32 × 16, are cast to bf16 by themselves, and what the steps give."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -519,7 +519,7 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
                 assert mine == pytest.approx(exact, rel=limit), f"{case}: (loss, norm)"
 
 
-def gradients_rank(place: Place, configs: list[Config]) -> list[dict[str, Any]]:
+def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
     """This rank's stages' gradients of the first step, whole, by parameter name, under each config."""
     from pipeline.comm import groups
     from tests.support.layouts import batches, train

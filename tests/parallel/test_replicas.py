@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
     )
 
 
-def engine_of(place: Place, config: Config) -> Any:
+def engine_of(place: RankInfo, config: Config) -> Any:
     """An engine whose gradients travel in many small buckets."""
     import torch.distributed as dist
 
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
     return value.numpy() if hasattr(value, "numpy") else value
 
 
-def hooked_rank(place: Place, config: Config) -> dict[str, Any]:
+def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps, and the reduced gradients of each."""
     engine, limit = engine_of(place, config), config.optimizer.clip_norm
     reduced = []
@@ -84,7 +84,7 @@ def hooked_rank(place: Place, config: Config) -> dict[str, Any]:
     return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replicas, "residual", {})})
 
 
-def reference_rank(place: Place, config: Config, replicas: int) -> dict[str, Any]:
+def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
     """The same in one process that plays all replicas, each algorithm written out on whole tensors."""
     import torch
 
@@ -179,7 +179,7 @@ def test_hooks_do_what_a_plain_reference_does(case: str) -> None:
         assert abs(sent + left - sum(mean[name] for mean in expected["means"])).max() <= 1e-6
 
 
-def local_rank(place: Place, config: Config) -> dict[str, Any]:
+def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps and would save; averages are taken in pieces."""
     import torch.distributed as dist
 
@@ -201,7 +201,7 @@ def local_rank(place: Place, config: Config) -> dict[str, Any]:
     return plain({"state": mine, "norm": norm, "saved": engine.saved_state()[0]})
 
 
-def local_reference_rank(place: Place, config: Config, replicas: int) -> dict[str, Any]:
+def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
     """Each replica alone on its part of each batch; torch's own SGD as the outer optimizer."""
     import torch
 
@@ -289,22 +289,22 @@ def test_stopped_and_resumed_is_undisturbed(tmp_path: Path, data: Path, size: in
     """The stop falls between two averages; three ranks divide a batch of six."""
     more = ("train.steps=40", f"train.global_batch={2 * size}", RESUMED[case])
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(size, stage, calm.path)) == {Exit.DONE}
+    assert set(run_ranks(size, stage, calm.path)) == {ExitCode.DONE}
     interrupted(run, size, signal.SIGTERM, 18, [size - 1])
     assert 18 <= len(lines(run)) < 32
-    assert set(run_ranks(size, stage, run.path)) == {Exit.DONE}
+    assert set(run_ranks(size, stage, run.path)) == {ExitCode.DONE}
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     losses = [line[1] for line in lines(calm)]
     assert losses[-1] < losses[0] - 1.0
 
 
-def stage(place: Place, path: Path) -> int:
+def stage(place: RankInfo, path: Path) -> int:
     from tests.support.tiny import stage_rank
 
     return stage_rank(place, path, "train")
 
 
-def kept_rank(place: Place, config: Config, folder: Path, trained: int) -> dict[str, Any]:
+def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
     """Restore what is there, train on, save; the state after the restore and at the end."""
     from functools import partial
 
@@ -387,7 +387,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def changed_rank(place: Place, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
+def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
     """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
     import torch.distributed as dist
 
@@ -431,7 +431,7 @@ def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
         assert (pair[0] in ("none", "bf16") or pair[0] == pair[1]) <= (note is None), (pair, note)
 
 
-def left_out_rank(place: Place, config: Config) -> bool:
+def left_out_rank(place: RankInfo, config: Config) -> bool:
     """A step that is left out, its gradient not finite, leaves residuals and Q as they were."""
     import torch
 
@@ -458,7 +458,7 @@ def test_steps_that_are_left_out_leave_no_residual(kind: str) -> None:
     assert run_ranks(2, left_out_rank, config) == [True, True]
 
 
-def held_rank(place: Place, config: Config) -> tuple[int, int, int]:
+def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
     """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
     from pipeline.parallel import compression
 

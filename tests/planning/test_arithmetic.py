@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.layout import LayoutError, layout_of
 from pipeline.config.read import ConfigError
 from pipeline.config.sections import Config
@@ -43,7 +43,7 @@ def config_of(case: dict[str, Any]) -> Config:
     return tiny_config(8, parallel=case, train=train, data=text, model=model, stages=stages, **more)
 
 
-def rehearsed_ranks(place: Place, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
+def rehearsed_ranks(place: RankInfo, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
     """Peak and bytes by group of each."""
     from planning.rehearse import rehearsed
 

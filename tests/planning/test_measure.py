@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.console import Plain
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.base.yaml12 import parse
 from pipeline.comm import groups
@@ -261,7 +261,7 @@ def test_a_machine_that_is_none_is_refused_in_sentences() -> None:
             load_machine(name)
 
 
-def bound_facts(place: Place, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
+def bound_facts(place: RankInfo, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
     """What a rank says of its machine that may run on these CPUs."""
     os.sched_getaffinity = lambda pid: each[place.rank]
     return facts_of(groups.join(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
@@ -276,7 +276,7 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
         assert [facts[-1] for facts in found] == cores
 
 
-def small_exchanges(place: Place) -> list[Exchange]:
+def small_exchanges(place: RankInfo) -> list[Exchange]:
     """Of fewer bytes than there are ranks of four bytes each."""
     from planning import clock
 

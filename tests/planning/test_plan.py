@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
 from examples import vit
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
@@ -32,7 +32,7 @@ from tests.support.layouts import VOCAB, tiny_config, train
 from tests.support.ranks import run_ranks
 
 
-def held_rank(place: Place, configs: list[Config]) -> list[tuple[int, int]]:
+def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
     """How many bytes of weights, and of the optimizer's moments, this rank holds under each config."""
     import torch.distributed as dist
 

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_json, write_json
 from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
@@ -150,7 +150,7 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
     assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
 
 
-def evaluate_rank(where: Place, path: Path) -> int:
+def evaluate_rank(where: RankInfo, path: Path) -> int:
     """Evaluate, where the model answers `a`, closes the answer and goes on with other text."""
     answer = id_of(TOKENIZER, "a")
     following = {answer: IM_END, IM_END: id_of(TOKENIZER, "b")}
@@ -166,7 +166,7 @@ def evaluate_rank(where: Place, path: Path) -> int:
 def test_a_free_answer_of_a_task_ends_where_answers_of_dialogues_end(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
     run = chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
-    assert run_ranks(1, evaluate_rank, run.path) == [Exit.DONE]
+    assert run_ranks(1, evaluate_rank, run.path) == [ExitCode.DONE]
     assert json.loads(next(run.evaluation.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 

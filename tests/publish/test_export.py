@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data_prep.text.tokenizer import train_bpe
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.checkpoint import catalog
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data
 
 
-def save_rank(where: Place, path: Path) -> list[list[float]]:
+def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
     from pipeline.checkpoint.save import Checkpointer
     from pipeline.comm import groups

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from data_prep.text.tokenizer import train_bpe
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import CheckpointError, Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.files import read_json, write_json
 from pipeline.checkpoint.identity import SOURCE
 from pipeline.config.read import load_config
@@ -75,7 +75,7 @@ Arrays = dict[str, Any]
 """numpy's: a tensor would go from rank to test by a file that ends with the rank."""
 
 
-def first_step(engine: Any, where: Place) -> tuple[Any, Arrays]:
+def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
     """What this rank sees of the first step before it is done: logits of its samples, and whole gradients by names."""
     from pipeline.model.decoder import whole
 
@@ -103,7 +103,7 @@ def close(found: Any, expected: torch.Tensor, error: float = 1e-5) -> bool:
     return bool((torch.as_tensor(found) - expected).abs().max() <= error * expected.abs().max())
 
 
-def start_rank(where: Place, path: Path, configs: list[Config]) -> list[tuple[list[tuple[float, float]], int, Any]]:
+def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple[list[tuple[float, float]], int, Any]]:
     """Losses and gradient norms of each config in turn, how many numbers this rank read of its folder, and what
     `first_step` says."""
     from pipeline.comm import groups
@@ -202,7 +202,7 @@ def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, fam
         assert whole <= sum(reads) <= whole + twice and max(reads) < 0.7 * whole, (layout, reads)
 
 
-def refused_rank(where: Place, path: Path, configs: list[Config]) -> list[str]:
+def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str]:
     """What opening the folder of each config says."""
     from pipeline.comm import groups
     from pipeline.model.task import Task
@@ -320,16 +320,16 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     write_json(source / "tokenizer_config.json", {"eos_token": "<|end|>"})
     write_json(source / "generation_config.json", {"eos_token_id": [0, 7]})
     calm, run = make_run(tmp_path, "calm", source, 8), make_run(tmp_path, "run", source, 4)
-    assert run_ranks(2, stage_rank, calm.path, "train") == [Exit.DONE] * 2
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, calm.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     first = json.loads(run.metrics.read_text().splitlines()[0])
     assert 0.5 < first["loss"] < 20
     shutil.rmtree(source)
     run = Run.open(run.path)
     run.change(["train.steps=8"])
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE] * 2
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert digest(run) == digest(calm)
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     assert _of_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
     # the weights that it began with are part of what it is
     note = read_json(calm.path / SOURCE)
@@ -345,7 +345,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
         run_ranks(1, stage_rank, run.path, "train")
 
 
-def memory_rank(where: Place, path: Path, configs: list[Config]) -> dict[str, float]:
+def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str, float]:
     """By how much more memory than before this rank ever took to import its share of the last config, and that share
     with AdamW's two moments of it, in GB; the configs before import modules, too."""
     from benchmarks.convert import measured

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import seal, sha256_file, write_json
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
@@ -41,8 +41,8 @@ KILLED = 9
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of a few steps, evaluated."""
     run = make_run(tmp_path_factory.mktemp("trained"), "tiny", ("train.steps=3", "stages.train.tasks_per_node=1"))
-    assert run_ranks(1, stage_rank, run.path, "train") == [Exit.DONE]
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, run.path, "train") == [ExitCode.DONE]
+    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     return run
 
 
@@ -59,7 +59,7 @@ def wanted(trained: Run, tmp_path: Path) -> Any:
     return change
 
 
-def publish(run: Run) -> Exit:
+def publish(run: Run) -> ExitCode:
     return publish_stage.main(run, place(0, 1, 1), {}, HarmlessFlag())
 
 
@@ -71,7 +71,7 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     assert publish_stage.missing(run) == "step 3 is not published"
     looks = [{"time": float(second), "host": "n1", "gpus": [{"index": 0, "power_w": 360e3}]} for second in (100, 110)]
     (run.path / "telemetry-n1.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     assert publish_stage.missing(run) is None
     version = tmp_path / "models/small/step-00000003"
     assert publish_stage.progress(run).words == str(version)
@@ -97,7 +97,7 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     assert f"corpus.jsonl: {corpus.stat().st_size:,} bytes, sha256 {sha256_file(corpus)}" in card
     AutoModelForCausalLM.from_pretrained(version)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
 
 
@@ -136,7 +136,7 @@ def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_p
     with pytest.raises(UserError, match=r"publish.rules.accuracy: .*no such figure; it has loss, perplexity, bits_per"):
         publish(wanted(rules={"accuracy": {"min": 0.5}}))
     assert not (tmp_path / "models").exists()
-    assert publish(wanted(no_worse_than=str(run.path))) == Exit.DONE, "as good as itself"
+    assert publish(wanted(no_worse_than=str(run.path))) == ExitCode.DONE, "as good as itself"
     better = tmp_path / "better"
     (better / "evaluation").mkdir(parents=True)
     (better / "checkpoints").symlink_to(run.checkpoints)
@@ -149,7 +149,7 @@ def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_p
         publish_stage.look(wanted(no_worse_than=str(tmp_path)))
 
 
-def killed_rank(where: Place, path: Path, after: int) -> int:
+def killed_rank(where: RankInfo, path: Path, after: int) -> int:
     """Publish, and die in place of the call number `after` that makes something durable or gives it its name."""
     left = after
 
@@ -178,7 +178,7 @@ def test_killed_anywhere_there_is_one_version_or_none(wanted: Any, tmp_path: Pat
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         whole = [name for name in names if not name.startswith(".")]
-        if code == Exit.DONE:
+        if code == ExitCode.DONE:
             break
         assert code == KILLED and whole in ([], ["step-00000003"])
         if whole:
@@ -197,7 +197,7 @@ def test_a_command_of_ones_own_runs_once_it_is_published_until_it_ends_well(want
         publish(run)
     assert publish_stage.missing(run) == "publish.run has not ended well yet"
     (tmp_path / "works").touch()
-    assert publish(run) == publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    assert publish(run) == publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
     assert (tmp_path / "calls").read_text() == "x\nx\n"
 
 
@@ -242,7 +242,7 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
     run.change([f"publish.mlflow.uri={registry}"])
     run = Run.open(run.path)
     for _ in range(2):
-        assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+        assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
         (run.path / "published.json").unlink()  # as if it had been killed before that was noted
     assert before == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     server = MlflowClient(tracking_uri=registry, registry_uri=registry)
@@ -255,9 +255,9 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
     assert (entry.tags["run"], entry.tags["step"]) == ("tiny", "3")
     assert float(entry.tags["bits_per_byte"]) == result["bits_per_byte"]
     # another version of the same model, from other weights
-    assert publish(wanted(mlflow={"uri": registry, "model": "tiny-model"}, dtype="bf16", name="half")) == Exit.DONE
+    assert publish(wanted(mlflow={"uri": registry, "model": "tiny-model"}, dtype="bf16", name="half")) == ExitCode.DONE
     assert {each.version for each in server.search_model_versions("name = 'tiny-model'")} == {"1", "2"}
-    assert publish(wanted(mlflow={"uri": registry}, name="third")) == Exit.DONE
+    assert publish(wanted(mlflow={"uri": registry}, name="third")) == ExitCode.DONE
     assert [each.name for each in server.search_registered_models()] == ["tiny", "tiny-model"]
     with pytest.raises(ConfigError, match=r"publish.mlflow.uri: .*write http"):
         wanted(mlflow={"uri": "http://me:secret@host"})
@@ -294,7 +294,7 @@ def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:
 
 def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
     run = wanted()
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     (tmp_path / "models/tiny/step-00000003/model.safetensors").write_bytes(b"torn")
     told = "model.safetensors is not as it was published: move the version away"
     assert told in (publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
@@ -304,7 +304,7 @@ def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
         publish_stage.look(wanted(rules={"acuracy": {"min": 0.5}}))
 
 
-def publish_together(where: Place, runs: list[Path], folder: Path) -> str:
+def publish_together(where: RankInfo, runs: list[Path], folder: Path) -> str:
     """Publish one of the runs once the temporary folders of all of them are there; the error, if there is one."""
     complete = publish_stage._complete
 
@@ -318,7 +318,7 @@ def publish_together(where: Place, runs: list[Path], folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(publish_stage, "_complete", wait_for_all)
         try:
-            assert publish(Run.open(runs[where.rank])) == Exit.DONE
+            assert publish(Run.open(runs[where.rank])) == ExitCode.DONE
         except UserError as error:
             return str(error)
     return ""
@@ -358,7 +358,7 @@ def test_leftovers_of_this_run_are_removed_and_no_others(wanted: Any, tmp_path: 
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
     assert len([*folder.glob(".step*.tmp")]) == 2
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     assert sorted(path.name for path in folder.iterdir()) == [foreign.name, "step-00000003"]
 
 
@@ -395,7 +395,7 @@ def forge(version: Path, **changes: Any) -> None:
 )  # fmt: skip
 def test_a_seal_that_is_malformed_or_forged_is_no_version(wanted: Any, tmp_path: Path, harm: Any, match: str) -> None:
     run = wanted()
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     harm(version := tmp_path / "models/tiny/step-00000003")
     assert re.search(match, publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
     with pytest.raises(UserError, match=match) as told:
@@ -424,10 +424,10 @@ def test_altered_weights_of_the_same_size_are_not_registered(wanted: Any, tmp_pa
     assert not (tmp_path / "called").exists()
     content[-1] ^= 1
     weights.write_bytes(content)  # put back: only the time differs
-    assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
     os.utime(weights)
     assert publish_stage.missing(run) is not None
-    assert publish(run) == Exit.DONE and publish_stage.missing(run) is None
+    assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
     content[-1] ^= 1
     weights.write_bytes(content)  # after all was done
     assert publish_stage.missing(run) is not None
@@ -437,9 +437,9 @@ def test_altered_weights_of_the_same_size_are_not_registered(wanted: Any, tmp_pa
 
 def test_a_version_of_an_older_sluice_stays_published(wanted: Any) -> None:
     run = wanted()
-    assert publish(run) == Exit.DONE
+    assert publish(run) == ExitCode.DONE
     (run.path / "published.json").unlink(missing_ok=True)  # it noted no sizes and times
-    assert publish_stage.missing(run) is None and publish(run) == Exit.DONE
+    assert publish_stage.missing(run) is None and publish(run) == ExitCode.DONE
 
 
 def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.data.sample_order import position_of
@@ -77,7 +77,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     assert found == expected.tolist()
 
 
-def poisoned_rank(place: Place, path: Path, steps: list[int], sticky: bool) -> int:
+def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -> int:
     """A rank of a training in which rank 1's loss is no number in some steps (`sticky`: for samples that it knows)."""
     import pipeline.train.trainer as module
 
@@ -103,14 +103,14 @@ def poisoned_rank(place: Place, path: Path, steps: list[int], sticky: bool) -> i
 
 def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "bad", data)
-    assert set(run_ranks(2, poisoned_rank, run.path, [9, 10], False)) == {Exit.DONE}
+    assert set(run_ranks(2, poisoned_rank, run.path, [9, 10], False)) == {ExitCode.DONE}
     known = list(read_jsonl(run.metrics))
     assert [line["step"] for line in known if "skipped" in line] == [9, 10]
     assert [line["step"] for line in known] == list(range(1, len(known) + 1))
     assert [d["position"] for d in read_jsonl(run.decisions)] == [64, 72]
     again = new_run(tmp_path, "again", data)
     shutil.copy(run.decisions, again.decisions)
-    assert set(run_ranks(2, stage_rank, again.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
     assert digest(again) == digest(run)
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")
@@ -120,14 +120,14 @@ def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, da
 @pytest.mark.story
 def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
-    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {Exit.NON_FINITE}
+    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.NON_FINITE}
     left_out = [d for d in read_jsonl(run.decisions) if d["decision"] == "leave_out"]
     assert [(d["position"], d["samples"]) for d in left_out] == [(96, 24)]
-    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {Exit.DONE}
+    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.DONE}
     assert [step for step, *_ in lines(run)] == list(range(1, len(lines(run)) + 1))
     again = new_run(tmp_path, "again", data)
     shutil.copy(run.decisions, again.decisions)
-    assert set(run_ranks(2, stage_rank, again.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
     assert digest(again) == digest(run) and lines(again) == lines(run)
 
 
@@ -158,12 +158,12 @@ def test_few_losses_know_no_spike() -> None:
 
 def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
-    assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {Exit.NON_FINITE}
+    assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {ExitCode.NON_FINITE}
     judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions)]
     assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
 
 
-def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) -> int:
+def clocked_rank(place: RankInfo, path: Path, left_s: float | None, save_s: float) -> int:
     """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
     import pipeline.train.trainer as module
 
@@ -186,16 +186,16 @@ def clocked_rank(place: Place, path: Path, left_s: float | None, save_s: float) 
 @pytest.mark.story
 def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
-    assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {Exit.STOPPED}
+    assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {ExitCode.STOPPED}
     skipped = [e for e in run.read_events("train") if e["event"] == "save_skipped"]
     assert len(skipped) == 1 and "too late" in skipped[0]["reason"]
     assert [e["step"] for e in run.read_events("train") if e["event"] == "saved"] == [7, 14]
-    assert set(run_ranks(2, clocked_rank, run.path, 25.0, 0.0)) == {Exit.STOPPED}
+    assert set(run_ranks(2, clocked_rank, run.path, 25.0, 0.0)) == {ExitCode.STOPPED}
     stop = [e for e in run.read_events("train") if e["event"] == "stop_requested"][-1]
     assert stop["signal"] == "time limit"
     saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
     assert saved[-1] == stop["step"] == lines(run)[-1][0] > 14
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")
     assert digest(run) == digest(calm)
@@ -204,7 +204,7 @@ def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Pa
 def test_the_save_file_makes_one_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "asked", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
     assert len(saved) == 2 and saved[0] < saved[1] and not run.save_file.exists()
 
@@ -228,7 +228,7 @@ def test_who_did_not_arrive() -> None:
     assert "all ranks were stuck" in words
 
 
-def sleepy_rank(place: Place, path: Path) -> int:
+def sleepy_rank(place: RankInfo, path: Path) -> int:
     """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
     from pipeline.evaluate import evaluator
     from pipeline.resilience import watchdog
@@ -253,10 +253,10 @@ def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: P
     folder = run.stage_folder("evaluate")
     hang = json.loads((folder / "hang-rank-1.json").read_text())
     assert hang["phase"] == "batch" and "sums" in hang["stacks"]
-    assert json.loads((folder / "error-rank-1.json").read_text())["code"] == Exit.HANG
+    assert json.loads((folder / "error-rank-1.json").read_text())["code"] == ExitCode.HANG
 
 
-def broken_node_rank(place: Place, path: Path, what: str) -> str:
+def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
     """The check at the start on a node where something is broken; the error's words."""
     import torch
 
@@ -290,7 +290,7 @@ def broken_node_rank(place: Place, path: Path, what: str) -> str:
                 return "slept"
             health.check_together(world, group, hosts)
     except UserError as error:
-        return f"{error.code.name}: {error}"
+        return f"{error.exit_code.name}: {error}"
     return "passed"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.checkpoint.catalog import saved_steps
 from pipeline.config.sections import Config
 from pipeline.resilience.stop import Request
@@ -33,7 +33,7 @@ SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, b
 HANDS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
 
 
-def agree_rank(place: Place) -> list[Any]:
+def agree_rank(place: RankInfo) -> list[Any]:
     """What each of SAID leads to on this rank, and whether it raised its hand."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
@@ -62,7 +62,7 @@ def test_all_ranks_know_what_any_of_them_knew() -> None:
             assert hand == (rank in signals or rank in saves or left.get(rank, 1000.0) < 10)
 
 
-def hand_rank(place: Place, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
+def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
     """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
@@ -145,7 +145,7 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     assert clock.needed_s() == 16.0
 
 
-def told_rank(place: Place, path: Path, moment: str) -> int:
+def told_rank(place: RankInfo, path: Path, moment: str) -> int:
     """A rank of a stage in which rank 1 gets a signal at some moment."""
     from pipeline.evaluate import evaluator
     from pipeline.train import trainer
@@ -167,18 +167,18 @@ def told_rank(place: Place, path: Path, moment: str) -> int:
 def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for moment, saved in [("build", []), ("first step", [1])]:
-        assert set(run_ranks(2, told_rank, run.path, moment)) == {Exit.STOPPED}
+        assert set(run_ranks(2, told_rank, run.path, moment)) == {ExitCode.STOPPED}
         assert saved_steps(run.checkpoints) == saved
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
-    assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {Exit.STOPPED}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {ExitCode.STOPPED}
     assert not list(run.evaluation.iterdir())
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
     calm = make_run(tmp_path, "calm", data=run.data)
     run_ranks(2, stage_rank, calm.path, "train")
     assert digest(run) == digest(calm)
 
 
-def blocked_rank(place: Place) -> tuple[bool, bool]:
+def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
     """Rank 1 waits in a collective for rank 0 and gets a signal: what its flag says to another thread, before and
     after that looks."""
     import threading

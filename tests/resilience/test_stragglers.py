@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import load_config
 from pipeline.resilience.stragglers import Stragglers
 from pipeline.run.directory import Run
@@ -23,7 +23,7 @@ from tests.support.tiny import make_run, stage_rank, write_config
 from tracking.report import print_report
 
 
-def train_with_a_slow_rank(place: Place, path: Path, slow: int, until: int) -> int:
+def train_with_a_slow_rank(place: RankInfo, path: Path, slow: int, until: int) -> int:
     """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
     from pipeline.model import task
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
@@ -20,7 +20,7 @@ from tests.support.tiny import make_run
 HANG_S = 6
 
 
-def in_a_phase(place: Place, path: Path, begun: Path, seconds: float) -> None:
+def in_a_phase(place: RankInfo, path: Path, begun: Path, seconds: float) -> None:
     """One rank, so long in one phase by the sleeps that it counts, not by the clock."""
     watchdog = Watchdog(Run.open(path), "train", place, StopFlag())
     watchdog.start()
@@ -49,6 +49,6 @@ def left(tmp_path: Path, seconds: float, stopped_s: float) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize(("seconds", "stopped_s", "code"), [(3, 10, 0), (30, 0, Exit.HANG)])
+@pytest.mark.parametrize(("seconds", "stopped_s", "code"), [(3, 10, 0), (30, 0, ExitCode.HANG)])
 def test_time_that_a_job_was_suspended_is_no_hang(tmp_path: Path, seconds: float, stopped_s: float, code: int) -> None:
     assert left(tmp_path, seconds, stopped_s) == code

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import newest_step
 from pipeline.config.read import load_config
@@ -140,7 +140,7 @@ def test_the_views(finished: Path) -> None:
 
 def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
     done = submit(finished, "tiny.yaml", "optimizer.lr=0.5")
-    assert done.returncode == Exit.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     terminal = Terminal(tmp_path, "tiny.yaml")
     wait_for_steps(run, 8)
     terminal.press_ctrl_c()
-    assert terminal.wait() == Exit.STOPPED, terminal.text
+    assert terminal.wait() == ExitCode.STOPPED, terminal.text
     assert "submit.py resume runs/tiny" in terminal.text
     stopped_at = newest_step(run / "checkpoints")
     assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
@@ -294,8 +294,8 @@ def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path,
         wait_for("the second to follow", lambda: "following it" in (tmp_path / "second").read_text())
         process.terminate()
         output = process.communicate(timeout=240)[0]
-        assert process.returncode == Exit.STOPPED and "resume runs/tiny" in output
-        assert second.wait(240) == Exit.STOPPED
+        assert process.returncode == ExitCode.STOPPED and "resume runs/tiny" in output
+        assert second.wait(240) == ExitCode.STOPPED
     output = (tmp_path / "second").read_text()
     assert "Ctrl-C stops it, for all" in output and "submit.py status runs/tiny --watch" in output, output
     assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
@@ -314,7 +314,7 @@ def test_who_comes_while_it_saves_goes_on(tmp_path: Path, finished: Path) -> Non
     wait_for("the stop", lambda: bool(Run.open(run).read_events("train", "stopping")))
     done = submit(tmp_path, "tiny.yaml")
     assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
-    assert process.wait(240) == Exit.STOPPED
+    assert process.wait(240) == ExitCode.STOPPED
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 2
     assert digest(Run(run)) == undisturbed(finished)
 
@@ -333,7 +333,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
         assert not alive, "the peer outlived the rank that died"
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == Exit.CRASHED and "goes on by itself after: crashed" in output
+    assert process.returncode == ExitCode.CRASHED and "goes on by itself after: crashed" in output
     assert re.search(r"^train +restored step \d+; steps done again: \d+$", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
     assert "recovery.crash: 1" in output, "its budget was one"
@@ -354,7 +354,7 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
         "        lr = self.learning_rate(",
     )
     done = submit(tmp_path, "tiny.yaml", timeout=240)
-    assert done.returncode == Exit.CRASHED
+    assert done.returncode == ExitCode.CRASHED
     assert "rank 1 on" in done.stdout and "ValueError: a bug of rank one" in done.stdout
     assert "Connection closed by peer" not in done.stdout
 
@@ -366,12 +366,12 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> Non
     wait_for_steps(run, 5)
     assert "saves and leaves" in submit(tmp_path, "cancel", "runs/tiny").stdout
     assert "cancelled" in process.communicate(timeout=240)[0]
-    assert process.returncode == Exit.STOPPED
+    assert process.returncode == ExitCode.STOPPED
     again = submit(tmp_path, "tiny.yaml")
-    assert again.returncode == Exit.USER_ERROR and "was cancelled" in again.stderr
+    assert again.returncode == ExitCode.USER_ERROR and "was cancelled" in again.stderr
     command = [sys.executable, "-m", "pipeline", "train", str(run)]  # as a template without a supervisor has it
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == Exit.USER_ERROR and "was cancelled" in by_hand.stderr
+    assert by_hand.returncode == ExitCode.USER_ERROR and "was cancelled" in by_hand.stderr
     assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
@@ -381,7 +381,7 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
     for wrong in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
         done = submit(tmp_path, "resume", "runs/tiny", wrong)
-        assert done.returncode == Exit.USER_ERROR and wrong.split("=")[0] in done.stderr
+        assert done.returncode == ExitCode.USER_ERROR and wrong.split("=")[0] in done.stderr
     frozen = (tmp_path / "runs/tiny/config.yaml").read_text()
     done = submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
     assert done.returncode == 0, done.stdout
@@ -405,7 +405,9 @@ def test_verify_names_a_flipped_bit(finished: Path, tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_no_traceback(finished: Path) -> None:
     for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
         done = submit(finished, *arguments)
-        assert done.returncode == Exit.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
+        assert (
+            done.returncode == ExitCode.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
+        )
 
 
 def broken_code(folder: Path) -> None:
@@ -458,7 +460,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     assert not alive, "ranks go on without their supervisor"
     assert newest_step(run / "checkpoints") < 60, "they trained to the end"
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == Exit.CRASHED and "resume runs/tiny" in output
+    assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
@@ -484,7 +486,7 @@ def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: 
     wait_for_steps(run, 3)
     command = [sys.executable, "-m", "pipeline", "train", str(run)]
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == Exit.USER_ERROR and "already running (pid" in by_hand.stderr
+    assert by_hand.returncode == ExitCode.USER_ERROR and "already running (pid" in by_hand.stderr
     assert process.wait(240) == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
@@ -521,7 +523,7 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, max(0, filler.stat().st_size - 300_000))
     done = submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
-    assert done.returncode == Exit.STORAGE, done.stdout + done.stderr
+    assert done.returncode == ExitCode.STORAGE, done.stdout + done.stderr
     assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
     filler.unlink()
     done = submit(tmp_path, "resume", f"{small_disk}/runs/tiny")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit, storage_error
+from pipeline.base.errors import ExitCode, storage_error
 from pipeline.checkpoint.catalog import newest_step, saved_steps, step_name
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
     """Digest and metrics of a run that nothing disturbed."""
     run = new_run(tmp_path_factory.mktemp("calm"), "calm", data)
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return digest(run), lines(run)
 
 
@@ -87,14 +87,14 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
     else:
         shard.unlink()
     for code, message in run_ranks(2, door_rank, run.path, "train"):
-        assert code == Exit.BAD_INPUT
+        assert code == ExitCode.BAD_INPUT
         assert shard.name in message and "Traceback" not in message and "resume" in message
     from pipeline.run.stages import load
 
     assert load("shard").missing(run) is not None
-    assert run_ranks(2, stage_rank, run.path, "shard") == [Exit.DONE, Exit.DONE]
+    assert run_ranks(2, stage_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
     assert shard.read_bytes() == whole
-    assert run_ranks(2, stage_rank, run.path, "train") == [Exit.DONE, Exit.DONE]
+    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
         victim.unlink()
     else:
         flip_bit(victim)
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     events = run.read_events("train")
     assert [e["step"] for e in events if e["event"] == "damaged"] == [newest]
     assert victim.name in next(e["reason"] for e in events if e["event"] == "damaged")
@@ -133,7 +133,7 @@ def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, 
     before = lines(run)
     for _attempt in range(2):  # the second one finds no step-… at all, and must not take that for a fresh start
         for code, message in run_ranks(2, door_rank, run.path, "train"):
-            assert code == Exit.BAD_CHECKPOINT and "zero" in message and "Traceback" not in message
+            assert code == ExitCode.BAD_CHECKPOINT and "zero" in message and "Traceback" not in message
         assert lines(run) == before
 
 
@@ -151,12 +151,12 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, filler.stat().st_size - 65536)
     answers = run_ranks(2, door_rank, run.path, "train")
-    assert {code for code, _ in answers} <= {Exit.STORAGE, Exit.PEER_LOST}, answers
-    message = next(message for code, message in answers if code == Exit.STORAGE)
+    assert {code for code, _ in answers} <= {ExitCode.STORAGE, ExitCode.PEER_LOST}, answers
+    message = next(message for code, message in answers if code == ExitCode.STORAGE)
     assert "no space" in message and str(small_disk) in message and "Traceback" not in message
     assert newest_step(run.checkpoints) == saved
     filler.unlink()
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert (digest(run), lines(run)) == calm
 
 
@@ -164,9 +164,9 @@ def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) 
     run = new_run(tmp_path, "frozen", data, f"run.root={small_disk}")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=10)
     code, message = run_ranks(1, door_rank, run.path, "train")[0]
-    assert code == Exit.STORAGE and "read-only" in message and "Traceback" not in message
+    assert code == ExitCode.STORAGE and "read-only" in message and "Traceback" not in message
     done = submit(["resume", str(run.path)])
-    assert done.returncode == Exit.STORAGE and "read-only" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.STORAGE and "read-only" in done.stderr and "Traceback" not in done.stderr
 
 
 def submit(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -185,7 +185,7 @@ def test_a_disk_too_small_for_a_run_is_named_and_nothing_stays_on_it(tmp_path: P
     (left := small_disk / "tiny" / ".code.123.tmp").mkdir(parents=True)
     (left / "half").write_bytes(bytes(1000))
     done = submit([str(config), f"run.root={small_disk}"])
-    assert done.returncode == Exit.STORAGE and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == ExitCode.STORAGE and "Traceback" not in done.stderr, done.stderr
     assert "no space" in done.stderr and str(small_disk) in done.stderr
     assert not list((small_disk / "tiny").glob(".code*")) and shutil.disk_usage(small_disk).free == before
     filler.unlink()
@@ -214,13 +214,13 @@ def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
 @pytest.mark.parametrize(
     ("number", "name", "code"),
     [
-        (errno.ESHUTDOWN, "runs/a", Exit.BAD_NODE),  # as of a Lustre client that was evicted
-        (errno.EIO, None, Exit.BAD_NODE),
-        (errno.ENOTCONN, None, Exit.CRASHED),  # a socket's
-        (errno.ENOSPC, "runs/a", Exit.STORAGE),
+        (errno.ESHUTDOWN, "runs/a", ExitCode.BAD_NODE),  # as of a Lustre client that was evicted
+        (errno.EIO, None, ExitCode.BAD_NODE),
+        (errno.ENOTCONN, None, ExitCode.CRASHED),  # a socket's
+        (errno.ENOSPC, "runs/a", ExitCode.STORAGE),
     ],
 )
-def test_a_node_that_lost_its_file_system_is_a_bad_node(number: int, name: str | None, code: Exit) -> None:
+def test_a_node_that_lost_its_file_system_is_a_bad_node(number: int, name: str | None, code: ExitCode) -> None:
     found, message = explain(OSError(number, os.strerror(number), name))
     assert found == code and (name is None or name in message)
 
@@ -229,7 +229,7 @@ def test_a_typo_in_the_config_is_one_message(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("global_batch", "global_bach"))
     done = submit([str(path)])
-    assert done.returncode == Exit.USER_ERROR and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
     for word in (path.name, "train.global_bach", "global_batch"):
         assert word in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -239,7 +239,7 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     (tmp_path / "corpus.jsonl").unlink()
     done = submit([str(path)])
-    assert done.returncode == Exit.USER_ERROR, done.stdout + done.stderr
+    assert done.returncode == ExitCode.USER_ERROR, done.stdout + done.stderr
     assert "corpus.jsonl' matches no file" in done.stderr and "Traceback" not in done.stdout + done.stderr
 
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_was_killed_while_written_is_never_read(tmp_path: Path
     newest = saved_steps(run.checkpoints)[0]
     shutil.copytree(run.checkpoints / step_name(newest), run.checkpoints / ".tmp-step-00000050")
     ranks = Ranks(2, stage_rank, run.path, "train")
-    assert set(ranks.results()) == {Exit.DONE}
+    assert set(ranks.results()) == {ExitCode.DONE}
     assert not list(run.checkpoints.glob(".tmp-*"))
     assert max(saved_steps(run.checkpoints)) == STEPS
 

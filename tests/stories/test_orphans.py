@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -174,7 +174,7 @@ def test_a_submit_that_is_killed_while_the_controller_hangs(
                 time.sleep(1)
                 process.kill()
                 refused = sbatch.submit(config, HELD)
-                assert refused[0] == Exit.USER_ERROR and "no Slurm controller answers" in refused[1], refused
+                assert refused[0] == ExitCode.USER_ERROR and "no Slurm controller answers" in refused[1], refused
         finally:
             process.kill()
     code, said = sbatch.submit(*((config, HELD) if following == "submit" else ("cancel", "runs/tiny")))
@@ -193,12 +193,12 @@ def test_limits_are_asked_for_before_a_chain_and_half_a_chain_is_completed(tmp_p
 
     limit("user", "root", "set", "MaxSubmitJobs=5")
     done = submit(limited, tmp_path, *words)
-    assert done.returncode == Exit.USER_ERROR and "allows you 5 jobs" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "allows you 5 jobs" in done.stderr, done.stdout + done.stderr
     assert queue(limited) == [] and "sbatch" not in done.stderr
     limit("user", "root", "set", "MaxSubmitJobs=-1")
     limit("account", "root", "set", "GrpSubmitJobs=4")
     done = submit(limited, tmp_path, *words)
-    assert done.returncode == Exit.USER_ERROR and queue(limited) == CHAIN[:3], done.stdout + done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and queue(limited) == CHAIN[:3], done.stdout + done.stderr
     for said in (done.stderr, submit(limited, tmp_path, "status", "runs/tiny").stdout):
         assert re.search("train: .*sbatch refused the job: .*Limit", said), said
         assert "submit.py resume runs/tiny" in said, said

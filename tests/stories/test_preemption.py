@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -110,7 +110,7 @@ def test_a_supervisor_leaves_or_asks(
     run = Run.create(load_config(write_config(tmp_path)))
     slurm_is(monkeypatch, version)
     monkeypatch.setattr(exclusion, "at_requeue", lambda *words: exclude)
-    assert leave(run, [facts], monkeypatch) == (Exit.OUT_OF_MEMORY, asked)
+    assert leave(run, [facts], monkeypatch) == (ExitCode.OUT_OF_MEMORY, asked)
     told = run.read_events("train")[-1]
     assert told["event"] == "requeued" and told.get("by") == (None if asked else "slurm")
 
@@ -122,15 +122,15 @@ def test_a_batch_job_that_slurm_put_back_is_one_still(flag: int, batch: bool) ->
 
 
 ENDED = [
-    ("done", {"exit_code": 0}, Exit.DONE),
-    ("stopped", {"cause": "stop file", "exit_code": int(Exit.STOPPED)}, Exit.STOPPED),
-    ("failed", {"cause": "crashed", "exit_code": int(Exit.CRASHED)}, Exit.CRASHED),
+    ("done", {"exit_code": 0}, ExitCode.DONE),
+    ("stopped", {"cause": "stop file", "exit_code": int(ExitCode.STOPPED)}, ExitCode.STOPPED),
+    ("failed", {"cause": "crashed", "exit_code": int(ExitCode.CRASHED)}, ExitCode.CRASHED),
 ]
 
 
 @pytest.mark.parametrize(("event", "more", "code"), ENDED)
 def test_what_slurm_alone_puts_back_after_its_end_does_not_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, more: dict[str, object], code: Exit
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, more: dict[str, object], code: ExitCode
 ) -> None:
     slurm_is(monkeypatch, "24.11.5")
     run = silent(tmp_path / "grace", (event, {**more, "in_grace": True}))
@@ -256,7 +256,7 @@ def test_a_training_that_a_person_stops_in_its_grace_time_does_not_start_again(
     train = Run.open(run).read_events("train")
     assert [e["event"] for e in train if e["event"] in ("started", "requeued", "stopped")] == ["started", "stopped"]
     assert next(e for e in train if e["event"] == "stopped")["in_grace"], "it had left before it was preempted"
-    assert accounted(cluster, job_of(run, "train")) == ("FAILED", f"{int(Exit.STOPPED)}:0")
+    assert accounted(cluster, job_of(run, "train")) == ("FAILED", f"{int(ExitCode.STOPPED)}:0")
     assert not evaluated(run)
 
 

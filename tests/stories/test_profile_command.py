@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
@@ -53,7 +53,7 @@ def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
     profiled = [line["step"] for line in read_jsonl(run.metrics) if "profile" in line]
     assert profiled == [int(step) for step, *_ in told]
     late = submit(tmp_path, "profile", "runs/tiny")
-    assert late.returncode == Exit.USER_ERROR and "tiny is not training now; --steps 0" in late.stderr
+    assert late.returncode == ExitCode.USER_ERROR and "tiny is not training now; --steps 0" in late.stderr
     shown = submit(tmp_path, "profile", "runs/tiny", "--steps", "0")
     assert shown.returncode == 0 and shown.stdout.count("ui.perfetto.dev") == 2, shown.stdout + shown.stderr
     report = submit(tmp_path, "report", "runs/tiny")

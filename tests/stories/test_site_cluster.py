@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cli.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.config.sections import SiteConfig
@@ -171,7 +171,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
     refused = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
-    assert refused.returncode == Exit.USER_ERROR and "PASSED" in refused.stderr, "as it would be without the option"
+    assert refused.returncode == ExitCode.USER_ERROR and "PASSED" in refused.stderr, "as it would be without the option"
     dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
     assert done.returncode == 0, done.stderr
@@ -245,7 +245,7 @@ def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Clu
     run = Run.create(load_config(write_config(tmp_path), ["stages.train.nodes=2"]))
     command = ["salloc", "--quiet", "-N2", "-n5", sys.executable, "-m", "slurm", "train", str(run.path)]
     done = cluster.run(command, timeout=240)
-    assert done.returncode == Exit.USER_ERROR and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
     assert (
         "wants 2 nodes × 2 ranks" in done.stderr
         and "4, 1 tasks" in done.stderr
@@ -328,7 +328,7 @@ def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
     assert "could not be asked" in done.stdout, done.stdout + done.stderr
     (tmp_path / "site.yaml").write_text("partitoin: none\n")
     done = submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
-    assert done.returncode == Exit.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
 
 
 def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:

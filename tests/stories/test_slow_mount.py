@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.throttled import copied, run_on, start, steps_of
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
 from tests.support.needs import lacking
 from tests.support.slow_mount import SlowMount, cannot, slow_mount
@@ -52,7 +52,7 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
         # each row brings 64 KiB of the file, which stay where they are mapped; of 32 MB most is left then
         assert done < 60, "too late: what is left may have been read before"
         reader = subprocess.Popen(mount.inside(["cat", str(mount.folder / "tokens.bin")]), stdout=subprocess.DEVNULL)
-        assert process.wait(120) == Exit.DONE, (tmp_path / "log").read_text()
+        assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
         assert reader.poll() is None and mount.bytes_read() == read, "who reads the mount still waits"
         assert [line["step"] for line in steps_of(run)] == list(range(1, STEPS + 1))
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import newest_step
 from pipeline.data.manifest import load_manifest
@@ -133,7 +133,7 @@ def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
     assert failed == {0, None}, "the task of unit 2, and the job that does what the array left"
     assert "started" not in events(run, "train")
     refused = submit(cluster, tmp_path, *words)
-    assert refused.returncode == Exit.USER_ERROR and f"cannot read {broken}" in refused.stderr
+    assert refused.returncode == ExitCode.USER_ERROR and f"cannot read {broken}" in refused.stderr
 
     def written() -> dict[str, tuple[int, bytes]]:
         return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (run / "data/shards").iterdir()}
@@ -316,7 +316,7 @@ def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cl
     wait_for("its end", lambda: "cancelled" in events(run, "train"), 60)
     wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), 240)
     assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
-    assert submit(cluster, tmp_path, str(config), *NODES).returncode == Exit.USER_ERROR
+    assert submit(cluster, tmp_path, str(config), *NODES).returncode == ExitCode.USER_ERROR
 
 
 @pytest.mark.parametrize("name", ["a 'b\"; $(touch pwned) & `tick` ünï"])

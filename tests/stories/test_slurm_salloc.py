@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
@@ -55,14 +55,14 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     trainer.write_text(good.replace(anchor, f"{bug}{anchor}", 1))
     two = "-N2 --ntasks-per-node=2"
     failed = inside(cluster, tmp_path, two, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
-    assert failed.returncode == Exit.CRASHED, failed.stdout + failed.stderr
+    assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
     assert "/12  loss" in failed.stdout, "a live line"
     assert "rank 3 on n2" in failed.stdout and "a bug of rank three" in failed.stdout
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
     assert started["ranks"] == 4
     trainer.write_text(good)
     refused = submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert refused.returncode == Exit.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
+    assert refused.returncode == ExitCode.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
     assert "resumed" not in events(run)
     done = inside(cluster, tmp_path, two, *SUBMIT, "resume", "runs/tiny")
     assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
@@ -100,7 +100,7 @@ def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, clus
     run = Run.create(load_config(write_config(tmp_path)))
     command = f"SLURM_MPI_TYPE=nosuch {supervise('prepare', run)}"
     done = inside(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
-    assert done.returncode == Exit.CRASHED, done.stderr
+    assert done.returncode == ExitCode.CRASHED, done.stderr
     message = run.read_events("prepare")[-1]["message"]
     assert "srun: error" in message and "nosuch" in message and str(run.jobs / "prepare/srun.log") in message
     assert "rank-0.log" not in message

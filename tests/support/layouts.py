@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
 
@@ -35,7 +35,7 @@ def batches(config: Config, vocab: int = VOCAB) -> Any:
 
 
 def train(
-    place: Place, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
+    place: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
     from pipeline.config.layout import layout_of
@@ -47,7 +47,7 @@ def train(
     return engine, train_on(engine, place, 0, steps)
 
 
-def train_rank(place: Place, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
+def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of each config in turn."""
     import warnings
 
@@ -60,7 +60,7 @@ def train_rank(place: Place, configs: list[Config], vocab: int = VOCAB) -> list[
 
 
 def move_rank(
-    place: Place, first: Config, others: list[Config], folder: Any, trained: int, steps: int
+    place: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
 
@@ -97,7 +97,7 @@ def move_rank(
     return results
 
 
-def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
+def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.save import Checkpointer, digest
@@ -118,7 +118,7 @@ def saved_again_rank(place: Place, path: Any, folder: Any) -> str:
     return digest(folder / catalog.step_name(1))
 
 
-def train_on(engine: Any, place: Place, done: int, steps: int) -> list[tuple[float, float]]:
+def train_on(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
     limit = engine.config.optimizer.clip_norm
     part = engine.layout.coordinates(place.rank).data

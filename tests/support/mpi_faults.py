@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.base.dist_env import identify
+from pipeline.base.dist_env import read_rank_info
 from pipeline.mpi import backend as mpi
 from pipeline.mpi import process_group as mpi_group
 from pipeline.mpi.work import MpiError, MpiTimeout
@@ -210,7 +210,7 @@ def stuck() -> None:
 
 def main(name: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
-    mpi.start(identify(os.environ), timedelta(seconds=60))
+    mpi.start(read_rank_info(os.environ), timedelta(seconds=60))
     ends = {"forgetful": forgetful, "failing": failing, "early": early, "slow": slow, "stuck": stuck}
     {"faults": faults, **ends}[name]()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.dist_env import identify
+from pipeline.base.dist_env import read_rank_info
 from tests.support.layouts import tiny_config, train
 
 
@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
     from pipeline.comm import groups
 
     torch.set_num_threads(1)
-    place = identify(os.environ)
+    place = read_rank_info(os.environ)
     cases = json.loads((folder / "cases.json").read_text())
     configs = [tiny_config(place.world_size, **case) for case in cases]
     groups.make_deterministic(configs[0])

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from pipeline.base.dist_env import identify
+from pipeline.base.dist_env import read_rank_info
 from pipeline.mpi import backend as mpi
 from pipeline.mpi.process_group import MpiGroup
 from tests.support import mpi_parallel, overlap
@@ -420,7 +420,7 @@ CASES: dict[str, Callable[[], None]] = {
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     mpi.MpiGroup = UnaliasedGroup  # type: ignore[assignment,misc]
-    mpi.start(identify(os.environ), TIMEOUT)
+    mpi.start(read_rank_info(os.environ), TIMEOUT)
     for name in names:
         CASES[name]()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 
 PEERS_MAY_TAKE_S = 30.0
 """From the first failure of a rank to the answers of the others."""
@@ -44,8 +44,8 @@ def _ports() -> Iterator[int]:
 PORTS = _ports()
 
 
-def place(rank: int, size: int, port: int) -> Place:
-    return Place(
+def place(rank: int, size: int, port: int) -> RankInfo:
+    return RankInfo(
         launcher="local",
         rank=rank,
         world_size=size,

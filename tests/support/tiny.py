@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -68,7 +68,7 @@ class HarmlessFlag(StopFlag):
         pass
 
 
-def stage_rank(where: Place, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
+def stage_rank(where: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
     """What `python -m pipeline STAGE RUN` does, inside a forked rank."""
     return int(load(stage).main(Run.open(path), where, options or {}, StopFlag().install()))
 
@@ -87,7 +87,7 @@ def digest(run: Run) -> str:
     return str(run_ranks(1, _digest, run.path)[0])
 
 
-def _digest(where: Place, path: Path) -> str:
+def _digest(where: RankInfo, path: Path) -> str:
     from pipeline.checkpoint import catalog as checkpoint_files
     from pipeline.checkpoint import save as checkpoint
 

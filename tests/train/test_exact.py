@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import append_line, read_jsonl
 from pipeline.checkpoint.catalog import newest_step
 from pipeline.data.manifest import load_manifest
@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[in
     folder, results = tmp_path_factory.mktemp("undisturbed"), {}
     for size in (1, 2, 4):
         run = new_run(folder, f"calm{size}", data)
-        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+        assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
         results[size] = digest(run), lines(run)
     return results
 
@@ -88,9 +88,9 @@ def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: 
         victims = draw.sample(range(size), draw.randint(1, size))
         codes = interrupted(run, size, signal.SIGTERM, len(lines(run)) + draw.randint(2, 12), victims)
         assert len(set(codes)) == 1, "all ranks leave with the same code"
-        stops += codes[0] == Exit.STOPPED
+        stops += codes[0] == ExitCode.STOPPED
     assert stops == 3
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
     assert [step for step, *_ in lines(run)] == list(range(1, STEPS + 1))
@@ -111,7 +111,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
         victims = list(range(size)) if who == "all" else [draw.randrange(size)]
         interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(8, 16), victims)
         left.append((newest_step(run.checkpoints), lines(run)[-1][0]))
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
     restored = [(e["step"], e["lost_steps"]) for e in run.read_events("train") if e["event"] == "restored"]
@@ -150,13 +150,13 @@ def samples_of(run: Run, step: int) -> list[list[int]]:
 def test_other_numbers_of_ranks_see_the_same_samples_and_losses(tmp_path: Path, data: Path) -> None:
     """Dropout draws differ by layout; without it 10 steps after a change agree to 1e-5 (contract 3)."""
     calm, run = (new_run(tmp_path, name, data, "model.dropout=0.0") for name in ("calm", "elastic"))
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     interrupted(run, 2, signal.SIGTERM, 15, [1], recording_rank)
     first = len(lines(run))
     interrupted(run, 1, signal.SIGTERM, first + 15, [0], recording_rank)
     second = len(lines(run))
     assert 15 <= first < second < STEPS - 10
-    assert set(run_ranks(4, recording_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(4, recording_rank, run.path, "train")) == {ExitCode.DONE}
     ours, reference = lines(run), lines(calm)
     assert ours[:first] == reference[:first] and len(ours) == STEPS
     for changed in (first, second):
@@ -174,7 +174,7 @@ def test_a_torn_metrics_line_is_mended(tmp_path: Path, data: Path, undisturbed: 
     interrupted(run, 2, signal.SIGTERM, 10, [0, 1])
     with open(run.metrics, "a") as file:
         file.write('{"step": 999, "lo')
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert lines(run) == undisturbed[2][1]
     for line in run.metrics.read_text().splitlines():
         json.loads(line)

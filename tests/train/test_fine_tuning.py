@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import saved_steps, step_name
 from pipeline.config.read import load_config
@@ -50,18 +50,18 @@ def made(folder: Path, *more: str) -> Run:
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = made(tmp_path_factory.mktemp("example"))
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
 def result_of(run: Run, size: int) -> dict[str, Any]:
     for old in run.evaluation.iterdir():
         old.unlink()
-    assert set(run_ranks(size, stage_rank, run.path, "evaluate")) == {Exit.DONE}
+    assert set(run_ranks(size, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
     return dict(json.loads(next(run.evaluation.iterdir()).read_text()))
 
 
-def alone_rank(where: Place, path: Path) -> tuple[float, int]:
+def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
     """Summed loss of the held-out answers and their tokens, one document after another, by the plainest code."""
     from pipeline.checkpoint.save import load as load_checkpoint
     from pipeline.model.decoder import Decoder
@@ -107,11 +107,11 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
         (tmp_path / name).write_bytes((example.path.parent / name).read_bytes())
     stopped = made(tmp_path, "run.name=stopped", "train.evaluate_every=4")
     interrupted(stopped, 2, signal.SIGUSR1, 3, [1])
-    assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
     assert digest(stopped) == digest(example)
     assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics) if "held_out_loss" in line] == [True] * 3
     moved = made(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
-    assert set(run_ranks(2, stage_rank, moved.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, moved.path, "train")) == {ExitCode.DONE}
     for ours, theirs in zip(lines(moved), lines(example), strict=True):
         assert ours[:3] == pytest.approx(theirs[:3], rel=1e-4) and ours[4] == theirs[4]
 
@@ -122,7 +122,7 @@ def test_text_whose_documents_are_apart_trains_and_evaluates(tmp_path: Path) -> 
     together = make_run(tmp_path, "together", ("train.steps=7",), apart.data)
     results = []
     for run in (apart, together):
-        assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+        assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
         results.append(result_of(run, 2))
     ends = sum(
         int((np.fromfile(apart.data / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder, init_weights, loss_sum, whole
@@ -48,7 +48,7 @@ def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], 
     return results, {name: parameter.detach() for name, parameter in model.named_weights()}
 
 
-def weights_rank(where: Place, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
+def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
     """Losses and norms, weights by name of the parts that this rank has, and the names of all that is kept."""
     from pipeline.comm import groups
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import saved_steps
 from pipeline.run.directory import Run
@@ -56,10 +56,10 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
     plain = new_run(tmp_path, "plain", data, *SHORT, *more, ranks)
     looking = new_run(tmp_path, "looking", data, *SHORT, *more, ranks, *LOOKS)
     for run in (plain, looking):
-        assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+        assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(looking) == digest(plain) and lines(looking) == lines(plain)
     assert not curve(plain) and set(curve(looking)) == set(saved_steps(looking.checkpoints)) == {4, 8}
-    assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [Exit.DONE]
+    assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     evaluated = [json.loads(path.read_text()) for path in looking.evaluation.iterdir()]
     assert curve(looking) == {one["step"]: one["loss"] for one in evaluated}
     for line in read_jsonl(looking.metrics):
@@ -67,7 +67,7 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
         assert line.get("evaluate_s", 0) < line["step_time_s"]
 
 
-def stopped_in_a_look_rank(place: Place, path: Path, stage: str, at: int) -> int:
+def stopped_in_a_look_rank(place: RankInfo, path: Path, stage: str, at: int) -> int:
     """Like `stage_rank`, but rank 1 is asked to stop while all look at held-out data after step `at`."""
     from pipeline.evaluate.evaluator import Evaluator
 
@@ -87,14 +87,14 @@ def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     more = ("train.steps=24", "checkpoint.every_steps=5", *LOOKS)
     calm = new_run(tmp_path, "calm", data, *more)
     run = new_run(tmp_path, "stopped", data, *more, "track={tensorboard: true}")
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
-        assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [Exit.STOPPED] * 2
+        assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
         assert set(curve(run)) == {4} and len(lines(run)) == 8, "it stops at once, and saves"
         Follower(run, "tensorboard").catch_up()  # it has step 8 without a look
     interrupted(run, 2, signal.SIGTERM, 10, [1])
     interrupted(run, 2, signal.SIGKILL, 15, [0])
-    assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [Exit.DONE] * 2
+    assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in run.read_events("train", "held_out")] == [8]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place
+from pipeline.base.dist_env import RankInfo
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.parallel.traffic import traffic
@@ -21,13 +21,13 @@ SIZES = {"dim": 64, "intermediate_size": 128}
 LATE_S = 1.5
 
 
-def join(place: Place, config: Config) -> Any:
+def join(place: RankInfo, config: Config) -> Any:
     from pipeline.comm import groups
 
     return groups.join(place, config)
 
 
-def second_step(place: Place, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
+def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
     """Train two steps, the second one inside `around`, with a meter on: its line, and how long it took."""
     from pipeline.model.task import Task
     from pipeline.train.engine import Engine
@@ -53,7 +53,7 @@ def second_step(place: Place, config: Config, world: Any, enter: Callable[[str],
 # -- bytes -----------------------------------------------------------------------------------------------
 
 
-def sent_rank(place: Place, configs: list[Config]) -> list[dict[str, int]]:
+def sent_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
     """What this rank sends in the second step of each config, by group."""
     from tests.support.sent import Sent
 
@@ -108,11 +108,11 @@ def test_bytes_are_those_of_the_plan() -> None:
 # -- exposed time ----------------------------------------------------------------------------------------
 
 
-def late_rank(place: Place, config: Config) -> tuple[dict[str, float], float]:
+def late_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], float]:
     return late(place, config, join(place, config))
 
 
-def late(place: Place, config: Config, world: Any) -> tuple[dict[str, float], float]:
+def late(place: RankInfo, config: Config, world: Any) -> tuple[dict[str, float], float]:
     """The line of a step in which the last rank comes late to its backward, and how long the step took."""
     from contextlib import nullcontext
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_seen_is_not_told(parallel: dict[str, Any]) -> None:
     assert [line for line, _ in run_ranks(2, late_rank, config)] == [{}, {}]
 
 
-def hidden_rank(place: Place, config: Config) -> tuple[dict[str, float], float]:
+def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], float]:
     """A step of several buckets: rank 1 comes late to the first one, and rank 0 computes meanwhile, for this long."""
     import torch
     import torch.distributed as dist
@@ -193,10 +193,10 @@ def over_mpi() -> None:
     """One rank under mpirun: of whole replicas, waiting for a late rank is exposed."""
     import os
 
-    from pipeline.base.dist_env import identify
+    from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
 
-    place = identify(os.environ)
+    place = read_rank_info(os.environ)
     configs = [
         tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=SIZES)
         for parallel in ({}, {"hook": {"kind": "bf16"}})

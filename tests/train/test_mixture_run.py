@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_prep.text.tokenizer import load_encoder, train_bpe
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
@@ -55,7 +55,7 @@ def train(run: Run, size: int) -> list[int]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = make_run(tmp_path_factory.mktemp("mixture"), "mixed")
-    assert set(train(run, 2)) == {Exit.DONE}
+    assert set(train(run, 2)) == {ExitCode.DONE}
     return run
 
 
@@ -76,7 +76,7 @@ def test_is_the_same_after_a_return(trained: Run) -> None:
     whole, metrics = digest(trained), list(read_jsonl(trained.metrics))
     for step in (14, 16):
         shutil.rmtree(trained.checkpoints / f"step-{step:08}")
-    assert set(train(trained, 2)) == {Exit.DONE}
+    assert set(train(trained, 2)) == {ExitCode.DONE}
     assert digest(trained) == whole
     again = list(read_jsonl(trained.metrics))
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
@@ -90,13 +90,13 @@ def test_is_the_same_after_a_return(trained: Run) -> None:
 
 def test_another_layout_reads_the_same_samples(trained: Run, tmp_path: Path) -> None:
     other = make_run(tmp_path, "mixed")
-    assert set(train(other, 1)) == {Exit.DONE}
+    assert set(train(other, 1)) == {ExitCode.DONE}
     ours, theirs = ([line["loss"] for line in read_jsonl(run.metrics)] for run in (trained, other))
     assert theirs == pytest.approx(ours, rel=1e-5)
 
 
 def test_held_out_loss_is_told_by_source_too(trained: Run) -> None:
-    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [Exit.DONE]
+    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
     result: dict[str, Any] = json.loads((trained.evaluation / "step-00000016.json").read_text())
     web, code = (load_manifest(trained.data / name).held_out_tokens for name in ("web", "code"))
     mean = (web * result["web.loss"] + code * result["code.loss"]) / (web + code)
@@ -116,7 +116,7 @@ def test_weights_of_steps_to_come_may_change_and_no_others(trained: Run, tmp_pat
     coming = [WEIGHTS[0], {**WEIGHTS[1], "weights": {"web": 0, "code": 1}}]
     Run.open(run).change([f"data.mixture.weights={json.dumps(coming)}"])
     before = list(read_jsonl(run / "metrics.jsonl"))
-    assert set(train(Run.open(run), 2)) == {Exit.DONE}
+    assert set(train(Run.open(run), 2)) == {ExitCode.DONE}
     after = list(read_jsonl(run / "metrics.jsonl"))
     same = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=True)]
     assert all(same[:8]) and not any(same[8:])
@@ -136,4 +136,4 @@ def test_a_file_of_the_users_own_that_changed_is_named_and_left_where_it_is(trai
     assert "m.bin is missing" in (load("shard").missing(run) or "")
     content[20] ^= 1
     (tmp_path / "m.bin").write_bytes(content)
-    assert train(run, 1) == [Exit.DONE] and sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.idx"]
+    assert train(run, 1) == [ExitCode.DONE] and sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.idx"]

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.profile import ask, merge
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.resilience.stop import Agreement, Clock
 from pipeline.run.directory import Run
@@ -107,7 +107,7 @@ def test_a_mean_is_of_all_ranks() -> None:
 # -- known times -----------------------------------------------------------------------------------------
 
 
-def known_rank(place: Place, folder: Path) -> tuple[Any, Any]:
+def known_rank(place: RankInfo, folder: Path) -> tuple[Any, Any]:
     from pipeline.comm import groups
     from tests.support import overlap
 
@@ -138,7 +138,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of four ranks, two by two, with two profiled steps."""
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.profile_every=3")
     run = make_run(tmp_path_factory.mktemp("four"), overrides=(*layout, "train.steps=7"))
-    assert run_ranks(4, stage_rank, run.path, "train") == [Exit.DONE] * 4
+    assert run_ranks(4, stage_rank, run.path, "train") == [ExitCode.DONE] * 4
     return run
 
 
@@ -192,7 +192,7 @@ def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
 def test_profiling_changes_no_bit(four: Run, tmp_path: Path) -> None:
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
     plain = make_run(tmp_path, overrides=layout, data=four.data)
-    assert run_ranks(4, stage_rank, plain.path, "train") == [Exit.DONE] * 4
+    assert run_ranks(4, stage_rank, plain.path, "train") == [ExitCode.DONE] * 4
     assert digest(plain) == digest(four) and not plain.profiles.exists()
 
 
@@ -223,7 +223,7 @@ def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: s
 FOLDER = b"a folder in place of the file"
 
 
-def failing_rank(place: Place, path: Path, request: bytes) -> int:
+def failing_rank(place: RankInfo, path: Path, request: bytes) -> int:
     """A rank whose profiles cannot be read, and who finds this request."""
     from pipeline.train import profiler
 
@@ -259,7 +259,7 @@ def test_a_profile_that_fails_stops_nothing(
     four: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
 ) -> None:
     run = make_run(tmp_path, overrides=("train.steps=5",), data=four.data)
-    assert run_ranks(2, failing_rank, run.path, request_) == [Exit.DONE] * 2
+    assert run_ranks(2, failing_rank, run.path, request_) == [ExitCode.DONE] * 2
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
     folders = sorted(run.profiles.glob("step-*/parts.json"))
@@ -273,7 +273,7 @@ def test_a_profile_that_fails_stops_nothing(
     run.change(["train.profile_every=2"])  # also of a training that has saved
 
 
-def late_rank(place: Place, path: Path, room_s: float) -> int:
+def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
     """A rank of a job that must stop when anything takes longer than `room_s`; a profile takes half a second."""
     from pipeline.train import profiler
 
@@ -300,7 +300,7 @@ def test_no_profile_begins_that_a_save_has_no_time_for(
     run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four.data)
     if asked:
         run.profile_file.write_text('{"steps": 5}')
-    assert run_ranks(2, late_rank, run.path, room_s) == [Exit.DONE] * 2
+    assert run_ranks(2, late_rank, run.path, room_s) == [ExitCode.DONE] * 2
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert sum("profile" in line for line in lines) == profiled and len(lines) == 4
     assert run.profile_file.exists() == (asked and not profiled)
@@ -309,7 +309,7 @@ def test_no_profile_begins_that_a_save_has_no_time_for(
 # -- clocks ----------------------------------------------------------------------------------------------
 
 
-def shifted_rank(place: Place, shift_ns: int) -> tuple[int, int]:
+def shifted_rank(place: RankInfo, shift_ns: int) -> tuple[int, int]:
     """What is found of a clock that goes so much ahead on rank 1."""
     from pipeline.comm import groups
     from pipeline.config.layout import layout_of
@@ -331,7 +331,7 @@ def test_clocks_are_compared_within_what_is_said() -> None:
     assert abs(found + shift) <= error < 50e6 and abs(small) <= other < 50e6
 
 
-def few_rank(place: Place, path: Path) -> int:
+def few_rank(place: RankInfo, path: Path) -> int:
     from pipeline.train import profiler
 
     profiler.MOST_STEPS = 2
@@ -340,5 +340,5 @@ def few_rank(place: Place, path: Path) -> int:
 
 def test_old_profiles_go(four: Run, tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four.data)
-    assert run_ranks(2, few_rank, run.path) == [Exit.DONE] * 2
+    assert run_ranks(2, few_rank, run.path) == [ExitCode.DONE] * 2
     assert [folder.name for folder in sorted(run.profiles.iterdir())] == ["step-00000003", "step-00000004"]

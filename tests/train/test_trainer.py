@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data
 
 
-def plain_rank(place: Place, path: Path, steps: int) -> list[tuple[float, float]]:
+def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step by the plainest code: whole batch at once, no DDP, no micro-batches."""
     import numpy as np
     import torch
@@ -103,7 +103,7 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
         "optimizer.clip_norm=0.5",
     )
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
     for ours, (loss, norm) in zip(lines(run), plain, strict=True):
         # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
@@ -122,27 +122,27 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
     more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     interrupted(run, 2, signal.SIGTERM, 5, [1])
     assert len(lines(run)) < 14
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     losses = [line[1] for line in lines(calm)]
     assert losses[-1] < losses[0] - 1.0
 
 
-def scale_rank(place: Place, path: Path) -> float:
+def scale_rank(place: RankInfo, path: Path) -> float:
     newest = sorted((Run.open(path).checkpoints).glob("step-*"))[-1]
     return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
 
 
 def test_the_fp16_scale_is_kept_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert scale_rank(None, run.path) > 1.0  # type: ignore[arg-type]
 
 
-def no_sync_rank(place: Place, path: Path) -> int:
+def no_sync_rank(place: RankInfo, path: Path) -> int:
     """How many gradient reductions one step of four micro-batches makes."""
     import torch
     import torch.distributed as dist
@@ -180,12 +180,12 @@ def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> Non
     plain = new_run(tmp_path, "plain", data, *more)
     compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
     for run in (plain, compiled):
-        assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {Exit.DONE}
+        assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
     for ours, theirs in zip(lines(compiled), lines(plain), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
-def deterministic_rank(place: Place, *configs: Config) -> list[tuple[bool | str | None, ...]]:
+def deterministic_rank(place: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
     """Whether torch, and whether its compiler, may only do what gives the same bits again, and NCCL's part of it."""
     import torch
     from torch._inductor import config as compiler
@@ -206,7 +206,7 @@ def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
     assert found == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
 
 
-def other_gpu_rank(place: Place, path: Path) -> int:
+def other_gpu_rank(place: RankInfo, path: Path) -> int:
     """A training on another GPU than that of the checkpoint, by its words."""
     from pipeline.train import trainer
 
@@ -219,17 +219,17 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
     import torch
 
     run = new_run(tmp_path, "moved", data, "train.steps=3")
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     for step, rank in ((4, stage_rank), (5, other_gpu_rank)):
         run.change([f"train.steps={step}"])
         more = ("train",) if rank is stage_rank else ()
-        assert set(run_ranks(1, rank, run.path, *more)) == {Exit.DONE}
+        assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
     same, other = run.read_events("train", "restored")
     assert "versions" not in same
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
-def undrawn_rank(place: Place, path: Path, stage: str) -> int:
+def undrawn_rank(place: RankInfo, path: Path, stage: str) -> int:
     """A stage that may draw no weights, for a checkpoint brings them."""
     from pipeline.model import decoder, task
 
@@ -245,17 +245,17 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     more = ("optimizer.schedule=constant", "train.evaluate_every=2")
     calm, run = (new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("calm", 5), ("moved", 3)))
     for one in (calm, run):
-        assert set(run_ranks(size, stage_rank, one.path, "train")) == {Exit.DONE}
+        assert set(run_ranks(size, stage_rank, one.path, "train")) == {ExitCode.DONE}
     run.change(["train.steps=5"])
     for stage in ("train", "evaluate"):
-        assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {Exit.DONE}
+        assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {ExitCode.DONE}
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics)] == [
         line.get("held_out_loss") for line in read_jsonl(calm.metrics)
     ]
 
 
-def copying_rank(place: Place, path: Path, stage: str) -> int:
+def copying_rank(place: RankInfo, path: Path, stage: str) -> int:
     """A stage that trains on copies from its second step on at the latest."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
@@ -283,8 +283,8 @@ def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Pa
     (tmp_path / "disk").mkdir()
     more = {"calm": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
     calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {Exit.DONE}
-    assert set(run_ranks(2, copying_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
     (told,) = run.read_events("train", "local_copy")
     assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
@@ -299,9 +299,9 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     steps = steps_of(run.config, run.data)
     assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
     assert load("train").progress(run).words == f"0/{steps} steps"
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
-    assert set(run_ranks(1, stage_rank, told.path, "train")) == {Exit.DONE}
+    assert set(run_ranks(1, stage_rank, told.path, "train")) == {ExitCode.DONE}
     assert digest(run) == digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
     for wrong, says in {
         "train.epochs=1": "larger train.epochs",

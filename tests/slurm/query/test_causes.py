@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import append_line
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import step_name
@@ -65,58 +65,58 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [
-        (shown(preempt="2026-11-21T05:42:25"), Exit.PREEMPTED),
-        (shown(state="PREEMPTED"), Exit.PREEMPTED),
-        (shown(state="COMPLETING", restarts=1), Exit.REQUEUED),
-        (shown(state="PENDING", restarts=1), Exit.REQUEUED),
-        (shown(state="COMPLETING", restarts=1, preempt="2026-11-21T05:42:25"), Exit.PREEMPTED),
-        (shown(), Exit.STOPPED),
-        (shown(ran="00:07:30"), Exit.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
-        (shown(ran="00:07:10"), Exit.STOPPED),
-        (shown(state="COMPLETING", ran="00:10:01"), Exit.TIME_LIMIT),
-        (shown(state="TIMEOUT", ran="00:10:01"), Exit.TIME_LIMIT),
-        (shown(state="TIMEOUT", ran="00:03:00"), Exit.TIME_LIMIT),  # a reservation's end, or another limit
-        (shown(state="NODE_FAIL"), Exit.NODE_FAILURE),
-        (shown(state="COMPLETING"), Exit.CANCELLED),
-        (shown(state="CANCELLED"), Exit.CANCELLED),
-        (shown(state="COMPLETING", ran="00:09:50"), Exit.CANCELLED),  # near its time limit, too
-        (shown(state="CANCELLED", ran="00:09:50"), Exit.CANCELLED),
-        (shown(state="CANCELLED", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),  # in its grace period
-        (shown(state="COMPLETING", preempt="2026-11-21T05:42:25"), Exit.CANCELLED),
-        (None, Exit.STOPPED),
+        (shown(preempt="2026-11-21T05:42:25"), ExitCode.PREEMPTED),
+        (shown(state="PREEMPTED"), ExitCode.PREEMPTED),
+        (shown(state="COMPLETING", restarts=1), ExitCode.REQUEUED),
+        (shown(state="PENDING", restarts=1), ExitCode.REQUEUED),
+        (shown(state="COMPLETING", restarts=1, preempt="2026-11-21T05:42:25"), ExitCode.PREEMPTED),
+        (shown(), ExitCode.STOPPED),
+        (shown(ran="00:07:30"), ExitCode.TIME_LIMIT),  # 600 - 90 - 60: the signal may come a minute early
+        (shown(ran="00:07:10"), ExitCode.STOPPED),
+        (shown(state="COMPLETING", ran="00:10:01"), ExitCode.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:10:01"), ExitCode.TIME_LIMIT),
+        (shown(state="TIMEOUT", ran="00:03:00"), ExitCode.TIME_LIMIT),  # a reservation's end, or another limit
+        (shown(state="NODE_FAIL"), ExitCode.NODE_FAILURE),
+        (shown(state="COMPLETING"), ExitCode.CANCELLED),
+        (shown(state="CANCELLED"), ExitCode.CANCELLED),
+        (shown(state="COMPLETING", ran="00:09:50"), ExitCode.CANCELLED),  # near its time limit, too
+        (shown(state="CANCELLED", ran="00:09:50"), ExitCode.CANCELLED),
+        (shown(state="CANCELLED", preempt="2026-11-21T05:42:25"), ExitCode.CANCELLED),  # in its grace period
+        (shown(state="COMPLETING", preempt="2026-11-21T05:42:25"), ExitCode.CANCELLED),
+        (None, ExitCode.STOPPED),
     ],
 )
-def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: Exit) -> None:
+def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: ExitCode) -> None:
     assert stop_cause(facts, 0, SiteConfig()) == cause
 
 
 def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
     facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
-    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == Exit.PREEMPTED
+    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == ExitCode.PREEMPTED
 
 
 @pytest.mark.parametrize(
     ("accounting", "preempted", "cause"),
     [
-        ("Start2|PREEMPTED\nStart1|REQUEUED\nStart3|RUNNING\n", False, Exit.REQUEUED),
-        ("Start2|REQUEUED\nStart1|PREEMPTED\n", False, Exit.PREEMPTED),
-        ("Start1|NODE_FAIL\n", False, Exit.NODE_FAILURE),
-        ("Start1|RUNNING\n", False, Exit.REQUEUED),  # it lags
-        ("Start1|CANCELLED by 0\n", False, Exit.REQUEUED),  # the controller says that it is back in the queue
-        ("Start1|RUNNING\n", True, Exit.PREEMPTED),
-        (None, False, Exit.REQUEUED),
-        (None, True, Exit.PREEMPTED),
+        ("Start2|PREEMPTED\nStart1|REQUEUED\nStart3|RUNNING\n", False, ExitCode.REQUEUED),
+        ("Start2|REQUEUED\nStart1|PREEMPTED\n", False, ExitCode.PREEMPTED),
+        ("Start1|NODE_FAIL\n", False, ExitCode.NODE_FAILURE),
+        ("Start1|RUNNING\n", False, ExitCode.REQUEUED),  # it lags
+        ("Start1|CANCELLED by 0\n", False, ExitCode.REQUEUED),  # the controller says that it is back in the queue
+        ("Start1|RUNNING\n", True, ExitCode.PREEMPTED),
+        (None, False, ExitCode.REQUEUED),
+        (None, True, ExitCode.PREEMPTED),
     ],
 )
-@pytest.mark.parametrize("code", [Exit.STOPPED, Exit.CRASHED])
+@pytest.mark.parametrize("code", [ExitCode.STOPPED, ExitCode.CRASHED])
 def test_a_requeue_that_somebody_asked_for_is_no_preemption(
-    monkeypatch: pytest.MonkeyPatch, accounting: str | None, preempted: bool, cause: Exit, code: Exit
+    monkeypatch: pytest.MonkeyPatch, accounting: str | None, preempted: bool, cause: ExitCode, code: ExitCode
 ) -> None:
     monkeypatch.setattr(current_job, "call", lambda *words, **_: accounting if words[0] == "sacct" else None)
     facts = shown(state="COMPLETING", restarts=1)
     where = replace(place(0, 1, 1), job_id="12")
     found, said = recovery.cause_in_slurm(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
-    assert found == cause and (said is None) == (code == Exit.STOPPED)
+    assert found == cause and (said is None) == (code == ExitCode.STOPPED)
     assert budget_of(found) in ("preempted", "node_failure"), "a requeue is no crash"
 
 
@@ -141,7 +141,7 @@ def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
 
 def leave(
     run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
-) -> tuple[Exit, list[str]]:
+) -> tuple[ExitCode, list[str]]:
     """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
     from slurm.supervise import supervisor
 
@@ -161,7 +161,7 @@ def leave(
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
     one.place, one.flag.reason = place(0, 1, 1), "SIGTERM" if signalled else None
-    code = one._leave(supervisor.Ended(Exit.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    code = one._leave(supervisor.Ended(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
     return code, asked
 
 
@@ -169,13 +169,13 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (Exit.CANCELLED, [])
+    assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
     assert run.read_events("train")[-1]["event"] == "cancelled"
     found = leave(run, [None], monkeypatch, signalled=True)
-    assert found == (Exit.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
+    assert found == (ExitCode.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
     assert "did not say" in run.read_events("train")[-1]["message"]
-    assert leave(run, [None], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
-    assert leave(run, [None, shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, ["requeue"])
+    assert leave(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
+    assert leave(run, [None, shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
     assert run.read_events("train")[-1]["event"] == "requeued"
 
 
@@ -195,11 +195,11 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(sbatch, "submit", submit)
     monkeypatch.setattr(supervisor.Supervisor, "leave_nothing_waiting", lambda self, done: ended.append(done))
-    assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+    assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     told = run.read_events("train")[-1]
     assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
     for _ in range(2):
-        assert leave(run, [shown()], monkeypatch) == (Exit.OUT_OF_MEMORY, [])
+        assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
         assert run.read_events("train")[-1]["event"] == "handed_over"
     assert len(submitted) == 2 and ended == [False], "one is enough"
 
@@ -230,13 +230,13 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
 
 
 CAUSES = [
-    Exit.PREEMPTED,
-    Exit.REQUEUED,
-    Exit.NODE_FAILURE,
-    Exit.TIME_LIMIT,
-    Exit.OUT_OF_MEMORY,
-    Exit.CRASHED,
-    Exit.HANG,
+    ExitCode.PREEMPTED,
+    ExitCode.REQUEUED,
+    ExitCode.NODE_FAILURE,
+    ExitCode.TIME_LIMIT,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.CRASHED,
+    ExitCode.HANG,
 ]
 
 
@@ -246,7 +246,7 @@ CAUSES = [
     st.integers(1, 4), st.integers(0, 4), st.integers(0, 9),
 )  # fmt: skip
 def test_a_stage_goes_on_within_its_budgets_and_never_loops(
-    stops: list[tuple[Exit, bool]], fruitless: int, small: int, large: int
+    stops: list[tuple[ExitCode, bool]], fruitless: int, small: int, large: int
 ) -> None:
     """Against a plain count: what went on so far, by budget, and how many fruitless attempts stand in a row."""
     limits = RecoveryConfig(
@@ -259,7 +259,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
     for cause, progress in stops:
         key = budget_of(cause)
         row = 0 if progress else row + 1
-        blameless = cause in (Exit.PREEMPTED, Exit.REQUEUED, Exit.NODE_FAILURE)
+        blameless = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
         may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
         assert (refusal(attempts.read(events), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})
@@ -270,16 +270,16 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
 
 
 def test_every_failure_has_a_budget() -> None:
-    for code in Exit:
+    for code in ExitCode:
         assert isinstance(getattr(RecoveryConfig(), budget_of(code)), int)
-    assert refusal(attempts.read([]), Exit.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
-    assert refusal(attempts.read([]), Exit.PREEMPTED, False, RecoveryConfig()) is None
+    assert refusal(attempts.read([]), ExitCode.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
+    assert refusal(attempts.read([]), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
     begun = attempts.read([{"event": "started", "stage": "train"}])
-    words = refusal(begun, Exit.TIME_LIMIT, False, RecoveryConfig()) or ""
+    words = refusal(begun, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
     assert "no new checkpoint" in words
     assert "loop. It takes longer to start and to save than stages.train.time allows" in words
     begun = attempts.read([{"event": "started", "stage": "publish"}])
-    assert "brought nothing new" in (refusal(begun, Exit.CRASHED, False, RecoveryConfig()) or "")
+    assert "brought nothing new" in (refusal(begun, ExitCode.CRASHED, False, RecoveryConfig()) or "")
 
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
@@ -355,11 +355,11 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
         for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
-    report_error(run, "train", place(0, 2, 1), Exit.CRASHED, "".join([head, *frames, tail]))
-    message = find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["message"]
+    report_error(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
+    message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
-    report_error(run, "train", place(0, 2, 1), Exit.CRASHED, "".join([head, *frames[:2], tail]))
-    message = find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["message"]
+    report_error(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
+    message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
 
 
@@ -382,14 +382,14 @@ def test_slurms_words_stand_in_one_table() -> None:
 )
 def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
-    assert left == Left(1, Exit.OUT_OF_MEMORY, "n1")
+    assert left == Left(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
-    for rank, code in ((0, Exit.CRASHED), (2, Exit.PEER_LOST)):  # what the peers made of it
+    for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # what the peers made of it
         report_error(run, "train", place(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
-    assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (Exit.OUT_OF_MEMORY, 1, "n1")
-    report_error(run, "train", place(1, 3, 1), Exit.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [Left(0, Exit.CRASHED)]).facts["rank"] == 0, "the earliest report"
+    assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
+    report_error(run, "train", place(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
+    assert find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -398,16 +398,16 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (ECC, Exit.BAD_NODE),
-        ("NCCL error: unhandled cuda error\nCuda failure 220 'uncorrectable NVLink error detected'", Exit.BAD_NODE),
-        ("Unable to determine the device handle for GPU 0000:0B:00.0: GPU is lost.", Exit.BAD_NODE),
-        ("NVRM: Xid (PCI:0000:0b:00): 79, pid=9, GPU has fallen off the bus.", Exit.BAD_NODE),
-        ("NVRM: Xid (PCI:0000:0b:00): 31, pid=9, MMU Fault", Exit.CRASHED),
-        ("CUDA error: an illegal memory access was encountered", Exit.CRASHED),
-        ("CUDA error: device-side assert triggered", Exit.CRASHED),
+        (ECC, ExitCode.BAD_NODE),
+        ("NCCL error: unhandled cuda error\nCuda failure 220 'uncorrectable NVLink error detected'", ExitCode.BAD_NODE),
+        ("Unable to determine the device handle for GPU 0000:0B:00.0: GPU is lost.", ExitCode.BAD_NODE),
+        ("NVRM: Xid (PCI:0000:0b:00): 79, pid=9, GPU has fallen off the bus.", ExitCode.BAD_NODE),
+        ("NVRM: Xid (PCI:0000:0b:00): 31, pid=9, MMU Fault", ExitCode.CRASHED),
+        ("CUDA error: an illegal memory access was encountered", ExitCode.CRASHED),
+        ("CUDA error: device-side assert triggered", ExitCode.CRASHED),
     ],
 )
-def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: Exit) -> None:
+def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: ExitCode) -> None:
     assert explain(RuntimeError(words))[0] == code
 
 
@@ -418,14 +418,14 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
         log.write_text(f"what(): {ECC}, in an attempt before\n")
     begins = log_sizes(run, "train")
     aborted = [Left(0, -6), Left(1, -6, "n2")]
-    assert find_failure(run, "train", aborted, begins=begins).code == Exit.CRASHED
+    assert find_failure(run, "train", aborted, begins=begins).code == ExitCode.CRASHED
     with open(logs[1], "a") as more:
         more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
-    report_error(run, "train", place(2, 3, 1), Exit.PEER_LOST, "lost it")
+    report_error(run, "train", place(2, 3, 1), ExitCode.PEER_LOST, "lost it")
     failure = find_failure(run, "train", aborted, begins=begins)
-    assert failure.code == Exit.BAD_NODE
+    assert failure.code == ExitCode.BAD_NODE
     assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
-    assert find_failure(run, "train", [Left(1, -9, "n2")], begins=begins).code == Exit.CRASHED, "killed by somebody"
+    assert find_failure(run, "train", [Left(1, -9, "n2")], begins=begins).code == ExitCode.CRASHED, "killed by somebody"
 
 
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
@@ -491,7 +491,7 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
     return run
 
 
-def close(run: Run, job_id: str, restarts: int = 0) -> tuple[Exit | None, str | None, list[dict[str, Any]]]:
+def close(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
     """What a supervisor in that job finds, and writes."""
     before = len(run.read_events("train"))
     refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts), None)
@@ -529,7 +529,10 @@ def test_a_successor_keeps_to_the_budgets_of_a_supervisor_that_died(
     run = silent(tmp_path, *([("stopping", told)] if told else []))
     code, _, events = close(run, "7")
     assert (code is None) == goes_on and [e["event"] for e in events] == [ends, *["handed_over"] * goes_on]
-    assert {e["cause"] for e in events} == {cause} and code in (None, Exit.__members__.get(cause.upper(), Exit.STOPPED))
+    assert {e["cause"] for e in events} == {cause} and code in (
+        None,
+        ExitCode.__members__.get(cause.upper(), ExitCode.STOPPED),
+    )
     again = close(run, "7")
     assert again[2] == [] and again[0] == code, "it says the same when it is asked again"
 
@@ -553,7 +556,7 @@ def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
     assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
     run.event("started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
     code, reason, events = close(run, "6", 2)
-    assert code == Exit.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
+    assert code == ExitCode.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
     assert "not tried again" in events[-1]["message"] and len(events) == 1
 
 
@@ -563,7 +566,7 @@ def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path:
     assert close(run, "6", 1)[2] == []
     final = silent(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
     assert close(final, "6", 1)[:2] == (None, None), "a person put a job back that had failed for good"
-    assert close(final, "7")[0] == Exit.CRASHED, "but no successor goes on with it"
+    assert close(final, "7")[0] == ExitCode.CRASHED, "but no successor goes on with it"
     assert close(silent(tmp_path / "hand"), "99")[0] is None, "a person started another job"
 
 

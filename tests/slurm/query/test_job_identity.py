@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import Place, identify
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo, read_rank_info
+from pipeline.base.errors import ExitCode
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import current_job as slurm_job
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.timeout(900)
 HELD = ("site.requeue=false", "site.sbatch={hold: true}")
 
 
-def place(job_id: str, restarts: int = 0) -> Place:
-    return dataclasses.replace(identify({}), job_id=job_id, restart_count=restarts)
+def place(job_id: str, restarts: int = 0) -> RankInfo:
+    return dataclasses.replace(read_rank_info({}), job_id=job_id, restart_count=restarts)
 
 
 def speak_to(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +270,9 @@ def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: 
     """Neither of one that was submitted by us nor of one that a person submitted."""
     identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
     for comment, name, cluster, cause in (
-        (f"sluice {run.path}", "any", "here", Exit.TIME_LIMIT), ("", "r-train", "here", Exit.TIME_LIMIT),
-        ("sluice /b", "r-train", "here", Exit.CRASHED), ("", "other", "here", Exit.CRASHED),
-        (f"sluice {run.path}", "any", "there", Exit.CRASHED), ("", "r-train", "there", Exit.CRASHED),
+        (f"sluice {run.path}", "any", "here", ExitCode.TIME_LIMIT), ("", "r-train", "here", ExitCode.TIME_LIMIT),
+        ("sluice /b", "r-train", "here", ExitCode.CRASHED), ("", "other", "here", ExitCode.CRASHED),
+        (f"sluice {run.path}", "any", "there", ExitCode.CRASHED), ("", "r-train", "there", ExitCode.CRASHED),
     ):  # fmt: skip
         answers(monkeypatch, of_all=LISTED.format(state="TIMEOUT", at=AT, comment=comment).replace("r-train", name))
         facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
@@ -287,8 +287,8 @@ def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
     """Accounting knows how ours ended; what the controller shows under its id was submitted at another time."""
     identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
     answers(monkeypatch, sacct=LISTED.format(state="FAILED", at=AT, comment=""))
-    for at, cause in ((AT, Exit.STORAGE), ("2026-11-23T09:00:00", Exit.CRASHED)):
-        shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(Exit.STORAGE)}:0\n   SubmitTime={at}\n"
+    for at, cause in ((AT, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
+        shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={at}\n"
         monkeypatch.setattr(slurm_job, "call", lambda *command, shown=shown: shown)
         run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
         recovery.close_open_attempt(run, "train", place("9"), None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run import points as points_module
 from pipeline.run.directory import Run
@@ -42,7 +42,7 @@ def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
             ["resume", "runs/tiny", "stages.train.time=1:00:00"],
         ):
             refused = submit(cluster, tmp_path, *again)
-            assert refused.returncode == Exit.USER_ERROR and SILENT in refused.stderr, (again, refused.stdout)
+            assert refused.returncode == ExitCode.USER_ERROR and SILENT in refused.stderr, (again, refused.stdout)
         assert not run.metrics.exists() and not run.changes.exists(), "nothing was trained here, or changed"
         cancelled = submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "they stay in the queue" in cancelled and SILENT in cancelled

@@ -15,7 +15,7 @@ import typer
 
 import submit
 from pipeline.base.console import Plain
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from planning import host_memory, memory_check
@@ -263,7 +263,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     out = io.StringIO()
     monkeypatch.setattr(submit, "console", Plain(file=out, width=300))
     monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
-    monkeypatch.setattr(local_runner, "run_chain", lambda run, console: Exit.STOPPED)
+    monkeypatch.setattr(local_runner, "run_chain", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):
         submit._go(Run.create(config), "local", again=False)

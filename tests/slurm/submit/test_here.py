@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.base.console import Plain
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Holder, Run
@@ -64,6 +64,6 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     code = local_runner.run_stage(run, "prepare", flag, Plain(file=io.StringIO()))
     assert run.stop_file.exists() == (not batch)
     if batch or signals == 1:
-        assert (supervisor.poll(), code) == (5, Exit.CRASHED), "it wrote no event"
+        assert (supervisor.poll(), code) == (5, ExitCode.CRASHED), "it wrote no event"
     else:
-        assert (supervisor.poll(), code) == (None, Exit.STOPPED), "a second Ctrl-C only stops watching"
+        assert (supervisor.poll(), code) == (None, ExitCode.STOPPED), "a second Ctrl-C only stops watching"

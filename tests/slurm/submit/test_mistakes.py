@@ -26,8 +26,8 @@ from rich.console import Console
 import submit
 from cli.overview import print_runs
 from pipeline.base.console import Plain
-from pipeline.base.dist_env import Place
-from pipeline.base.errors import Exit
+from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.base.signals import SIGNALS
 from pipeline.checkpoint.catalog import newest_step
@@ -53,22 +53,22 @@ class Stages:
     """Whether a chain was let through."""
 
     @classmethod
-    def stage(cls, run: Run, stage: str, flag: object, console: Console) -> Exit:
+    def stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
         cls.began = True
         if not cls.run or stages.load(stage).missing(run) is None:
-            return Exit.DONE
+            return ExitCode.DONE
         for event in ("submitted", "started"):
             run.event(event, stage, job_id=stage, executor="local")
         code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
-        if code == Exit.DONE:
-            return Exit.DONE
-        words = {"cause": Exit(code).name.lower(), "exit_code": code, "message": message}
+        if code == ExitCode.DONE:
+            return ExitCode.DONE
+        words = {"cause": ExitCode(code).name.lower(), "exit_code": code, "message": message}
         run.event("failed", stage, job_id=stage, **words)
         say = partial(console.print, soft_wrap=True)
         return local_runner.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
 
 
-def in_a_rank(where: Place, path: Path, stage: str) -> tuple[int, str]:
+def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:
     """The stage's exit code and words."""
     try:
         return stage_rank(where, path, stage), ""
@@ -121,11 +121,11 @@ def told(row: Mistake, said: str) -> None:
 @pytest.mark.parametrize("row", AT_THE_DOOR, ids=lambda row: row.name)
 def test_what_is_refused_at_the_door_says_what_opens_it(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
     row.first()
-    assert submit_py(row.typed) == Exit.USER_ERROR
+    assert submit_py(row.typed) == ExitCode.USER_ERROR
     told(row, answer(capsys))
     assert not Path("runs").exists(), "nothing is left of it"
     row.mended()
-    assert submit_py(f"{row.back or row.typed} --dry-run") == Exit.DONE, answer(capsys)
+    assert submit_py(f"{row.back or row.typed} --dry-run") == ExitCode.DONE, answer(capsys)
 
 
 QUICK = {"a wrong text_field", "more steps after the end"}
@@ -142,17 +142,17 @@ QUICK = {"a wrong text_field", "more steps after the end"}
 def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
     Stages.run = row.trains
     for words in row.before:
-        assert submit_py(words) == Exit.DONE
+        assert submit_py(words) == ExitCode.DONE
     row.first()
     answer(capsys)
-    assert submit_py(row.typed) != Exit.DONE
+    assert submit_py(row.typed) != ExitCode.DONE
     said = answer(capsys)
     told(row, said)
     row.mended()
     back = row.back or row.typed
     if back == "printed":
         back = re.findall(r"submit\.py (.+)$", said, re.M)[-1]
-    assert submit_py(back) == Exit.DONE, f"{back}: {answer(capsys)}"
+    assert submit_py(back) == ExitCode.DONE, f"{back}: {answer(capsys)}"
     if row.trains and not row.back:
         run = Run.open(next(Path("runs").iterdir()))
         assert run.config == load_config(Path(row.typed.split()[0])), "all of the corrected config, and nothing else"
@@ -172,15 +172,15 @@ def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.Cap
     Stages.run = True
     right = Path("own.yaml").read_text()
     Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
-    assert submit_py("own.yaml") != Exit.DONE
+    assert submit_py("own.yaml") != ExitCode.DONE
     Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
     for name in ("own", "own", "calm"):
-        assert submit_py(f"own.yaml run.name={name}") == Exit.DONE, answer(capsys)
+        assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, answer(capsys)
     assert digest(Run(Path("runs/own"))) == digest(Run(Path("runs/calm")))
     assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
     shutil.rmtree("runs/own/checkpoints")
     Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
-    assert submit_py("own.yaml evaluate.batch=8") != Exit.DONE
+    assert submit_py("own.yaml evaluate.batch=8") != ExitCode.DONE
     assert "corrected model.options.classes: None → 2" in answer(capsys), "also back to what it was made with"
 
 
@@ -199,22 +199,22 @@ def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.Captur
     """The others train all the same; the command that is printed can be given twice, for the point alone, too."""
     Stages.run = True
     Path("own.py").write_text(MODULE + EIGHT)
-    assert submit_py(SWEPT) == Exit.CRASHED
+    assert submit_py(SWEPT) == ExitCode.CRASHED
     said = answer(capsys)
     points = Path("runs/own/points")
     done = {point.name: newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
     assert done == {"000": 2, "001": 0, "002": 2}
     assert "continues from points/00" in said and "correct it and submit it under another run.name" in said
     assert said.rindex("point 001: train failed (crashed): ") > said.index("point 002\n"), "and told at the end"
-    assert submit_py(SWEPT.replace("8", "5")) == Exit.USER_ERROR
+    assert submit_py(SWEPT.replace("8", "5")) == ExitCode.USER_ERROR
     assert "what it has was made with its own: points/00" in answer(capsys)
     (back,) = {*re.findall(r"submit\.py (.+)$", said, re.M)}
     assert back == "resume runs/own --update-code"
     for command in (f"{back.replace('own ', 'own/points/001 ')}", f"{back.replace('own ', 'own/points/001 ')}", back):
-        assert submit_py(command) == Exit.CRASHED, answer(capsys)
+        assert submit_py(command) == ExitCode.CRASHED, answer(capsys)
     Path("own.py").write_text(MODULE + EIGHT.replace("== 8", "== 9"))
     for _ in range(2):
-        assert submit_py(back) == Exit.DONE, answer(capsys)
+        assert submit_py(back) == ExitCode.DONE, answer(capsys)
     assert newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
 
 
@@ -222,11 +222,11 @@ def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-    codes: dict[str, Exit] = {}
+    codes: dict[str, ExitCode] = {}
 
-    def stage(run: Run, stage: str, flag: object, console: Console) -> Exit:
+    def stage(run: Run, stage: str, flag: object, console: Console) -> ExitCode:
         asked.append(f"{run.path.name} {stage}")
-        return codes.get(asked[-1], Exit.DONE)
+        return codes.get(asked[-1], ExitCode.DONE)
 
     def points() -> list[str]:
         found = [words for words in asked if words[0] == "0"]
@@ -235,15 +235,15 @@ def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
 
     monkeypatch.setattr(local_runner, "run_stage", stage)
     everything = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
-    assert submit_py(RATES) == Exit.DONE and points() == everything
-    codes |= {"000 train": Exit.NON_FINITE, "001 evaluate": Exit.CRASHED}
+    assert submit_py(RATES) == ExitCode.DONE and points() == everything
+    codes |= {"000 train": ExitCode.NON_FINITE, "001 evaluate": ExitCode.CRASHED}
     answer(capsys)
-    assert submit_py(RATES) == Exit.NON_FINITE and points() == [everything[0], *everything[2:]]
+    assert submit_py(RATES) == ExitCode.NON_FINITE and points() == [everything[0], *everything[2:]]
     assert "bits per byte" in answer(capsys), "the table of the points"
-    codes["001 train"] = Exit.STOPPED
-    assert submit_py(RATES) == Exit.STOPPED and points() == ["000 train", "001 train"]
-    codes["tiny prepare"] = Exit.STORAGE
-    assert submit_py(RATES) == Exit.STORAGE and asked == ["tiny prepare"]
+    codes["001 train"] = ExitCode.STOPPED
+    assert submit_py(RATES) == ExitCode.STOPPED and points() == ["000 train", "001 train"]
+    codes["tiny prepare"] = ExitCode.STORAGE
+    assert submit_py(RATES) == ExitCode.STORAGE and asked == ["tiny prepare"]
 
 
 def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folder: Path) -> None:
@@ -267,19 +267,19 @@ def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixtu
     submit_py("status runs/tiny")  # it imports what that user may not read, where Python is root's
     answer(capsys)
     with other_user(folder):
-        assert submit_py("status runs/tiny") == Exit.STORAGE
+        assert submit_py("status runs/tiny") == ExitCode.STORAGE
     assert "runs/tiny/config.yaml: permission denied: check the owner and mode of the folder" in answer(capsys)
-    assert submit_py("status runs/tiny") == Exit.DONE
+    assert submit_py("status runs/tiny") == ExitCode.DONE
 
 
 def test_runs_that_may_not_be_read_are_not_taken_for_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit_py("status") == Exit.DONE and "no runs below runs" in answer(capsys)
+    assert submit_py("status") == ExitCode.DONE and "no runs below runs" in answer(capsys)
     submit_py("tiny.yaml")
     submit_py("status")
     answer(capsys)
     Path("runs").chmod(0o711)
     with other_user(folder):
-        assert submit_py("status") == Exit.STORAGE
+        assert submit_py("status") == ExitCode.STORAGE
     shown = answer(capsys)
     assert "runs: permission denied" in shown and "no runs" not in shown
     Path("runs").chmod(0o755)

@@ -13,7 +13,7 @@ import pytest
 import submit
 from cli.submission_checks import rehearse
 from examples import make_images
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from slurm.query import capacity
@@ -208,7 +208,7 @@ def test_submit_and_its_dry_run_say_the_same_and_queue_nothing(folder: Path, ove
             [*command, *more], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
         )
         told.append((done.returncode, done.stdout, done.stderr))
-    assert told[0] == told[1] == told[2] and told[0][0] == Exit.USER_ERROR, told
+    assert told[0] == told[1] == told[2] and told[0][0] == ExitCode.USER_ERROR, told
     assert words in told[0][2]
     assert not (folder / "runs").exists() and not (folder / "asked").exists()
 
@@ -219,7 +219,7 @@ def test_a_dry_run_in_no_allocation_is_refused_as_submit_is(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for more in ([], ["--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *more])
-        with pytest.raises(SystemExit, match=str(int(Exit.USER_ERROR))):
+        with pytest.raises(SystemExit, match=str(int(ExitCode.USER_ERROR))):
             submit.main()
         assert "--executor allocation: this is no allocation" in capsys.readouterr().err
     assert not (folder / "runs").exists()

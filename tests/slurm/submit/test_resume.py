@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.base.errors import Exit
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
@@ -199,7 +199,7 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
     lock = run.lock("shard", 1)
     assert lock is not None and run_jobs.running(run) == [f"shard of {run.name}"]
     done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
-    assert done.returncode == Exit.USER_ERROR and "shard of runs/tiny is running" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
     assert run_jobs.running(run) == []
 
@@ -217,7 +217,7 @@ def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) ->
         errors = second.communicate(timeout=240)[1].decode()
     finally:
         second.kill()
-    assert second.returncode == Exit.USER_ERROR and "train.steps: 50 → 40: resume cannot change it" in errors
+    assert second.returncode == ExitCode.USER_ERROR and "train.steps: 50 → 40: resume cannot change it" in errors
     assert Run.open(run.path).config.train.steps == 50
 
 
@@ -245,7 +245,7 @@ def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     write_config(tmp_path)
     for more in ([], ["--dry-run"]):
         done = submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *more)
-        assert done.returncode == Exit.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
+        assert done.returncode == ExitCode.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
     overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
     run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
@@ -274,7 +274,7 @@ def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, ru
     assert [cluster.job_state(one) for one in old] == ["CANCELLED"] * 2 and job not in old
     wait_for("step 3", lambda: len(list(read_jsonl(path / "metrics.jsonl"))) >= 3)
     done = submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
-    assert done.returncode == Exit.USER_ERROR and "cancel runs/held" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "cancel runs/held" in done.stderr
     assert Run.open(path).config.stages.train.nodes == 2
     assert submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
     wait_for("the save", lambda: "stopping" in events(path, "train"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cli.init import write_starter
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
@@ -39,9 +39,9 @@ def write_data(folder: Path) -> None:
 def trained(folder: Path, config: str, *more: str) -> Run:
     run = Run.create(load_config(folder / config, (*SMALLER, *more)))
     for stage in ("prepare", "shard"):
-        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == Exit.DONE
+        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
-        assert run_ranks(2, stage_rank, run.path, stage) == [Exit.DONE] * 2
+        assert run_ranks(2, stage_rank, run.path, stage) == [ExitCode.DONE] * 2
     assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2, 3]
     return run
 
@@ -73,13 +73,15 @@ def test_the_command_writes_what_can_be_shown_and_never_overwrites(
 
     assert sluice(*words).returncode == 0
     early = sluice(config, "--dry-run")
-    assert early.returncode == Exit.USER_ERROR and "error: data.source: " in early.stderr, "its data are not named yet"
+    assert early.returncode == ExitCode.USER_ERROR and "error: data.source: " in early.stderr, (
+        "its data are not named yet"
+    )
     write_data(tmp_path)
     shown = sluice(config, "--dry-run")
     assert shown.returncode == 0 and "\ntrain     " in shown.stdout, shown.stderr
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     again = sluice(*words)
-    assert again.returncode == Exit.USER_ERROR and "exists already and stays as it is" in again.stderr
+    assert again.returncode == ExitCode.USER_ERROR and "exists already and stays as it is" in again.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors know its keys"
 

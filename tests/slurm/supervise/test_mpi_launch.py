@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -65,7 +65,7 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
         assert time.monotonic() < deadline and supervisor.poll() is None, "no checkpoint to kill after"
         time.sleep(0.01)
     os.kill(ranks[1], signal.SIGKILL)
-    assert supervisor.wait(240) == Exit.DONE, supervisor.communicate()
+    assert supervisor.wait(240) == ExitCode.DONE, supervisor.communicate()
     failed = next(event for event in run.read_events("train") if event["event"] == "failed")
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
@@ -100,10 +100,10 @@ def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Pat
     first = supervise(slowed(run, 0.1))
     wait_for_step(run, 8, lambda: first.poll() is None)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(240) == Exit.STOPPED, first.communicate()
+    assert first.wait(240) == ExitCode.STOPPED, first.communicate()
     assert 8 <= len(numbers(run)) < 30
     second = supervise(run)
-    assert second.wait(240) == Exit.DONE, second.communicate()
+    assert second.wait(240) == ExitCode.DONE, second.communicate()
     restored = [event for event in run.read_events("train") if event["event"] == "restored"]
     assert [(event["lost_steps"], event.get("replicas")) for event in restored] == [(0, None)]
     assert numbers(run) == numbers(undisturbed) and digest(run) == digest(undisturbed)
@@ -132,7 +132,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm
     done = subprocess.run(
         command, cwd=CODE_ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == Exit.USER_ERROR, done.stderr
+    assert done.returncode == ExitCode.USER_ERROR, done.stderr
     assert "MPI says rank 0 of 1, but torchrun says 0 of 2" in done.stderr and "mpirun" in done.stderr
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.dist_env import TIME_LEFT
-from pipeline.base.errors import Exit, UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
@@ -34,7 +34,7 @@ from tests.support.tiny import write_config
 class Pretended:
     """Ranks that leave with `code` after some looks; `act` is called with each look's number before."""
 
-    code: int = Exit.STOPPED
+    code: int = ExitCode.STOPPED
     looks = 3
     act: Callable[[int], None] = staticmethod(lambda look: None)
 
@@ -71,16 +71,16 @@ def test_a_stage_that_is_done_is_not_started_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As when train.sbatch is given a finished run."""
-    one = supervised(run, monkeypatch, code=Exit.CRASHED)
+    one = supervised(run, monkeypatch, code=ExitCode.CRASHED)
     monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: None, progress=lambda run: Progress("30/30")))
-    assert one.supervise() == Exit.DONE
+    assert one.supervise() == ExitCode.DONE
     assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not run.read_events("train")
 
 
 @pytest.mark.parametrize("look", [1, 2, 3])
-@pytest.mark.parametrize(("code", "cause"), [(Exit.STOPPED, "stop file"), (Exit.CRASHED, "crashed")])
+@pytest.mark.parametrize(("code", "cause"), [(ExitCode.STOPPED, "stop file"), (ExitCode.CRASHED, "crashed")])
 def test_a_stop_file_is_not_lost_behind_another_stop(
-    run: Run, monkeypatch: pytest.MonkeyPatch, look: int, code: Exit, cause: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, look: int, code: ExitCode, cause: str
 ) -> None:
     """A signal was noticed first; the file comes while the ranks save, or as they leave."""
     flag = StopFlag()
@@ -155,7 +155,7 @@ def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeyp
     run.event("started", "train", attempt=1)
     run.event("stop_requested", "train", signal="SIGUSR2")
     one = supervised(run, monkeypatch)
-    assert one.supervise() == Exit.STOPPED
+    assert one.supervise() == ExitCode.STOPPED
     assert run.read_events("train")[-1]["cause"] == "signal", "these ranks did not say why"
     one = supervised(run, monkeypatch, act=lambda n: run.event("stop_requested", "train", signal="SIGINT"))
     one.supervise()
@@ -191,8 +191,8 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
         run.event("stopping", "train", by=reason, cause=noted)
     one.place = replace(place(0, 1, 1), job_id="12")
     requeued = JobFacts("COMPLETING", 1, False, 100.0, True)
-    cause = one._cause(Exit.STOPPED, requeued)[0]
-    assert cause == (Exit.PREEMPTED if preempted else Exit.REQUEUED)
+    cause = one._cause(ExitCode.STOPPED, requeued)[0]
+    assert cause == (ExitCode.PREEMPTED if preempted else ExitCode.REQUEUED)
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
     monkeypatch.setenv(TIME_LEFT, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: facts)
-    one = supervised(run, monkeypatch, code=Exit.DONE)
+    one = supervised(run, monkeypatch, code=ExitCode.DONE)
     one.on_slurm, left = False, []
     for waited in (0.0, 30.0, 100.0):  # for the lock, or the attempts before
         if one.ends is not None:
@@ -221,10 +221,10 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
         for rank, number in ((0, 3), (1, 1)):
             told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
             write_json(run.stage_folder("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
-        report_error(run, "train", place(0, 2, 1), Exit.HANG, "rank 0 was in phase 'reduce'")
+        report_error(run, "train", place(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
-    one = supervised(run, monkeypatch, code=Exit.HANG, act=write_reports)
-    assert one.supervise() == Exit.HANG
+    one = supervised(run, monkeypatch, code=ExitCode.HANG, act=write_reports)
+    assert one.supervise() == ExitCode.HANG
     told = run.read_events("train")[-1]
     assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
     assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]
@@ -256,7 +256,7 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
     monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
 
-    def leave(self: Supervisor, ended: supervisor.Ended, progress: bool) -> Exit:
+    def leave(self: Supervisor, ended: supervisor.Ended, progress: bool) -> ExitCode:
         did.append((ended.code.name, progress))
         return ended.code
 
@@ -276,7 +276,7 @@ def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_fa
     assert run.lock("train") is not None
     one = supervised(run, monkeypatch, start=lambda *words: pytest.fail("no two at once"))
     did, clock = in_job(one, monkeypatch, job, restarts=int(kind == "requeued")), Clock(monkeypatch)
-    assert one.supervise() == Exit.NODE_FAILURE
+    assert one.supervise() == ExitCode.NODE_FAILURE
     assert did == [("NODE_FAILURE", False)], "back into the queue, nothing cancelled"
     assert 900 <= clock.now < 910 and min(clock.slept) >= 1.0, "a flock is a request to the file system's server"
     told = run.read_events("train")[-1]
@@ -287,10 +287,10 @@ def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_fa
 def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
     held = run.lock("train") or 0
-    one = supervised(run, monkeypatch, code=Exit.OUT_OF_MEMORY)
+    one = supervised(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
     did = in_job(one, monkeypatch, "5", restarts=1)
     clock = Clock(monkeypatch, lambda second: os.close(held) if second == 600 else None)
-    assert one.supervise() == Exit.OUT_OF_MEMORY, "of ranks that started"
+    assert one.supervise() == ExitCode.OUT_OF_MEMORY, "of ranks that started"
     assert 600 <= clock.now < 605 and "no ranks were started" not in run.read_events("train")[-1]["message"]
     assert did == ["cancelled what waits"], "as after any lack of memory without a new checkpoint"
 
@@ -300,10 +300,10 @@ def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pyte
     assert run.lock("train") is not None
     one = supervised(run, monkeypatch)
     did, clock = in_job(one, monkeypatch, "5", restarts=1), Clock(monkeypatch, lambda second: one.flag._set(15))
-    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == [("STOPPED", False)]
+    assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and did == [("STOPPED", False)]
     one = supervised(run, monkeypatch)
     did, clock = in_job(one, monkeypatch, "5", restarts=2), Clock(monkeypatch, lambda second: run.stop_file.touch())
-    assert one.supervise() == Exit.STOPPED and clock.now < 5 and did == ["cancelled what waits"]
+    assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and did == ["cancelled what waits"]
     assert run.read_events("train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
 
 
@@ -332,11 +332,13 @@ def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
             raise OSError(number, os.strerror(number), str(self))
         return stat(self, **options)
 
-    one = supervised(run, monkeypatch, looks=30, code=Exit.DONE, act=lambda look: away.append(away.pop() and look < 30))
+    one = supervised(
+        run, monkeypatch, looks=30, code=ExitCode.DONE, act=lambda look: away.append(away.pop() and look < 30)
+    )
     monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: "no" if away[0] else None))
     monkeypatch.setattr(Path, "stat", evicted)
     monkeypatch.setattr(Run, "refuse_cancelled", lambda self: None)  # which was before
-    assert one.supervise() == Exit.DONE
+    assert one.supervise() == ExitCode.DONE
     assert capsys.readouterr().err.count("whether a stop was asked for") == 1, "said once"
 
 
@@ -350,19 +352,19 @@ def test_a_stop_is_passed_on_though_its_event_cannot_be_written(run: Run, monkey
 
     monkeypatch.setattr(Supervisor, "_tell", full)
     one.flag._set(15)
-    assert one.supervise() == Exit.STOPPED
+    assert one.supervise() == ExitCode.STOPPED
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(2300.0, Exit.STOPPED), (2600.0, Exit.HANG)])
+@pytest.mark.parametrize(("seconds", "code"), [(2300.0, ExitCode.STOPPED), (2600.0, ExitCode.HANG)])
 def test_ranks_that_were_asked_to_stop_may_save_for_as_long_as_a_save_may_take(
-    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: Exit
+    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: ExitCode
 ) -> None:
     """`recovery.save_s` is 1800: beyond it the ranks themselves call it a hang (pipeline/resilience/watchdog.py)."""
     clock = Clock(monkeypatch)
     one = supervised(run, monkeypatch, looks=20, act=lambda look: clock.sleep(seconds / 20))
     one.flag._set(15)
     assert one.supervise() == code
-    assert code == Exit.STOPPED or "2400 s" in run.read_events("train")[-1]["message"]
+    assert code == ExitCode.STOPPED or "2400 s" in run.read_events("train")[-1]["message"]
 
 
 def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_again(
@@ -453,7 +455,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: clock.now >= back_s)
     monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
-    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     told = run.read_events("train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
     assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
@@ -487,8 +489,8 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
     monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
-    assert one._leave(supervisor.Ended(Exit.CRASHED), True) == Exit.CRASHED
+    assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
     monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: False)
-    one._leave(supervisor.Ended(Exit.CRASHED), True)
+    one._leave(supervisor.Ended(ExitCode.CRASHED), True)
     assert "refused to requeue" in run.read_events("train")[-1]["message"]
