@@ -33,8 +33,8 @@ def train(place: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float
     from pipeline.train.trainer import Trainer
 
     run = Run.open(run_path)
-    groups.make_deterministic(run.config)
-    world = groups.join(place, run.config)
+    groups.configure_determinism(run.config)
+    world = groups.join_process_group(place, run.config)
     trainer = Trainer(run, load_manifest(run.data), place, world, StopFlag())
     marks, inside = [], []
     step, save = trainer.step, trainer.save

@@ -126,12 +126,12 @@ def rank_main(only_hooks: bool) -> None:
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
     from pipeline.mpi import backend as mpi
-    from pipeline.mpi.worker_thread import Lane
+    from pipeline.mpi.worker_thread import CollectiveThread
     from pipeline.parallel.compression import GradientHook
     from tests.support.sent import Sent
 
     torch.set_num_threads(1)
-    mpi.start(read_rank_info(os.environ), timedelta(minutes=5))
+    mpi.start_mpi(read_rank_info(os.environ), timedelta(minutes=5))
     gloo = dist.new_group(backend="gloo")
     groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
 
@@ -150,9 +150,9 @@ def rank_main(only_hooks: bool) -> None:
         return measured[1:]
 
     parts = {"meeting": 0.0, "moving data": 0.0}  # seconds of the group's own thread, summed over a step's buckets
-    meet = Lane._meet
+    meet = CollectiveThread._meet
 
-    def timed_meet(lane: Lane, item: Any) -> None:
+    def timed_meet(lane: CollectiveThread, item: Any) -> None:
         finish, started = item.work.finish, time.perf_counter()
         meet(lane, item)
         met = time.perf_counter()
@@ -164,7 +164,7 @@ def rank_main(only_hooks: bool) -> None:
         item.work.finish = timed_finish
         parts["meeting"] += met - started
 
-    Lane._meet = timed_meet  # type: ignore[assignment,method-assign]
+    CollectiveThread._meet = timed_meet  # type: ignore[assignment,method-assign]
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
     for name, count in {} if only_hooks else RAW.items():
         reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
@@ -207,7 +207,7 @@ def rank_main(only_hooks: bool) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found if only_hooks else result), flush=True)
     dist.destroy_process_group()
-    mpi.leave()
+    mpi.finalize_mpi()
 
 
 if __name__ == "__main__":

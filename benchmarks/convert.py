@@ -104,14 +104,14 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.checkpoint.save import Checkpointer
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of
-    from pipeline.model.task import task_of
+    from pipeline.model.task import make_task
     from pipeline.publish.open_weights import open_weights
     from pipeline.run.directory import Run
     from tests.support.ranks import PORTS, place
 
     run = Run.open(path)
-    world = groups.join(place(0, 1, next(PORTS)), run.config)
-    task, group = task_of(run, manifest_of(run)), groups.side_group()
+    world = groups.join_process_group(place(0, 1, next(PORTS)), run.config)
+    task, group = make_task(run, manifest_of(run)), groups.new_control_group()
     with measured(results, "import"):
         source = open_weights(run, task, group)
         part = task.build(range(run.config.model.layers)).to(torch.bfloat16).to_empty(device=world.device)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from pipeline.base.dist_env import RankInfo
-from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import resolve_layout
 from planning.machine import load_machine
 from planning.predict import predict
 from planning.workload import workload_of
@@ -47,8 +47,8 @@ def step_of(place: RankInfo, config: Config) -> float:
     from pipeline.comm import groups
     from planning.clock import step
 
-    groups.make_deterministic(config)
-    world, layout = groups.join(place, config), layout_of(config)
+    groups.configure_determinism(config)
+    world, layout = groups.join_process_group(place, config), resolve_layout(config)
     work = workload_of(config, layout, config.data.tokenizer.vocab_size)
     return step(config, layout, world, work).seconds
 
@@ -71,7 +71,7 @@ def main() -> None:
     rows, errors = [], []
     for number, case in enumerate(cases):
         config = config_of(*case)
-        layout, real = layout_of(config), statistics.median(timed[number])
+        layout, real = resolve_layout(config), statistics.median(timed[number])
         work = workload_of(config, layout, config.data.tokenizer.vocab_size)
         found = predict(work, machine.in_nodes_of(layout.ranks_per_node)).step
         known = number < len(MEASURED)

@@ -54,13 +54,13 @@ def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     from torch.distributed.fsdp import FSDPModule
 
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    groups.make_deterministic(config)
-    world = groups.join(place, config)
-    layout = layout_of(config)
+    groups.configure_determinism(config)
+    world = groups.join_process_group(place, config)
+    layout = resolve_layout(config)
     engine = Engine(config, layout, world, Task(config, VOCAB))
     state = engine.state()
     between: list[tuple[int, int]] = []

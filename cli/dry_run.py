@@ -19,13 +19,13 @@ from rich.console import Console
 from cli.submission_checks import short_time
 from pipeline.base.errors import UserError, limit_lines
 from pipeline.base.ownership import replaceable
-from pipeline.config.layout import describe_layout, layout_of
 from pipeline.config.masking import exposed, masked
 from pipeline.config.read import dump_config
 from pipeline.config.sections import Config
 from pipeline.config.types import parse_time
 from pipeline.config.user_model import found_for
 from pipeline.data.manifest import steps_words
+from pipeline.parallel.mesh import describe_layout, resolve_layout
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -186,7 +186,7 @@ def _training(config: Config, run: Run) -> Iterator[str]:
     what = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
     if own is not None:
         arrays, unit, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
-    layout, nodes = layout_of(config), config.stages.train.most_nodes
+    layout, nodes = resolve_layout(config), config.stages.train.most_nodes
     each = f"{_count(layout.data, 'replica')} × {_count(layout.micro_batches, 'micro-batch')}".replace(
         "batchs", "batches"
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.comm.groups import World
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.model.task import DTYPES, Task
+from pipeline.parallel.mesh import Layout
 from pipeline.train.engine import Engine
 from planning.machine import Exchange, Step, Timings
 from planning.measure import shapes

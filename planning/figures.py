@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import resolve_layout
 from planning.machine import Machine
 from planning.measure import shapes
 from planning.memory import GB, memories, reserve
@@ -24,7 +24,7 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
     """By picture; those of speed where there is a machine. Raises UserError for a model of one's own."""
     if config.model.target is not None:
         raise UserError("--html is for the decoder, whose sizes it knows; not for model.target")
-    layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     work = workload_of(config, layout, vocab)
     kinds = ["gathered", "activations"]
     if not config.parallel.offload:  # else these are in host memory

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import Layout
 from planning.memory import GB, describe_size, memory, needs_torch
 from planning.timeline import actions
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
-from pipeline.config.layout import layout_of
 from pipeline.config.site import MeasureConfig
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.run.directory import Run, now
 from pipeline.run.stages import Progress
 from planning.machine import Machine, load_machine
@@ -70,9 +70,9 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
     from planning import clock
 
     config, before, load = run.config, _before(run), os.getloadavg()[0]
-    groups.make_deterministic(config)
-    world, vocab = groups.join(place, config), config.model.vocab_size or config.data.tokenizer.vocab_size
-    layout = layout_of(config, world.size, place.local_world_size, vocab)
+    groups.configure_determinism(config)
+    world, vocab = groups.join_process_group(place, config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    layout = resolve_layout(config, world.size, place.local_world_size, vocab)
     work = workload_of(config, layout, vocab)
     if before is not None and before.timings is not None:
         step = clock.step(config, layout, world, work)
@@ -92,7 +92,7 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
         machine = fitted(timings, *facts)
         write_machine(machine, _wanted(run).file, [*told, "Its steps:", *compared(machine)])
         print(f"written: {_wanted(run).file}", flush=True)
-    groups.leave()
+    groups.leave_process_group()
     return ExitCode.DONE
 
 
@@ -101,13 +101,15 @@ def facts_of(world: World, threads: int, per_node: int) -> tuple[str, float, int
     import torch
     import torch.distributed as dist
 
-    from pipeline.comm.groups import side_group
+    from pipeline.comm.groups import new_control_group
 
     if world.device.type == "cuda":
         found = torch.cuda.get_device_properties(world.device)
         return found.name, found.total_memory / 2**30, found.multi_processor_count, None
     everyone: list[set[int]] = [set()] * world.size
-    dist.all_gather_object(everyone, os.sched_getaffinity(0), group=side_group())  # Slurm gives each rank its own
+    dist.all_gather_object(
+        everyone, os.sched_getaffinity(0), group=new_control_group()
+    )  # Slurm gives each rank its own
     first = world.rank - world.rank % per_node
     cores = len(set().union(*everyone[first : first + per_node]))
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_node

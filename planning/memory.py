@@ -12,10 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.config.layout import SPLIT_BACKWARD, Layout
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
-from pipeline.parallel.traffic import Weight, away_from, kept_width, stream_width, trained_of, weights_of
+from pipeline.parallel.mesh import SPLIT_BACKWARD, Layout
+from pipeline.parallel.traffic import (
+    ParameterShape,
+    find_cross_rank_stages,
+    find_trained_parameters,
+    list_rank_parameters,
+    residual_stream_bytes,
+    stored_weight_bytes,
+)
 from planning.timeline import Action, actions
 
 GB = 1e9
@@ -106,7 +113,7 @@ def describe_size(size: float) -> str:
     return f"{size / GB:.2g} GB" if size < GB else f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
-def _moment_bytes(config: Config, weight: Weight, ranks: int) -> int:
+def _moment_bytes(config: Config, weight: ParameterShape, ranks: int) -> int:
     """Bytes that the optimizer keeps of a weight on each of so many ranks."""
     optimizer, count = config.optimizer, weight.part(ranks)
     if optimizer.state.moments == "int8" and weight.columns:
@@ -115,7 +122,7 @@ def _moment_bytes(config: Config, weight: Weight, ranks: int) -> int:
     return (4 if alone or optimizer.state.moments == "bf16" else 8) * count
 
 
-def _updating(config: Config, layout: Layout, trained: Sequence[Weight], ranks: int) -> int:
+def _updating(config: Config, layout: Layout, trained: Sequence[ParameterShape], ranks: int) -> int:
     """Bytes that pass through the optimizer's step, of its largest weight."""
     optimizer = config.optimizer
     if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
@@ -132,7 +139,7 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     `kind`: of activation checkpointing. `on_cpu`: by its kernels, which share no heads and norm in several steps.
     """
     model, compiled, cut_stream = config.model, config.train.compile, layout.tensor if layout.sequence else 1
-    low, wide = config.train.precision != "fp32", stream_width(config, layout)
+    low, wide = config.train.precision != "fp32", residual_stream_bytes(config, layout)
     width = 2 if low else 4
     query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
     seen = query + 2 * (
@@ -175,14 +182,18 @@ def memory(
     config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
 ) -> Memory:
     """What a rank of this pipeline position holds; `on_cpu`: by its kernels, as in a rehearsal."""
-    stages, model, chunk = layout.stages_of(pipeline), config.model, config.train.loss_chunk
-    low, kept, wide = config.train.precision != "fp32", kept_width(config), stream_width(config, layout)
+    stages, model, chunk = layout.stages_on_rank(pipeline), config.model, config.train.loss_chunk
+    low, kept, wide = (
+        config.train.precision != "fp32",
+        stored_weight_bytes(config),
+        residual_stream_bytes(config, layout),
+    )
     width, share, tensor = 2 if low else 4, layout.shard if layout.zero else 1, layout.tensor
     tokens, cut_stream = config.train.micro_batch * config.data.sequence_length, tensor if layout.sequence else 1
     table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
-    weights = list(weights_of(config, layout, pipeline, vocab))
+    weights = list(list_rank_parameters(config, layout, pipeline, vocab))
     parameters = sum(weight.values for weight in weights)
-    names, _, first = trained_of(config)
+    names, _, first = find_trained_parameters(config)
     trained = [weight for weight in weights if weight.name in names]
     whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
@@ -226,7 +237,7 @@ def memory(
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
     every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
     gradients = every if layout.data > 1 and not layout.fsdp else 0  # DDP's buckets stay
-    away, back = away_from(layout, pipeline)
+    away, back = find_cross_rank_stages(layout, pipeline)
     wanted = [stage for stage in range(layout.stages) if layout.stage_layers[stage].start > first]  # by its inputs
     held = stream * layout.micro_batches * (len(back) + sum(stage + 1 in wanted for stage in away))  # what comes
     waiting = 4 * table // width if split and layout.micro_batches > 1 else 0  # the last to be reduced

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.config.layout import Layout, layout_of
 from pipeline.config.read import point_configs
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import Layout, resolve_layout
 from planning.host_memory import (
     describe_host_memory,
     has_gpu,
@@ -57,7 +57,7 @@ def memory_verdicts(config: Config, executor: Executor, machine: str | None = No
     swept = config.sweep is not None and any(key.split(".")[0] in _SWEPT for key in config.sweep.points()[0])
     found: list[Verdict] = []
     for point in point_configs(config) if swept else [config]:
-        layout, vocab = layout_of(point), point.model.vocab_size or point.data.tokenizer.vocab_size
+        layout, vocab = resolve_layout(point), point.model.vocab_size or point.data.tokenizer.vocab_size
         found = [*_gpu_verdict(point, layout, vocab, machine), *_host_verdict(point, layout, vocab, executor)]
         if not all(one.fits for one in found):
             return [one._replace(words=f"point {point.run.name}: {one.words}") for one in found] if swept else found

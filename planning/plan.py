@@ -7,11 +7,11 @@ from pathlib import Path
 from traceback import extract_tb
 
 from pipeline.base.errors import UserError, printable
-from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
-from pipeline.parallel.traffic import traffic
+from pipeline.parallel.mesh import Layout, resolve_layout
+from pipeline.parallel.traffic import count_traffic
 from pipeline.run.code import CODE_ROOT
 from planning.machine import Machine
 from planning.memory import GB, MEMORY_KINDS, Memory, describe_overflow, gpu_fit, memories
@@ -35,7 +35,7 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
         try:
             module = facts.load(facts.root.parent)
             with torch.device("meta"):
-                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
+                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_on_rank(rank)]
             count = sum(parameter.numel() for part in parts for parameter in part.parameters())
         except (UserError, KeyboardInterrupt):
             raise
@@ -93,7 +93,7 @@ def choose(
 def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
-    layout, vocab = layout_of(config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
     yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
     batch, length = config.train.global_batch, config.data.sequence_length
@@ -110,7 +110,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
                 yield f"{'…':>5}"
             continue
         at = layout.coordinates(rank)
-        blocks = (layout.stage_layers[stage] for stage in layout.stages_of(at.pipeline))
+        blocks = (layout.stage_layers[stage] for stage in layout.stages_on_rank(at.pipeline))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
     orders = actions(layout)
@@ -140,7 +140,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         yield _room(config, layout, found)
     yield ""
     yield "a rank sends in a step"
-    sent = list(traffic(config, layout, vocab))
+    sent = list(count_traffic(config, layout, vocab))
     yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])
     if machine is not None:
         yield ""

@@ -17,10 +17,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, write_atomic
 from pipeline.base.plot import Scale
 from pipeline.base.yaml12 import dump
-from pipeline.config.layout import layout_of
 from pipeline.config.masking import masked
 from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import resolve_layout
 from planning.expected_goodput import conditions, known, span
 from planning.goodput import best_interval_s, effective_ratio
 from tracking.figures import Bar, curves, lanes
@@ -105,7 +105,7 @@ def print_plan(start: Callable[[str], typer.Exit], title: str, file: Path) -> ty
     made, step = config_from_mapping(found["config"], "plan --html"), found.get("step")
     batch, most = made.train.global_batch, max(sum(parts.values()) for parts in found["memory"])
     batch_words = f"{batch:,} sequences, {batch * made.data.sequence_length:,} tokens"
-    found["words"] = {"ranks": f"{layout_of(made).world:,}", "global batch": batch_words} | found["words"]
+    found["words"] = {"ranks": f"{resolve_layout(made).world:,}", "global batch": batch_words} | found["words"]
     if limit := found["limit"]:
         found["words"]["fullest rank"] += f" of {limit:.1f} GB: {'fits' if most <= limit else 'does not fit'}"
     drawn = {"Memory": [of_memory(found)], "The schedule": [of_schedule(found)]}

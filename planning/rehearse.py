@@ -39,12 +39,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from pipeline.base.errors import UserError
 from pipeline.comm.groups import World
-from pipeline.config.layout import Layout, layout_of
 from pipeline.config.sections import Config
-from pipeline.model.decoder import local
+from pipeline.model.decoder import local_tensor
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
-from pipeline.parallel.traffic import traffic_of, trained_of
+from pipeline.parallel.mesh import Layout, resolve_layout
+from pipeline.parallel.traffic import count_rank_traffic, find_trained_parameters
 from pipeline.train import engine as engines
 from pipeline.train import norm
 from planning.memory import GB, MEMORY_KINDS, memory
@@ -96,7 +96,10 @@ class Account(TorchDispatchMode):
 
     def is_for(self, kind: str, tensor: Any) -> None:
         """Say what a tensor is for."""
-        if isinstance(tensor, Tensor) and (one := self._live.get(local(tensor).untyped_storage()._cdata)) is not None:
+        if (
+            isinstance(tensor, Tensor)
+            and (one := self._live.get(local_tensor(tensor).untyped_storage()._cdata)) is not None
+        ):
             one.kind = kind
 
     def __enter__(self) -> Account:
@@ -253,7 +256,7 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
     shape = (config.train.micro_batch, length, config.model.dim)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
-    trained_from = trained_of(config).first
+    trained_from = find_trained_parameters(config).first
 
     def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
         if source > stage.stage_index:
@@ -314,7 +317,7 @@ def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None
 
     Raises UserError where it would fail, with the reason.
     """
-    size, layout = config.stages.train.ranks, layout_of(config)
+    size, layout = config.stages.train.ranks, resolve_layout(config)
     if not 0 <= rank < size:
         raise UserError(
             f"--rehearse {rank}: ranks are numbered from 0 to {size - 1} (stages.train: nodes × tasks_per_node)"
@@ -335,7 +338,7 @@ def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None
         with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
             world, stages = (
                 World(rank, size, torch.device("cpu"), "fake"),
-                layout.stages_of(layout.coordinates(rank).pipeline),
+                layout.stages_on_rank(layout.coordinates(rank).pipeline),
             )
             task = Task(config, vocab)
             begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
@@ -372,7 +375,7 @@ def group_name(layout: Layout, mesh: str) -> str:
 
 def rehearse(config: Config, rank: int) -> Iterator[str]:
     """The lines of a rehearsal. Raises UserError where the run would fail, also for want of `site.gpu_memory_gib`."""
-    began, layout = time.monotonic(), layout_of(config)
+    began, layout = time.monotonic(), resolve_layout(config)
     compiled = config.train.compile
     train = config.train.model_copy(update={"compile": False, "evaluate_every": None})
     config = config.model_copy(update={"train": train})
@@ -396,7 +399,9 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in traffic_of(config, layout, vocab, at.pipeline)]
+    counted = [
+        f"{group} {size / GB:.3f} GB" for group, size, _ in count_rank_traffic(config, layout, vocab, at.pipeline)
+    ]
     yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
     for (mesh, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):

@@ -1,6 +1,6 @@
 """`plan CONFIG --best`: the layouts of a config's model on a machine, the fastest that fit first.
 
-All that pipeline/config/layout.py allows of tensor, pipeline, schedule, stages per rank, data and ZeRO, micro-batch and
+All that pipeline/parallel/mesh.py allows of tensor, pipeline, schedule, stages per rank, data and ZeRO, micro-batch and
 recomputation are predicted (milliseconds for each: nothing is left out by a heuristic); then, from the fastest on,
 memory is counted until enough are found that fit. So what is faster and does not fit is known by name, too.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from pipeline.base.errors import UserError, printable
 from pipeline.base.yaml12 import dump
-from pipeline.config.layout import Layout, LayoutError, layout_of
 from pipeline.config.parallel import DataParallel
 from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
 from planning.machine import Machine
 from planning.memory import GB, memories, reserve
 from planning.predict import Prediction, predict
@@ -104,14 +104,14 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
             train = config.train.model_copy(update={"micro_batch": micro})
             other = config.model_copy(update={"parallel": parallel, "train": train})
             with suppress(LayoutError):
-                layout = layout_of(other, world, per_node, vocab, near=False)
+                layout = resolve_layout(other, world, per_node, vocab, near=False)
                 work = workload_of(other, layout, vocab)
                 yield Choice(other, layout, work, predict(work, machine))
 
 
 def own_choice(config: Config, machine: Machine, vocab: int) -> Choice:
     """Return the config's own layout, predicted. Raises LayoutError if it cannot work."""
-    layout = layout_of(config, vocab_size=vocab)
+    layout = resolve_layout(config, vocab_size=vocab)
     work = workload_of(config, layout, vocab)
     return Choice(config, layout, work, predict(work, machine.in_nodes_of(layout.ranks_per_node)))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeline.config.layout import Layout
+from pipeline.parallel.mesh import Layout
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _ONE_STAGE = ("gpipe", "1f1b", "zb1p", "zb2p")
@@ -38,9 +38,9 @@ def orders_of(schedule: str, pipeline: int, virtual: int, batches: int) -> list[
         return [_interleaved(pipeline, virtual, batches, rank) for rank in range(pipeline)]
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    from pipeline.parallel.pipeline_parallel import NAMES
+    from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
 
-    found = get_schedule_ops(NAMES[schedule], pipeline, batches, virtual)
+    found = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
     # an action prints as "2F0": stage, kind, micro-batch; overlapping ones as a pair of those
     texts = (" ".join(map(str, order)) for order in found)
     return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
-from pipeline.parallel.traffic import EMBEDDING, HEAD, kept_width, trained_of
+from pipeline.parallel.mesh import Layout
+from pipeline.parallel.traffic import EMBEDDING, HEAD, find_trained_parameters, stored_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""
     model, train, parallel = config.model, config.train, config.parallel
     low = train.precision != "fp32"
-    names, shares, first = trained_of(config)
+    names, shares, first = find_trained_parameters(config)
     return Workload(
         layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
         vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
@@ -184,7 +184,7 @@ def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
         stage_layers=tuple(map(len, layout.stage_layers)), precision=train.precision,
         recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence,
         each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
-        reduce_bytes=4 if layout.fsdp else kept_width(config),
+        reduce_bytes=4 if layout.fsdp else stored_weight_bytes(config),
         trained=shares, trained_from=first,
         trained_tables=(EMBEDDING in names, (EMBEDDING if model.tie_word_embeddings else HEAD) in names),
         orthogonal=config.optimizer.name == "muon",

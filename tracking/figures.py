@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.base import plot
 from pipeline.base.plot import BUCKETS, COLOURS, GREY, PALE, Curve, Points, Scale, short
 from pipeline.base.text import format_duration
-from pipeline.config.layout import Layout
+from pipeline.parallel.mesh import Layout
 from pipeline.run.ledger import Attempt
 from pipeline.run.lines import number
 

@@ -17,8 +17,8 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.base.plot import Points, means
 from pipeline.base.text import format_duration
-from pipeline.config.layout import layout_of
 from pipeline.evaluate.result import HELD_OUT, figure, metrics_of, newest_result, result_words
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 from pipeline.run.history import History
@@ -50,7 +50,7 @@ def summary(
     else:
         what.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
-        what.append(layout_of(run.config).words())
+        what.append(resolve_layout(run.config).words())
     good, best = result_words(result) if (result := newest_result(run)) else "not evaluated yet", points[1:2]
     if best:
         good = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))
@@ -148,7 +148,7 @@ def of_machines(run: Run, attempts: Sequence[Attempt]) -> list[str]:
     """The layout that the config asks for, hosts by their own time, and what telemetry says of each host."""
     drawn = [hosts(own_times(run))]
     with suppress(UserError, OSError):  # a tokenizer that is gone
-        drawn.append(mesh(layout_of(run.config)))
+        drawn.append(mesh(resolve_layout(run.config)))
     found: dict[str, dict[str, Points]] = defaultdict(dict)
     begin, end = min((a.begin for a in attempts), default=0.0), max((a.end for a in attempts), default=0.0)
     unit, size = unit_of(end - begin)

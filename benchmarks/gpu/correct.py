@@ -90,19 +90,19 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
 
     from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
     config = load_config(ROOT / config_file, [*ALONE, *overrides, *MORE])
-    groups.make_deterministic(config)
+    groups.configure_determinism(config)
     # which is for a process's whole life: of several engines each is to have the kernels that it would have alone
     torch.use_deterministic_algorithms(config.train.deterministic)
-    world = _world.setdefault("one", None) or groups.join(read_rank_info(os.environ), config)
+    world = _world.setdefault("one", None) or groups.join_process_group(read_rank_info(os.environ), config)
     _world["one"] = world
     task = Task(config, config.data.tokenizer.vocab_size)
-    return Engine(config, layout_of(config, 1), world, task), config, world
+    return Engine(config, resolve_layout(config, 1), world, task), config, world
 
 
 _world: dict[str, Any] = {}
@@ -267,7 +267,12 @@ def saves(small: bool = False) -> dict[str, Any]:
     wanted: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         saver = Checkpointer(
-            Path(made), groups.side_group(), keep=1, background=True, describe={}, on_saved=lambda step, seconds: None
+            Path(made),
+            groups.new_control_group(),
+            keep=1,
+            background=True,
+            describe={},
+            on_saved=lambda step, seconds: None,
         )
         for number in range(1, 7):
             ours.backward(batch, number)

@@ -64,10 +64,10 @@ def device() -> dict[str, Any]:
 
 def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
     """`found` with tokens/s and TFLOP/s by both definitions of operations per token."""
-    from pipeline.model.decoder import flops_per_token
+    from pipeline.model.decoder import training_flops_per_token
 
     per_s = tokens / found["median_s"]
-    all_of_them = flops_per_token(model, vocab, length)
+    all_of_them = training_flops_per_token(model, vocab, length)
     looked_up = 0 if model.tie_word_embeddings else 6 * vocab * model.dim
     return {
         **found, "tokens_per_s": per_s, "tflops": per_s * all_of_them / 1e12,
@@ -92,9 +92,9 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from pipeline.train.optimizer import set_learning_rate
 
@@ -102,8 +102,8 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     batch = max(4, TOKENS // length) if torch.cuda.is_available() else 4
     config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={batch}"])
     vocab = config.data.tokenizer.vocab_size
-    groups.make_deterministic(config)
-    world, layout = groups.join(read_rank_info(os.environ), config), layout_of(config, 1)
+    groups.configure_determinism(config)
+    world, layout = groups.join_process_group(read_rank_info(os.environ), config), resolve_layout(config, 1)
     if torch.cuda.is_available():
         refuse_too_large(config, layout, vocab, torch.cuda.mem_get_info()[1])
     engine = Engine(config, layout, world, Task(config, vocab))

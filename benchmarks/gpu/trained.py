@@ -63,8 +63,8 @@ def stage(name: str, config: str | Path, *overrides: str, limit_s: float = LIMIT
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
     """One measurement; the training is a process of its own."""
-    from pipeline.config.layout import layout_of
     from pipeline.config.read import load_config
+    from pipeline.parallel.mesh import resolve_layout
 
     asked = load_config(Path(config_file), overrides)
     length, vocab = asked.data.sequence_length, asked.data.tokenizer.vocab_size
@@ -72,7 +72,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     # asked elsewhere: whoever asks takes half a gibibyte of it
     told = subprocess.run([sys.executable, "-c", GPU], capture_output=True, text=True, timeout=120, check=True)
     name, size = told.stdout.splitlines()
-    refuse_too_large(asked, layout_of(asked, 1), vocab, float(size))
+    refuse_too_large(asked, resolve_layout(asked, 1), vocab, float(size))
     batch, wanted = max(4, TOKENS // length) if cuda else 4, WARM_UP + steps
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         folder = Path(made)

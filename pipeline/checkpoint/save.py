@@ -49,7 +49,7 @@ from pipeline.base.errors import CheckpointError, StorageError, storage_error
 from pipeline.base.files import fsync, seal, sha256_file, write_json
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.reader import Reader
-from pipeline.comm.groups import agree, from_rank0
+from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
 
 State = dict[str, torch.Tensor]
 
@@ -163,10 +163,12 @@ class Checkpointer:
                 temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
             )
             dcp.save(state, storage_writer=writer, process_group=self.group)
-            mine = agree(self.group, lambda: _hash_own_files(temporary, self.rank))
+            mine = all_gather_results(self.group, lambda: _hash_own_files(temporary, self.rank))
             if self.rank == 0:
                 manifest["files"] = {name: entry for part in mine for name, entry in part.items()}
-            agree(self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None)
+            all_gather_results(
+                self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None
+            )
         except BaseException:  # DCP's CheckpointException is no Exception; nothing half stays, and the error goes on
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -185,7 +187,7 @@ class Checkpointer:
 
     def found(self) -> bool:
         """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
-        return from_rank0(self.group, bool(catalog.saved_steps(self.folder)))
+        return broadcast_from_rank0(self.group, bool(catalog.saved_steps(self.folder)))
 
     def restore(
         self,
@@ -203,7 +205,7 @@ class Checkpointer:
             catalog.remove_temporary(self.folder)
         damaged: list[str] = []
         while True:
-            step = from_rank0(self.group, (catalog.saved_steps(self.folder) or [0])[0])
+            step = broadcast_from_rank0(self.group, (catalog.saved_steps(self.folder) or [0])[0])
             if step == 0:
                 break
             checkpoint = self.folder / catalog.step_name(step)
@@ -218,7 +220,7 @@ class Checkpointer:
             check(manifest)
             load(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
             return manifest
-        left = from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
+        left = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
         if left:
             raise CheckpointError(
                 "no checkpoint is intact, and starting from zero would throw work away:\n  "
@@ -243,7 +245,7 @@ def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
         catalog.check_files(checkpoint, manifest, part=rank, parts=size)
         return manifest
 
-    return agree(group, check)[0]
+    return all_gather_results(group, check)[0]
 
 
 def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
@@ -256,7 +258,7 @@ def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> Non
     if group is None:
         reader.read_metadata()
     else:
-        agree(group, lambda: reader.read_metadata() and None)
+        all_gather_results(group, lambda: reader.read_metadata() and None)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: one process reads

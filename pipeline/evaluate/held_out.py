@@ -17,8 +17,8 @@ from torch import nn
 from pipeline.base.errors import UserError
 from pipeline.data.manifest import LEARNED, Manifest, SampleManifest, ShardEntry
 from pipeline.data.samples import SampleDataset, map_file, map_whole
-from pipeline.model.decoder import loss_sum
-from pipeline.model.head import IGNORED
+from pipeline.model.decoder import cross_entropy_sum
+from pipeline.model.head import IGNORE_INDEX
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
@@ -100,14 +100,17 @@ class TextHeldOut:
                 arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
             beyond_BT[row, : shard.tokens - first] = False
         batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.shapes}
-        targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORED)
+        targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORE_INDEX)
         logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
-        found = {"loss": loss_sum(logits_BTV, targets_BT).item(), "tokens": float((targets_BT != IGNORED).sum())}
+        found = {
+            "loss": cross_entropy_sum(logits_BTV, targets_BT).item(),
+            "tokens": float((targets_BT != IGNORE_INDEX).sum()),
+        }
         names = [self._sources.get(shard.name) for shard, _ in windows]
         for name in filter(None, dict.fromkeys(names)):
             rows = [row for row, other in enumerate(names) if other == name]
-            found[f"{name}.loss"] = loss_sum(logits_BTV[rows], targets_BT[rows]).item()
-            found[f"{name}.tokens"] = float((targets_BT[rows] != IGNORED).sum())
+            found[f"{name}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
+            found[f"{name}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
         return found
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 _SUMS = (torch.ops._c10d_functional.reduce_scatter_tensor.default, torch.ops._c10d_functional.all_reduce.default)
 
 
-def recompute(block: nn.Module, kind: str) -> None:
+def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
     """Let backward compute the block again instead of keeping it: `full`, `selective` (not what is dear) or `none`."""
     if kind == "none":
         return

@@ -41,9 +41,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.config.sections import ModelConfig
-from pipeline.model.head import Head
-from pipeline.model.rotary import Packed, Rotary
-from pipeline.parallel.tensor_parallel import CutEmbedding, Replicated
+from pipeline.model.head import LMHead
+from pipeline.model.rotary import PackedRotaryEmbedding, RotaryEmbedding
+from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two parameters that may be tied."""
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.past: tuple[Tensor, Tensor] | None = None
         """Keys and values of the tokens before these, where a text is continued token by token; None: no text is."""
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
         """Mix each position with the ones before it, of its document."""
         q_BHTK, k_BHTK = self._heads(self.q_proj(x_BTD)), self._heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | Packed) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
         """Add attention's and the MLP's output to the residual stream."""
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
@@ -132,7 +132,7 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, config.dim) if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
         self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps) if layers.stop == config.layers else None
-        self.rotary = Rotary(config, sequence_length)
+        self.rotary = RotaryEmbedding(config, sequence_length)
 
     @property
     def blocks(self) -> list[Block]:
@@ -142,7 +142,7 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Token ids (of a later part: hidden states) to hidden states `x_BTD`, normalised by the last part."""
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
-        rotary = self.rotary if starts_BT is None else Packed(self.rotary, starts_BT)
+        rotary = self.rotary if starts_BT is None else PackedRotaryEmbedding(self.rotary, starts_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary)
         return x_BTD if self.norm is None else self.norm(x_BTD)
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         self.config = config
         layers = range(config.layers) if layers is None else layers
         self.model = Backbone(config, vocab_size, sequence_length, layers)
-        self.lm_head = Head(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
+        self.lm_head = LMHead(config.dim, vocab_size, bias=False) if layers.stop == config.layers else None
         self.compute_dtype: torch.dtype | None = None
         """Type in which matrix products are computed, by autocast; None: that of the weights."""
         self.tie_weights()
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
         return self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast's copies of weights are gone by now
 
 
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Sum over all tokens of the cross-entropy in nats: an fp32 scalar, computed in fp32.
 
     A sum, so that micro-batches and ranks add up; the caller divides by the global batch's tokens. Targets of -100
@@ -216,10 +216,12 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
             parameter.fill_(0.0 if seed is None or name.endswith(".bias") else 1.0)
             continue
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        put(drawn(seed, name, parameter.shape, residual_std if scaled else std, device), parameter)
+        write_parameter(
+            sample_initial_values(seed, name, parameter.shape, residual_std if scaled else std, device), parameter
+        )
 
 
-def drawn(seed: int, name: str, shape: torch.Size, std: float, device: torch.device | str) -> Tensor:
+def sample_initial_values(seed: int, name: str, shape: torch.Size, std: float, device: torch.device | str) -> Tensor:
     """A whole parameter's initial values, normal with mean 0: fp32."""
     generator = torch.Generator(device=device).manual_seed(parameter_seed(seed, name))
     return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
@@ -231,30 +233,30 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def put(values: Tensor, parameter: Tensor) -> None:
+def write_parameter(values: Tensor, parameter: Tensor) -> None:
     """Write a whole parameter's `values` into it; of a DTensor, this rank's part."""
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(own_part(values, parameter))
+        parameter.to_local().copy_(select_local_part(values, parameter))
     else:
         parameter.copy_(values)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor gathered, which all its ranks must ask for; anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(values: Tensor, like: DTensor) -> Tensor:
+def select_local_part(values: Tensor, like: DTensor) -> Tensor:
     """The part of the whole tensor `values` that this rank holds of `like`, as a view; no communication."""
-    return values[own_slices(like)]
+    return values[local_slices(like)]
 
 
-def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where in the whole tensor the part lies that this rank holds of a DTensor; of anything else, all of it.
 
     Tensor parallelism cuts first and sharded data parallelism cuts its pieces again, though its mesh dimension comes
@@ -271,7 +273,7 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(place.start, place.stop) for place in places)
 
 
-def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
+def training_flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
     """Floating-point operations of training on one token, forward and backward: 6 N + 12 L H Q T.
 
     Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width Q, T tokens of
@@ -285,10 +287,10 @@ def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) 
     return 6 * parameters + 12 * config.layers * config.heads * config.head_size * sequence_length
 
 
-def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: bool) -> None:
+def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: bool) -> None:
     """Cut `part` over the one-dimensional `mesh`, in place.
 
-    Sizes must divide (`pipeline/config/layout.py` checks). Hidden states between layers are local tensors: of shape
+    Sizes must divide (`pipeline/parallel/mesh.py` checks). Hidden states between layers are local tensors: of shape
     (B, T / tensor, D) with `sequence`, else (B, T, D). Logits are a DTensor cut along the vocabulary with
     `keep_logits_cut`, else whole local tensors.
     """
@@ -298,7 +300,7 @@ def cut(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: boo
     stream = Shard(1) if sequence else Replicate()
     norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
     plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": CutEmbedding(stream),
+        "model.embed_tokens": VocabParallelEmbedding(stream),
         "model.norm": norm,
         "lm_head": ColwiseParallel(
             input_layouts=stream,

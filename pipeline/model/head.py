@@ -20,11 +20,11 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """A target that counts nothing, as for torch's cross-entropy: what masks a token."""
 
 
-class Head(nn.Linear):
+class LMHead(nn.Linear):
     """Hidden states `x_BTD` to logits; with targets, to the summed loss."""
 
     chunk = 1024
@@ -90,7 +90,7 @@ def _cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGrou
     size, dtype = logits_NV.shape[1], logits_NV.dtype
     logits_NV = logits_NV.float()
     columns_N = targets_N - (0 if group is None else dist.get_rank(group) * size)
-    here_N, counted_N = (columns_N >= 0) & (columns_N < size), targets_N != IGNORED
+    here_N, counted_N = (columns_N >= 0) & (columns_N < size), targets_N != IGNORE_INDEX
     rows_N, columns_N = torch.arange(len(targets_N), device=targets_N.device), columns_N.clamp(0, size - 1)
     logits_NV -= _reduced(logits_NV.amax(dim=1), "max", group).unsqueeze(1)
     at_target_N = torch.where(here_N, logits_NV[rows_N, columns_N], 0.0)

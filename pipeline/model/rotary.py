@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config.sections import ModelConfig, RopeScaling
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Tables of rotary positions, for all positions up to `sequence_length`; never trained, never saved."""
 
     cos_TK: Tensor
@@ -52,14 +52,14 @@ class Rotary(nn.Module):
         return _turned(x_BHTK, self.cos_TK[at], self.sin_TK[at])
 
 
-class Packed:
+class PackedRotaryEmbedding:
     """In the place of :class:`Rotary` for samples of several documents: positions that start again, and who sees whom.
 
     A class that torch does not look into: FSDP2 would round tables among a block's inputs to bf16. SDPA with a mask,
     not flex attention: that one trains on GPUs only, and compiled.
     """
 
-    def __init__(self, rotary: Rotary, starts_BT: Tensor) -> None:
+    def __init__(self, rotary: RotaryEmbedding, starts_BT: Tensor) -> None:
         """starts_BT: bool, where a document begins; the first input of a sample begins one in any case."""
         places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
         first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values  # of the own document

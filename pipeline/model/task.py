@@ -28,14 +28,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.base.errors import UserError, printable
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
-from pipeline.model.decoder import Decoder, cut, drawn, flops_per_token, init_weights, loss_sum, parameter_seed, put
-from pipeline.model.head import IGNORED
+from pipeline.model.decoder import (
+    Decoder,
+    apply_tensor_parallel,
+    cross_entropy_sum,
+    init_weights,
+    parameter_seed,
+    sample_initial_values,
+    training_flops_per_token,
+    write_parameter,
+)
+from pipeline.model.head import IGNORE_INDEX
+from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +84,7 @@ class Task:
         self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
         self.per_step = config.train.global_batch * self.length
         """So many of the unit has a global batch."""
-        self.flops = flops_per_token(config.model, vocab_size, self.length)
+        self.flops = training_flops_per_token(config.model, vocab_size, self.length)
         """Operations of training on one of them; 0 where they are not known."""
         self.shapes: Mapping[str, tuple[tuple[int, ...], str]] = {"tokens": ((self.length + 1,), "int64")}
         if masked:
@@ -116,7 +125,7 @@ class Task:
     def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
         """Cut the part for tensor parallelism, in place."""
         cut_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
-        cut(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
+        apply_tensor_parallel(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
 
     def fill(self, part: Any, device: torch.device, draw: bool = True) -> None:
         """Set all initial weights in place, or zeros where they need not be drawn; constant tables go to `device`."""
@@ -139,7 +148,7 @@ class Task:
 
     def entries(self, batch: Batch) -> Tensor | None:
         """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
-        return None if self._all_count else (self.next_tokens(batch) != IGNORED).sum(dtype=torch.int64)
+        return None if self._all_count else (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model's forward takes."""
@@ -158,8 +167,8 @@ class Task:
         if self._all_count:
             return targets_BT
         if "mask" in batch:
-            return targets_BT.where((batch["mask"][:, 1:] & LEARNED).ne(0), IGNORED)
-        return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORED)
+            return targets_BT.where((batch["mask"][:, 1:] & LEARNED).ne(0), IGNORE_INDEX)
+        return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
 
     def borders(self, batch: Batch) -> dict[str, Tensor]:
         """What the forward of every part takes besides, by name: where documents begin, if none may see another."""
@@ -176,7 +185,7 @@ class Task:
         """Summed loss: an fp32 scalar."""
         if outputs.ndim == 0:  # of targets
             return outputs
-        return loss_sum(outputs, self.next_tokens(batch))
+        return cross_entropy_sum(outputs, self.next_tokens(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Further sums of an evaluation, by name."""
@@ -294,7 +303,7 @@ class _UserTask(Task):
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
             if draw:
-                put(self._initial(name, parameter.shape, device), parameter)
+                write_parameter(self._initial(name, parameter.shape, device), parameter)
             else:
                 parameter.zero_()
 
@@ -309,7 +318,7 @@ class _UserTask(Task):
             return values
         if len(shape) < 2:
             return torch.full(shape, 1.0 if name.split(".")[-1] == "weight" else 0.0, device=device)
-        return drawn(seed, name, shape, self.config.model.initializer_range, device)
+        return sample_initial_values(seed, name, shape, self.config.model.initializer_range, device)
 
     def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return part.named_parameters()
@@ -607,7 +616,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def task_of(run: Run, manifest: Manifest | SampleManifest) -> Task:
+def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
     if isinstance(manifest, Manifest):
         return Task(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))

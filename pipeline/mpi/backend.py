@@ -37,17 +37,17 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
 
-from pipeline.mpi.ops import cuda_aware  # noqa: E402
-from pipeline.mpi.process_group import MESSAGES, NAME, MpiGroup  # noqa: E402
+from pipeline.mpi.ops import is_cuda_aware  # noqa: E402
+from pipeline.mpi.process_group import BACKEND_NAME, MESSAGE_WATCHER, MpiProcessGroup  # noqa: E402
 from pipeline.mpi.work import MpiTimeout  # noqa: E402
-from pipeline.mpi.worker_thread import Lane, look_for_ever, named  # noqa: E402
+from pipeline.mpi.worker_thread import CollectiveThread, format_ranks, watch_deadlines  # noqa: E402
 
 GOODBYE_S = 10.0
 
 T = TypeVar("T")
 
 
-def start(place: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
+def start_mpi(place: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
     """Make the default process group of all MPI ranks.
 
     accurate: sums of fp16 and bf16 are taken in fp32, in all groups. Raises UserError where MPI and the launcher do
@@ -58,18 +58,18 @@ def start(place: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
     atexit.register(_goodbye)
-    device_thread(look_for_ever, "mpi deadlines").start()
-    device_thread(MESSAGES.look_for_ever, "mpi messages", own_stream=True).start()
-    MpiGroup.accurate = accurate
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    device_thread(watch_deadlines, "mpi deadlines").start()
+    device_thread(MESSAGE_WATCHER.look_for_ever, "mpi messages", own_stream=True).start()
+    MpiProcessGroup.accurate = accurate
+    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     store_at = functools.partial(dist.TCPStore, world_size=world.size, wait_for_workers=False, timeout=timeout)
     store = store_at("localhost", 0, is_master=True) if world.rank == 0 else None
     port = world.bcast(store and store.port)
     store = store or store_at(place.master_host, port, is_master=False)
-    dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    dist.init_process_group(BACKEND_NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
-def everyone(place: RankInfo, value: T) -> list[T]:
+def all_gather_objects(place: RankInfo, value: T) -> list[T]:
     """All ranks' values, in rank order; all call it, before `start` or after. Raises UserError as that does."""
     _agree(place)
     return MPI.COMM_WORLD.allgather(value)
@@ -80,22 +80,22 @@ def _agree(place: RankInfo) -> None:
     if (world.rank, world.size) != (place.rank, place.world_size):
         raise UserError(
             f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
-            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {library()}, or with "
+            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {mpi_library()}, or with "
             "srun --mpi=pmix (or pmi2); where there are several, MPI4PY_LIBMPI=/path/libmpi.so names another library"
         )
 
 
-def library() -> str:
+def mpi_library() -> str:
     """The MPI library that was loaded."""
     return " ".join(MPI.Get_library_version().split(",")[0].splitlines()[0].split())
 
 
-def transport() -> str:
+def describe_transport() -> str:
     """The library, and how it takes tensors on a GPU."""
-    return f"{library()}, GPU memory {'directly' if cuda_aware() else 'through copies in pinned host memory'}"
+    return f"{mpi_library()}, GPU memory {'directly' if is_cuda_aware() else 'through copies in pinned host memory'}"
 
 
-def leave() -> None:
+def finalize_mpi() -> None:
     """Finalize MPI, together with all ranks; after this no MPI call is possible."""
     if not MPI.Is_finalized():
         atexit.unregister(_goodbye)
@@ -106,18 +106,18 @@ def _goodbye(patient: bool = False) -> None:
     """Finalize when all ranks are about to; abort all of them when this one failed or another does not come."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hasattr(sys, "last_value") or Lane.broken:  # Python puts there what ended the program
+    if hasattr(sys, "last_value") or CollectiveThread.broken:  # Python puts there what ended the program
         MPI.COMM_WORLD.Abort(1)
     here, deadline = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + GOODBYE_S
-    while not (MESSAGES.idle and here.Test()):
-        if time.monotonic() > deadline and not (patient and MESSAGES.idle):
+    while not (MESSAGE_WATCHER.idle and here.Test()):
+        if time.monotonic() > deadline and not (patient and MESSAGE_WATCHER.idle):
             print(f"not all ranks came to the end within {GOODBYE_S:.0f} s: aborting", file=sys.stderr, flush=True)
             MPI.COMM_WORLD.Abort(1)
         time.sleep(0.001)
     MPI.Finalize()
 
 
-def _create(options: Any, _: Any) -> MpiGroup:
+def _create(options: Any, _: Any) -> MpiProcessGroup:
     """What torch calls in every rank of a new group: `options` is its `_DistributedBackendOptions`."""
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
@@ -125,7 +125,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
     # members only; new_group is called in the same order everywhere, the tag is one more safeguard
     tag = zlib.crc32(options.group_id.encode()) % 32768  # the least that MPI promises
     comm = world.Create_group(world.group.Incl(ranks), tag)
-    return MpiGroup(comm, options.group_id, options.store, ranks, options.timeout)
+    return MpiProcessGroup(comm, options.group_id, options.store, ranks, options.timeout)
 
 
 def _gather_members(options: Any, ranks: Sequence[int]) -> None:
@@ -139,6 +139,6 @@ def _gather_members(options: Any, ranks: Sequence[int]) -> None:
     except dist.DistStoreError:
         absent = [rank for i, rank in enumerate(ranks) if not store.check([f"here/{i}"])]
         raise MpiTimeout(
-            f"new group {options.group_id} of ranks {ranks}: {named(absent)} did not come within "
+            f"new group {options.group_id} of ranks {ranks}: {format_ranks(absent)} did not come within "
             f"{options.timeout.total_seconds():g} s"
         ) from None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-Side = torch.Tensor | Sequence[torch.Tensor]
+Operand = torch.Tensor | Sequence[torch.Tensor]
 """What an operation reads or writes: a tensor, one per rank, or nothing."""
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 _TYPES = {
@@ -42,7 +42,7 @@ _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
 """What reduces numbers, booleans, and, in torch, 16-bit floats."""
 
 
-def reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
+def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
     """The MPI operation of a `dist.ReduceOp.RedOpType`. Raises ValueError for one that the type does not have."""
     if dtype not in _TYPES or op.name not in _OPS or (op.name == "AVG" and not dtype.is_floating_point):
         raise ValueError(f"the MPI backend cannot reduce {dtype} with {op.name}")
@@ -64,27 +64,27 @@ def _op_16(combine: Callable[..., torch.Tensor], dtype: torch.dtype) -> MPI.Op:
     return MPI.Op.Create(reduce, commute=True)
 
 
-def tensors_of(side: Side) -> Sequence[torch.Tensor]:
+def list_tensors(side: Operand) -> Sequence[torch.Tensor]:
     """The tensors of one side of an operation."""
     return [side] if isinstance(side, torch.Tensor) else side
 
 
-class Staged:
+class HostBuffer:
     """Tensors as MPI can read and write them: `host` is the tensor itself, or a contiguous copy in host memory."""
 
-    def __init__(self, tensors: Side, read: bool = True, reduces: bool = False, accurate: bool = False) -> None:
+    def __init__(self, tensors: Operand, read: bool = True, reduces: bool = False, accurate: bool = False) -> None:
         """`tensors`: one, or a list for a copy of them all, one after the other; they share their type.
 
         read: whether MPI reads what they hold now. reduces: whether it computes with it, 16-bit floats, where
         `accurate`, as fp32.
         """
-        parts = tensors_of(tensors)
+        parts = list_tensors(tensors)
         one = parts[0] if parts else torch.empty(0)
         self.counts = [tensor.numel() for tensor in parts]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         small = reduces and one.dtype in _FLOATS_16
         kind = torch.float32 if small and accurate else one.dtype
-        reachable = not one.is_cuda or (cuda_aware() and not small)
+        reachable = not one.is_cuda or (is_cuda_aware() and not small)
         if reachable and one is tensors and one.is_contiguous() and kind == one.dtype:
             self.host = one.detach()
             return
@@ -113,7 +113,7 @@ class Staged:
             tensor.copy_(part)
 
 
-def rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
+def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
     """Elements that go to, or come from, each rank when `splits` are its rows; without splits, equal parts.
 
     Raises ValueError where rows and splits do not go together.
@@ -129,13 +129,13 @@ def rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
     return [split * row for split in splits]
 
 
-def sizes(tensors: Sequence[torch.Tensor]) -> str:
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
     """Types and numbers of elements; shapes may differ between ranks where sizes do not."""
     return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)
 
 
 @functools.cache
-def cuda_aware() -> bool:
+def is_cuda_aware() -> bool:
     """Whether MPI reads GPU memory itself, as it says (MPIX_Query_cuda_support of Open MPI, MPICH and Cray's MPICH).
 
     What cannot be asked (Intel MPI) gets copies in host memory, which any MPI takes: so no library is refused.

@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from pipeline.mpi.ops import Side, Staged, reduction, rows, sizes, tensors_of
+from pipeline.mpi.ops import HostBuffer, Operand, describe_tensors, list_tensors, mpi_reduction, split_rows
 from pipeline.mpi.work import MpiError, MpiWork
-from pipeline.mpi.worker_thread import Lane, Message, Messages
+from pipeline.mpi.worker_thread import CollectiveThread, MessageWatcher, PendingMessage
 
-NAME = "mpi4py"
+BACKEND_NAME = "mpi4py"
 """The backend's name in torch; `mpi` is torch's own."""
 
-MESSAGES = Messages()
+MESSAGE_WATCHER = MessageWatcher()
 """All point-to-point messages of this process."""
 
-MOST = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """The most elements that a rank may give to one MPI call, which counts in C's int."""
 
 
-class MpiGroup(dist.ProcessGroup):
+class MpiProcessGroup(dist.ProcessGroup):
     """A process group with an MPI communicator of its own.
 
     Signatures are torch's (torch/csrc/distributed/c10d/ProcessGroup.hpp); each returns an `MpiWork`. Buffers are
@@ -45,7 +45,7 @@ class MpiGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm, self._ranks, self._timeout = comm, ranks, timeout
-        self.lane = Lane(comm, name, store, ranks)
+        self.lane = CollectiveThread(comm, name, store, ranks)
 
     # -- collectives -------------------------------------------------------------------------------------
 
@@ -53,30 +53,30 @@ class MpiGroup(dist.ProcessGroup):
         """Reduce each tensor over the ranks, in place."""
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
-        def call(both: Staged, _: Staged) -> None:
-            self.comm.Allreduce(MPI.IN_PLACE, both.spec(), reduction(op, both.host.dtype))
+        def call(both: HostBuffer, _: HostBuffer) -> None:
+            self.comm.Allreduce(MPI.IN_PLACE, both.spec(), mpi_reduction(op, both.host.dtype))
 
         pairs = [(tensor, tensor) for tensor in tensors]
-        return self._collective("all_reduce", call, pairs, opts, f"{op} {sizes(tensors)}", op)
+        return self._collective("all_reduce", call, pairs, opts, f"{op} {describe_tensors(tensors)}", op)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Rank `opts.rootRank`'s tensors, everywhere."""
         root = opts.rootRank if opts else 0
 
-        def call(source: Staged, target: Staged) -> None:
+        def call(source: HostBuffer, target: HostBuffer) -> None:
             self.comm.Bcast(source.spec() or target.spec(), root)
 
-        pairs: list[tuple[Side, Side]] = [(t, ()) if self.rank() == root else ((), t) for t in tensors]
-        return self._collective("broadcast", call, pairs, opts, f"from {root} {sizes(tensors)}")
+        pairs: list[tuple[Operand, Operand]] = [(t, ()) if self.rank() == root else ((), t) for t in tensors]
+        return self._collective("broadcast", call, pairs, opts, f"from {root} {describe_tensors(tensors)}")
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """outputs[i][r] = rank r's inputs[i]; ranks may have different sizes."""
 
-        def call(own: Staged, everyone: Staged) -> None:
+        def call(own: HostBuffer, everyone: HostBuffer) -> None:
             self.comm.Allgatherv(own.spec(), everyone.spec())
 
         self._check_lists(outputs, inputs)
-        facts = " ".join(sizes(parts) for parts in outputs)
+        facts = " ".join(describe_tensors(parts) for parts in outputs)
         return self._collective("all_gather", call, [*zip(inputs, outputs, strict=True)], opts, facts)
 
     def all_gather_single_coalesced(
@@ -84,7 +84,7 @@ class MpiGroup(dist.ProcessGroup):
     ) -> MpiWork:
         """outputs[i] = every rank's inputs[i], one after the other."""
 
-        def call(own: Staged, everyone: Staged) -> None:
+        def call(own: HostBuffer, everyone: HostBuffer) -> None:
             place = everyone.host.data_ptr() + self.rank() * own.host.nbytes
             send = MPI.IN_PLACE if own.host.data_ptr() == place else own.spec()  # as FSDP2 has it
             self.comm.Allgather(send, everyone.spec(own.counts))
@@ -92,27 +92,27 @@ class MpiGroup(dist.ProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check("all_gather", output, tensor, self.size())
         pairs = [*zip(inputs, outputs, strict=True)]
-        return self._collective("all_gather_single", call, pairs, opts, sizes(outputs))
+        return self._collective("all_gather_single", call, pairs, opts, describe_tensors(outputs))
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> MpiWork:
         """On rank `opts.rootRank`: outputs[0][r] = rank r's inputs[0], all of one size."""
 
-        def call(own: Staged, everyone: Staged) -> None:
+        def call(own: HostBuffer, everyone: HostBuffer) -> None:
             self.comm.Gatherv(own.spec(), everyone.spec(), opts.rootRank)
 
         self._check_lists(outputs, inputs[: len(outputs)])
         pair = (inputs[0], outputs[0] if outputs else ())
-        return self._collective("gather", call, [pair], opts, f"to {opts.rootRank} {sizes(inputs)}")
+        return self._collective("gather", call, [pair], opts, f"to {opts.rootRank} {describe_tensors(inputs)}")
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
         """outputs[0] = the root's inputs[0][r] on rank r, all of one size."""
 
-        def call(everyone: Staged, own: Staged) -> None:
+        def call(everyone: HostBuffer, own: HostBuffer) -> None:
             self.comm.Scatterv(everyone.spec(), own.spec(), opts.rootRank)
 
         self._check_lists(inputs, outputs[: len(inputs)])
         pair = (inputs[0] if inputs else (), outputs[0])
-        return self._collective("scatter", call, [pair], opts, f"from {opts.rootRank} {sizes(outputs)}")
+        return self._collective("scatter", call, [pair], opts, f"from {opts.rootRank} {describe_tensors(outputs)}")
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -120,22 +120,22 @@ class MpiGroup(dist.ProcessGroup):
         """outputs[i] = this rank's part of the reduction of every rank's inputs[i]."""
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
-        def call(everyone: Staged, own: Staged) -> None:  # mpi4py wants the size of a block in both
-            self.comm.Reduce_scatter_block(everyone.spec(own.counts), own.spec(), reduction(op, own.host.dtype))
+        def call(everyone: HostBuffer, own: HostBuffer) -> None:  # mpi4py wants the size of a block in both
+            self.comm.Reduce_scatter_block(everyone.spec(own.counts), own.spec(), mpi_reduction(op, own.host.dtype))
 
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check("reduce_scatter", tensor, output, self.size())
         pairs = [*zip(inputs, outputs, strict=True)]
-        return self._collective("reduce_scatter_single", call, pairs, opts, f"{op} {sizes(outputs)}", op)
+        return self._collective("reduce_scatter_single", call, pairs, opts, f"{op} {describe_tensors(outputs)}", op)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int],
         opts: Any = None,
     ) -> MpiWork:  # fmt: skip
         """Rows of `tensor` to the ranks, rows from the ranks to `output`; empty splits mean equal parts."""
-        send, receive = rows(tensor, input_splits, self.size()), rows(output, output_splits, self.size())
+        send, receive = split_rows(tensor, input_splits, self.size()), split_rows(output, output_splits, self.size())
 
-        def call(source: Staged, target: Staged) -> None:
+        def call(source: HostBuffer, target: HostBuffer) -> None:
             self._check_counts(send, receive)
             self.comm.Alltoallv(source.spec(send), target.spec(receive))
 
@@ -181,35 +181,35 @@ class MpiGroup(dist.ProcessGroup):
         work = MpiWork(
             f"{what} rank {self._ranks[rank]}, tag {tag}, in group {self.lane.name}", tensors, self.lane.name
         )
-        staged = Staged(tensors[0], read=not receives)
+        staged = HostBuffer(tensors[0], read=not receives)
         request = post(staged.spec(), rank, tag)
-        MESSAGES.watch(Message(self.lane, request, work, staged, receives, self._timeout.total_seconds()))
+        MESSAGE_WATCHER.watch(PendingMessage(self.lane, request, work, staged, receives, self._timeout.total_seconds()))
         return work
 
     # -- helpers -----------------------------------------------------------------------------------------
 
     def _collective(
-        self, name: str, call: Callable[[Staged, Staged], object], pairs: Sequence[tuple[Side, Side]], opts: Any,
-        facts: str, op: Any = None,
+        self, name: str, call: Callable[[HostBuffer, HostBuffer], object], pairs: Sequence[tuple[Operand, Operand]],
+        opts: Any, facts: str, op: Any = None,
     ) -> MpiWork:  # fmt: skip
         """Queue a collective: `call` with each of `pairs`, what MPI reads and what it writes.
 
         A side is empty where this rank has nothing of the kind, and both are one tensor where MPI works in place.
         facts: must be the same on all ranks. op: what reduces the numbers.
         """
-        results = [tensor for source, target in pairs for tensor in tensors_of(target) or tensors_of(source)]
-        most = MOST * (self.size() if name == "all_gather_single" else 1)
+        results = [tensor for source, target in pairs for tensor in list_tensors(target) or list_tensors(source)]
+        most = MAX_ELEMENTS * (self.size() if name == "all_gather_single" else 1)
         for tensor in results:
             if op is not None:
-                reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
+                mpi_reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
             if tensor.numel() > most:
                 raise ValueError(f"{name} of {tensor.numel():,} elements: MPI takes {most:,} at most; cut the tensor")
 
         def prepare() -> Callable[[], None]:
             staged = []
             for source, target in pairs:
-                reads = Staged(source, True, op is not None, self.accurate)
-                writes = reads if target is source else Staged(target, False, op is not None, self.accurate)
+                reads = HostBuffer(source, True, op is not None, self.accurate)
+                writes = reads if target is source else HostBuffer(target, False, op is not None, self.accurate)
                 staged.append((reads, writes))
 
             def move() -> None:
@@ -266,7 +266,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Torch's name for this kind of group."""
-        return NAME
+        return BACKEND_NAME
 
     def getGroupName(self) -> str:
         """The name that torch gave this group."""

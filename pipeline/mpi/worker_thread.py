@@ -37,7 +37,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from pipeline.base.device_thread import device_thread
-from pipeline.mpi.ops import Staged
+from pipeline.mpi.ops import HostBuffer
 from pipeline.mpi.work import MpiError, MpiTimeout, MpiWork
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -63,14 +63,14 @@ class _Collective:
     ready: torch.cuda.Event | None
 
 
-class Lane:
+class CollectiveThread:
     """One group's collectives, in the order of their calls, on a thread of their own."""
 
     broken = False
     """Whether any group of this process has failed: then MPI cannot be finalized any more."""
-    recent: ClassVar[deque[tuple[int, Lane, int, str]]] = deque(maxlen=3)
+    recent: ClassVar[deque[tuple[int, CollectiveThread, int, str]]] = deque(maxlen=3)
     """The last collectives that this process entered: time (ns), lane, number and signature."""
-    all: ClassVar[list[Lane]] = []
+    all: ClassVar[list[CollectiveThread]] = []
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
         """comm: only this lane's; store: only this group's; ranks: global numbers of the group's ranks."""
@@ -81,7 +81,7 @@ class Lane:
         self._number = self.done = 0
         self.running: tuple[_Collective, float] | None = None
         """What all ranks have begun, and when."""
-        Lane.all.append(self)
+        CollectiveThread.all.append(self)
         self._thread = device_thread(self._serve, f"mpi {name}", own_stream=True)
         self._thread.start()
 
@@ -94,7 +94,7 @@ class Lane:
         """
         self.check()
         self._number += 1
-        Lane.recent.append((time.time_ns(), self, self._number, signature))
+        CollectiveThread.recent.append((time.time_ns(), self, self._number, signature))
         work = MpiWork(f"{signature.split()[0]} (number {self._number} in group {self.name})", results, self.name)
         # what is queued on the GPU's stream must have happened before MPI reads it
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
@@ -108,7 +108,7 @@ class Lane:
         while self._thread.is_alive() and self.error is None:
             self._thread.join(LOOK_S)
         if self.error is None:
-            Lane.all.remove(self)
+            CollectiveThread.all.remove(self)
             self.comm.Free()
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class Lane:
     def fail(self, work: MpiWork, error: BaseException) -> None:
         """`work` ended with `error`, and the group with it."""
         self.error = self.error or error
-        Lane.broken = True
+        CollectiveThread.broken = True
         work.finish(error)
 
     def _serve(self) -> None:
@@ -189,7 +189,7 @@ class Lane:
 
     def _missing(self, item: _Collective) -> str:
         absent = [self.ranks[r] for r in range(self.comm.size) if self._heard(r)[0] < item.number]
-        who = f"{named(absent)} did not call it" if absent else "all ranks called it, some too late"
+        who = f"{format_ranks(absent)} did not call it" if absent else "all ranks called it, some too late"
         return f"{item.work.what} timed out after {item.seconds:g} s on rank {self._me}: {who}"
 
     def _different(self, item: _Collective) -> str:
@@ -199,15 +199,15 @@ class Lane:
             while (heard := self._heard(rank))[0] != item.number and time.monotonic() < deadline:
                 time.sleep(0.05)  # what stands there is from an earlier wait
             calls.setdefault(heard[1] if heard[0] == item.number else "no word", []).append(name)
-        words = "; ".join(f"{named(ranks)}: {call}" for call, ranks in calls.items())
+        words = "; ".join(f"{format_ranks(ranks)}: {call}" for call, ranks in calls.items())
         return f"operation number {item.number} in group {self.name} is not the same on all ranks: {words}"
 
 
-def look_for_ever() -> None:
+def watch_deadlines() -> None:
     """A thread's work: all lanes' deadlines."""
     while True:
         time.sleep(LOOK_S)
-        for lane in list(Lane.all):
+        for lane in list(CollectiveThread.all):
             lane.look()
 
 
@@ -222,23 +222,23 @@ def last_collectives() -> list[dict[str, Any]]:
             "state": "completed" if number <= lane.done else "started" if number == lane.done + 1 else "scheduled",
             "time_ns": moment,
         }
-        for moment, lane, number, signature in Lane.recent.copy()
+        for moment, lane, number, signature in CollectiveThread.recent.copy()
     ]
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 1, 2, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 @dataclass(eq=False)
-class Message:
+class PendingMessage:
     """A point-to-point message under way, in the group of `lane`."""
 
-    lane: Lane
+    lane: CollectiveThread
     request: MPI.Request
     work: MpiWork
-    buffer: Staged
+    buffer: HostBuffer
     receives: bool
     seconds: float
     started: float = field(default_factory=time.perf_counter)
@@ -266,14 +266,14 @@ class Message:
         return False
 
 
-class Messages:
+class MessageWatcher:
     """All point-to-point messages of this process that are under way, watched by one thread."""
 
     def __init__(self) -> None:
-        self._pending: list[Message] = []
+        self._pending: list[PendingMessage] = []
         self._posted = threading.Event()
 
-    def watch(self, message: Message) -> None:
+    def watch(self, message: PendingMessage) -> None:
         """Finish the message's work once it is over."""
         if not message.over():
             self._pending.append(message)

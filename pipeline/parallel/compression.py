@@ -34,15 +34,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.parallel import HookConfig
-from pipeline.parallel.replicas import Replicas, State
+from pipeline.parallel.replicas import ReplicaSync, State
 
-WITH_RESIDUALS = ("powersgd", "topk")
+HOOKS_WITH_RESIDUALS = ("powersgd", "topk")
 _SMALL = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 _Future = torch.futures.Future  # of a bucket's reduced gradients
 
 
-class GradientHook(Replicas):
+class GradientHook(ReplicaSync):
     """The hook of one replica, and what it remembers from step to step."""
 
     def __init__(self, config: HookConfig, names: Mapping[str, nn.Parameter], seed: int) -> None:
@@ -56,7 +56,7 @@ class GradientHook(Replicas):
         self._next: tuple[State, State] = ({}, {})
         self._held: list[Tensor] = []
         """What callbacks read on a stream of their own: freed in backward, the compute stream could write over it."""
-        if config.kind in WITH_RESIDUALS:
+        if config.kind in HOOKS_WITH_RESIDUALS:
             self.residual = {name: torch.zeros_like(parameter) for name, parameter in names.items()}
         if config.kind == "powersgd":
             for name, parameter in names.items():

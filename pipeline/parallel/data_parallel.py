@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config.layout import Layout
+from pipeline.parallel.mesh import Layout
 
 # a model's only buffers are constant tables; torch 2.13 gave the option that says so another name
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -37,7 +37,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 }
 
 
-def replicated(model: nn.Module, device: torch.device, bucket_mb: int) -> DistributedDataParallel:
+def wrap_with_ddp(model: nn.Module, device: torch.device, bucket_mb: int) -> DistributedDataParallel:
     """`model` with gradients averaged over all ranks in backward; weights must be equal already."""
     return DistributedDataParallel(
         model,
@@ -49,7 +49,7 @@ def replicated(model: nn.Module, device: torch.device, bucket_mb: int) -> Distri
     )
 
 
-def shard(
+def apply_fsdp(
     part: nn.Module,
     groups: Iterable[tuple[list[nn.Module], bool]],
     mesh: DeviceMesh,
@@ -76,7 +76,7 @@ def shard(
     fully_shard(part, **options, reshard_after_forward=free_after_forward)
 
 
-def reduce_now(model: nn.Module, layout: Layout, last: bool) -> contextlib.AbstractContextManager[None]:
+def gradient_sync(model: nn.Module, layout: Layout, last: bool) -> contextlib.AbstractContextManager[None]:
     """Around one micro-batch: whether its backward reduces gradients. `last`: it is the step's last one."""
     if isinstance(model, DistributedDataParallel) and not last:
         context: contextlib.AbstractContextManager[None] = model.no_sync()
@@ -91,6 +91,6 @@ def reduce_now(model: nn.Module, layout: Layout, last: bool) -> contextlib.Abstr
     return contextlib.nullcontext()
 
 
-def forget_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """After a step. DDP's stay in its buckets, as zeros: the next micro-batches would add up in others beside them."""
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

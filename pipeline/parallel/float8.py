@@ -18,12 +18,12 @@ from torch import nn
 
 from pipeline.base.errors import UserError
 
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """Both sizes of a matrix must be multiples of it (torch._scaled_mm); other linears stay bf16."""
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 
 
-def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scales: str = "rowwise") -> None:
+def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scales: str = "rowwise") -> None:
     """Let the linears of `blocks` multiply in float8, in place; call before they are cut over `tensor` ranks.
 
     Raises UserError where torchao is missing or the GPU cannot do it.
@@ -34,7 +34,7 @@ def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scal
         raise UserError(
             f"train.precision: fp8 needs torchao, and importing it says: {error}; pip install -e '.[fp8]', or take bf16"
         ) from error
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(
             f"train.precision: fp8 needs compute capability 8.9 and {name} has {found[0]}.{found[1]}; take bf16"
@@ -45,7 +45,7 @@ def convert(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scal
 
     def fits(module: nn.Module, _: str) -> bool:
         assert isinstance(module, nn.Linear)
-        return all(size % (tensor * MULTIPLE) == 0 for size in (module.in_features, module.out_features))
+        return all(size % (tensor * SIZE_MULTIPLE) == 0 for size in (module.in_features, module.out_features))
 
     for block in blocks:
         convert_to_float8_training(block, module_filter_fn=fits, config=recipe)

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.parallel import LocalSgdConfig
-from pipeline.parallel.replicas import Replicas, State
+from pipeline.parallel.replicas import ReplicaSync, State
 
 AT_ONCE = 1 << 26
 """Elements of one all-reduce (256 MiB): MPI counts to 2^31 only, and copies what lies on a GPU."""
 
 
-class LocalSgd(Replicas):
+class LocalSgd(ReplicaSync):
     """One replica's part in the averages."""
 
     def __init__(self, config: LocalSgdConfig, names: Mapping[str, nn.Parameter]) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from pipeline.config.layout import Layout
+from pipeline.parallel.mesh import Layout
 
-NAMES = {
+TORCH_SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved_1f1b": "Interleaved1F1B",
@@ -55,7 +55,7 @@ class _Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class Pipeline:
+class PipelineRunner:
     """This rank's stages and the schedule that runs them."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Pipeline:
         stages = [_Stage(part, number, layout.stages, device, group=group) for part, number in pairs]
         for stage in stages:
             stage.own = own
-        kind: Any = get_schedule_class(NAMES[layout.schedule])
+        kind: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
@@ -108,7 +108,7 @@ class Pipeline:
         return losses
 
 
-def add_from_peer(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def add_gradient_of_peer(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Add the tensor that rank `peer` of `group` holds, while it adds this one: both end with the same bits."""
     theirs = torch.empty_like(tensor)
     sending = dist.P2POp(dist.isend, tensor.clone(), group=group, group_peer=peer)

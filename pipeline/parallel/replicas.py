@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.checkpoint.save import State
 
 
-class Replicas:
+class ReplicaSync:
     """One replica's part."""
 
     step = 1

@@ -37,7 +37,7 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
-class CutEmbedding(ParallelStyle):
+class VocabParallelEmbedding(ParallelStyle):
     """An embedding cut by rows: of ids whose rows others have a rank gives zeros, and all ranks' values are added up.
 
     torch's RowwiseParallel does so, too, but makes the gradient of all rows on each rank before it cuts that.

@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeline.config.layout import Layout
 from pipeline.config.sections import Config
+from pipeline.parallel.mesh import Layout
 
 EMBEDDING = "model.embed_tokens.weight"
 ENDS = NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -21,7 +21,7 @@ ROWWISE = ("o_proj.weight", "down_proj.weight")
 """Matrices that tensor parallelism cuts along their columns; the others along their rows."""
 
 
-class Weight(NamedTuple):
+class ParameterShape(NamedTuple):
     """A weight of one tensor parallel rank: its name in the whole model, and its sizes; of a vector `columns` is 0."""
 
     name: str
@@ -43,35 +43,35 @@ class Weight(NamedTuple):
         return -(-self.rows // ranks) * max(1, self.columns)
 
 
-def weights_of(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[Weight]:
+def list_rank_parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[ParameterShape]:
     """What one tensor parallel rank of this pipeline position holds."""
     model, tensor = config.model, layout.tensor
-    for stage in layout.stages_of(pipeline):
+    for stage in layout.stages_on_rank(pipeline):
         first, last = stage == 0, stage == layout.stages - 1
         if first:
-            yield Weight(EMBEDDING, vocab // tensor, model.dim)
+            yield ParameterShape(EMBEDDING, vocab // tensor, model.dim)
         for number in layout.stage_layers[stage]:
             yield from _block(config, number, tensor)
         if last:
-            yield Weight(NORM, model.dim, 0)
+            yield ParameterShape(NORM, model.dim, 0)
         if last and not (model.tie_word_embeddings and first):
-            yield Weight(EMBEDDING if model.tie_word_embeddings else HEAD, vocab // tensor, model.dim)
+            yield ParameterShape(EMBEDDING if model.tie_word_embeddings else HEAD, vocab // tensor, model.dim)
 
 
-def _block(config: Config, number: int, tensor: int = 1) -> Iterator[Weight]:
+def _block(config: Config, number: int, tensor: int = 1) -> Iterator[ParameterShape]:
     model, block = config.model, f"model.layers.{number}"
     query, shared, ffn = model.heads * model.head_size, model.num_kv_heads * model.head_size, model.ffn_size
     widths = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
     widths |= {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared}
     for name, width in widths.items():
-        yield Weight(f"{block}.{name}.weight", width // tensor, model.dim)
-    yield Weight(f"{block}.self_attn.o_proj.weight", model.dim, query // tensor)
-    yield Weight(f"{block}.mlp.down_proj.weight", model.dim, ffn // tensor)
+        yield ParameterShape(f"{block}.{name}.weight", width // tensor, model.dim)
+    yield ParameterShape(f"{block}.self_attn.o_proj.weight", model.dim, query // tensor)
+    yield ParameterShape(f"{block}.mlp.down_proj.weight", model.dim, ffn // tensor)
     for name in ("input", "post_attention"):  # with half of the block's other vectors
-        yield Weight(f"{block}.{name}_layernorm.weight", model.block_vectors // 2, 0)
+        yield ParameterShape(f"{block}.{name}_layernorm.weight", model.block_vectors // 2, 0)
 
 
-class Trained(NamedTuple):
+class TrainedParameters(NamedTuple):
     """What `optimizer.freeze` leaves to be trained."""
 
     names: frozenset[str]
@@ -83,14 +83,14 @@ class Trained(NamedTuple):
     blocks where only the last norm is, one more where not even that."""
 
 
-def trained_of(config: Config) -> Trained:
+def find_trained_parameters(config: Config) -> TrainedParameters:
     """What of the decoder is trained, whatever the layout."""
     sizes = tuple((weight.name.removeprefix("model.layers.0"), weight.values) for weight in _block(config, 0))
     return _trained(tuple(config.optimizer.freeze), config.model.layers, sizes)
 
 
 @lru_cache(maxsize=64)
-def _trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int], ...]) -> Trained:
+def _trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int], ...]) -> TrainedParameters:
     blocks = [{f"model.layers.{number}{name}": size for name, size in sizes} for number in range(layers)]
     every = {EMBEDDING, *ENDS, *(name for block in blocks for name in block)}
     names = frozenset(name for name in every if not any(fnmatch(name, pattern) for pattern in freeze))
@@ -98,41 +98,41 @@ def _trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int],
     shares = tuple(sum(size for name, size in block.items() if name in names) / total for block in blocks)
     ahead = (*shares, NORM in names)
     first = 0 if EMBEDDING in names else next((at for at, share in enumerate(ahead) if share), layers + 1)
-    return Trained(names, shares, first)
+    return TrainedParameters(names, shares, first)
 
 
-def kept_width(config: Config) -> int:
+def stored_weight_bytes(config: Config) -> int:
     """Bytes of a weight between steps, and of its gradient."""
     return 2 if config.optimizer.state.master == "none" else 4
 
 
-def stream_width(config: Config, layout: Layout) -> int:
+def residual_stream_bytes(config: Config, layout: Layout) -> int:
     """Bytes of a value of the residual stream: it is in the type of the embedding's weights."""
-    return 2 if layout.fsdp and config.train.precision != "fp32" else kept_width(config)
+    return 2 if layout.fsdp and config.train.precision != "fp32" else stored_weight_bytes(config)
 
 
-def traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
+def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
     """Group, bytes that one rank sends in a step (of the pipeline's the one that sends most), and what it sends."""
     found: dict[str, tuple[int, str]] = {}
     for rank in range(layout.pipeline):
-        for group, size, words in traffic_of(config, layout, vocab, rank):
+        for group, size, words in count_rank_traffic(config, layout, vocab, rank):
             found[group] = max((size, words), found.get(group, (0, "")))
     yield from ((group, *made) for group, made in found.items())
 
 
-def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Iterator[tuple[str, int, str]]:
+def count_rank_traffic(config: Config, layout: Layout, vocab: int, pipeline: int) -> Iterator[tuple[str, int, str]]:
     """The same of a rank in this place of the pipeline."""
-    weights, stages = list(weights_of(config, layout, pipeline, vocab)), layout.stages_of(pipeline)
-    names, _, started = trained_of(config)
+    weights, stages = list(list_rank_parameters(config, layout, pipeline, vocab)), layout.stages_on_rank(pipeline)
+    names, _, started = find_trained_parameters(config)
     trained = [weight for weight in weights if weight.name in names]
-    width, wide = 4 if config.train.precision == "fp32" else 2, stream_width(config, layout)
+    width, wide = 4 if config.train.precision == "fp32" else 2, residual_stream_bytes(config, layout)
     micro, zero, shard = layout.micro_batches, layout.zero, layout.shard
     values = config.train.micro_batch * config.data.sequence_length * config.model.dim
     hook, local = config.parallel.hook, config.parallel.local_sgd
     parameters = sum(weight.values for weight in trained)
     first, last = 0 in stages, layout.stages - 1 in stages
     if layout.data > 1 and not zero:
-        size, words = _ring(2 * kept_width(config) * parameters, layout.data), "gradients, all-reduced once"
+        size, words = _ring(2 * stored_weight_bytes(config) * parameters, layout.data), "gradients, all-reduced once"
         if local is not None:
             size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
         elif hook.kind in ("fp16", "bf16"):
@@ -176,17 +176,17 @@ def traffic_of(config: Config, layout: Layout, vocab: int, pipeline: int) -> Ite
         size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
     if layout.pipeline > 1:
-        away, back = away_from(layout, pipeline)
+        away, back = find_cross_rank_stages(layout, pipeline)
         times = len(away) + sum(layout.stage_layers[stage].start > started for stage in back)
         size = values * wide // (layout.tensor if layout.sequence else 1) * micro * times
         if config.model.tie_word_embeddings and first != last and EMBEDDING in names:  # both ends add up
-            size += kept_width(config) * weights[0 if first else -1].part(shard if zero else 1)
+            size += stored_weight_bytes(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"
 
 
-def away_from(layout: Layout, pipeline: int) -> tuple[list[int], list[int]]:
+def find_cross_rank_stages(layout: Layout, pipeline: int) -> tuple[list[int], list[int]]:
     """The stages of a rank whose next stage another rank has, and those whose stage before."""
-    stages = layout.stages_of(pipeline)
+    stages = layout.stages_on_rank(pipeline)
     away = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
     return away, [stage for stage in stages if stage and stage - 1 not in stages]
 

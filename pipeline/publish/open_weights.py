@@ -26,9 +26,9 @@ from torch import nn
 from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
 from pipeline.checkpoint.identity import SOURCE
-from pipeline.comm.groups import agree
+from pipeline.comm.groups import all_gather_results
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
-from pipeline.model.decoder import HEAD, local, own_slices
+from pipeline.model.decoder import HEAD, local_slices, local_tensor
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
@@ -53,10 +53,10 @@ class OpenWeights:
     def fill(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Copy into each parameter, by its name in the whole model, what this rank holds of it; in its own type."""
         for name, parameter in weights:
-            part = local(parameter)
+            part = local_tensor(parameter)
             if part.numel():
                 with inside(self.folder, self.files[name]) as path, safe_open(path, framework="pt") as file:
-                    part.copy_(file.get_slice(name)[own_slices(parameter)])
+                    part.copy_(file.get_slice(name)[local_slices(parameter)])
 
 
 def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
@@ -87,16 +87,16 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
             )
         return {name: held_by(folder, name) for name in names}
 
-    seen = {name: found for part in agree(group, look) for name, found in part.items()}
+    seen = {name: found for part in all_gather_results(group, look) for name, found in part.items()}
     whole = dict(task.weights(task.build(range(model.layers))))
     source = fitting(folder, seen, whole, tied=model.tie_word_embeddings)
     threads = ThreadPoolExecutor(4)
     digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}
 
     def note() -> None:
-        parts = agree(group, lambda: {name: digest.result() for name, digest in digests.items()})
+        parts = all_gather_results(group, lambda: {name: digest.result() for name, digest in digests.items()})
         hashes = dict(sorted(each for part in parts for each in part.items()))
-        agree(group, lambda: _write_source(run, folder, hashes) if rank == 0 else None)
+        all_gather_results(group, lambda: _write_source(run, folder, hashes) if rank == 0 else None)
 
     return replace(source, note=note)
 

@@ -33,8 +33,10 @@ _SIZE = 256
 
 def check(run: Run, place: RankInfo, world: groups.World) -> None:
     """The whole check. Raises NodeError, StorageError or PeerLostError."""
-    group = groups.side_group(PATIENCE)
-    hosts = groups.agree(group, gethostname)  # now that all are here: a bad device may hold one up for ever
+    group = groups.new_control_group(PATIENCE)
+    hosts = groups.all_gather_results(
+        group, gethostname
+    )  # now that all are here: a bad device may hold one up for ever
     check_alone(run, place, world.device)
     check_together(world, group, hosts)
 

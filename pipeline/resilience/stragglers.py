@@ -73,7 +73,7 @@ class Stragglers:
         `peers`: for each rank something that those with the same work share.
         """
         self.run, self.group, self.peers = run, group, peers
-        self.hosts = groups.agree(group, gethostname)
+        self.hosts = groups.all_gather_results(group, gethostname)
         self._slow: set[int] = set()
         self._otherwise: dict[int, int] = {}
         """For each rank how many times in a row it was not as it is known."""

@@ -26,8 +26,8 @@ from typing import Protocol, cast
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
-from pipeline.config.layout import usable_nodes
 from pipeline.config.stages import STAGES
+from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
 
 
@@ -99,7 +99,7 @@ def ranks(run: Run, stage: str, granted: int | None = None) -> int:
     if granted is None or not STAGES[stage].joined:
         return wanted.ranks
     fewest, most = wanted.fewest_nodes, wanted.most_nodes
-    nodes = usable_nodes(run.config, granted) if STAGES[stage].trains else max(fewest, min(granted, most))
+    nodes = count_usable_nodes(run.config, granted) if STAGES[stage].trains else max(fewest, min(granted, most))
     return nodes * wanted.per_node
 
 

@@ -26,16 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from pipeline.checkpoint.save import State
-from pipeline.comm.groups import World, agree, make_mesh
-from pipeline.config.layout import Layout
+from pipeline.comm.groups import World, all_gather_results, make_mesh
 from pipeline.config.sections import Config
-from pipeline.model.activation_checkpointing import recompute
-from pipeline.model.decoder import EMBEDDING, HEAD, local, parameter_seed, put, whole
+from pipeline.model.activation_checkpointing import apply_activation_checkpointing
+from pipeline.model.decoder import EMBEDDING, HEAD, full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8
-from pipeline.parallel.compression import WITH_RESIDUALS, GradientHook
+from pipeline.parallel.compression import HOOKS_WITH_RESIDUALS, GradientHook
 from pipeline.parallel.local_sgd import LocalSgd
-from pipeline.parallel.replicas import Replicas
+from pipeline.parallel.mesh import Layout
+from pipeline.parallel.replicas import ReplicaSync
 from pipeline.publish.open_weights import OpenWeights
 from pipeline.train.freeze import frozen_names
 from pipeline.train.lean_adamw import LeanAdamW
@@ -43,7 +43,7 @@ from pipeline.train.norm import total_norm
 from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
-    from pipeline.parallel.pipeline_parallel import Pipeline
+    from pipeline.parallel.pipeline_parallel import PipelineRunner
 
 
 def step_seed(seed: int, step: int, place: int, micro: int) -> int:
@@ -84,9 +84,9 @@ class Engine:
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
-        self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in WITH_RESIDUALS
+        self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._frozen = frozen_names(config.optimizer.freeze, task)
-        numbers = layout.stages_of(layout.coordinates(world.rank).pipeline)
+        numbers = layout.stages_on_rank(layout.coordinates(world.rank).pipeline)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
             self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
@@ -100,20 +100,20 @@ class Engine:
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
-        self.replicas = Replicas()
+        self.replicas = ReplicaSync()
         trained = {name: parameter for name, parameter in task.weights(self.parts[0]) if parameter.requires_grad}
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelineRunner | None = None
         if layout.pipeline > 1 and mesh is not None:
-            from pipeline.parallel.pipeline_parallel import Pipeline
+            from pipeline.parallel.pipeline_parallel import PipelineRunner
 
             self._stage_group = mesh.get_group("pp")
-            self._pipeline = Pipeline(
+            self._pipeline = PipelineRunner(
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
         elif mesh is None and parallel.local_sgd is not None:
             self.replicas = LocalSgd(parallel.local_sgd, trained)
-        elif mesh is None and (world.size > 1 or parallel.hook.kind in WITH_RESIDUALS):
-            ddp = self.model = data_parallel.replicated(self.model, world.device, parallel.bucket_mb)
+        elif mesh is None and (world.size > 1 or parallel.hook.kind in HOOKS_WITH_RESIDUALS):
+            ddp = self.model = data_parallel.wrap_with_ddp(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
                 hook = self.replicas = GradientHook(parallel.hook, trained, config.run.seed)
                 hook.register(ddp)
@@ -127,20 +127,22 @@ class Engine:
             for parameter in part.parameters():
                 parameter.data = parameter.data.bfloat16()
         if config.train.precision == "fp8":
-            float8.convert(task.blocks(part), self.world.device, layout.tensor, config.train.fp8_scales)
+            float8.convert_to_float8(task.blocks(part), self.world.device, layout.tensor, config.train.fp8_scales)
         if mesh is not None and layout.tensor > 1:
             task.cut(part, mesh["tp"], layout)
         for name, parameter in task.weights(part):
             parameter.requires_grad_(name not in self._frozen)
         for block in task.blocks(part):
-            recompute(block, config.parallel.activation_checkpointing)
+            apply_activation_checkpointing(block, config.parallel.activation_checkpointing)
         for piece in task.compiled(part, layout) if config.train.compile else ():
             piece.compile()
         if mesh is not None and layout.fsdp:
             over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
             groups = task.shard_groups(part)
-            data_parallel.shard(part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload)
+            data_parallel.apply_fsdp(
+                part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload
+            )
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
         task.fill(part, self.world.device, self._draw and source is None)
         if source is not None:
@@ -195,14 +197,14 @@ class Engine:
         micro_batches = self.task.micro_batches(batch, self.config.train.micro_batch)
         for micro, piece in enumerate(micro_batches):
             torch.manual_seed(step_seed(self.config.run.seed, step, self._place, micro))
-            with data_parallel.reduce_now(self.model, self.layout, micro == len(micro_batches) - 1):
+            with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter("forward")
                 with self.own:
                     loss = self._loss_of(piece)
                 enter("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
-            total += whole(loss.detach())
+            total += full_tensor(loss.detach())
         return total
 
     def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
@@ -215,7 +217,7 @@ class Engine:
         losses = self._pipeline.run(inputs, self.task.targets(batch), rows, self.task.borders(batch))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
-            total += whole(loss.detach())
+            total += full_tensor(loss.detach())
         return total / self._weight()
 
     def _loss_of(self, batch: Batch) -> Tensor:
@@ -267,7 +269,7 @@ class Engine:
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies = math.prod(size for size, placement in sizes if placement.is_replicate())
             if parameter is not copy and gradient is not None:
-                by_copies.setdefault(copies, []).append(local(gradient))
+                by_copies.setdefault(copies, []).append(local_tensor(gradient))
         for copies, gradients in by_copies.items():
             squares += total_norm(gradients).to(squares).square() / copies
         dist.all_reduce(squares)
@@ -279,7 +281,7 @@ class Engine:
         good = good and (self.scaler is None or self.scaler.see(norm))
         if good:
             self.optimizer.step()
-        data_parallel.forget_gradients(self.model, self.optimizer)
+        data_parallel.clear_gradients(self.model, self.optimizer)
         self.replicas.end(good)
 
     def _fix_buckets(self) -> None:
@@ -290,7 +292,7 @@ class Engine:
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
         self._loss_of(self.task.smallest(self.world.device)).backward()
-        data_parallel.forget_gradients(self.model, self.optimizer)
+        data_parallel.clear_gradients(self.model, self.optimizer)
         self.replicas.end(good=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
@@ -312,11 +314,13 @@ class Engine:
             embedding.grad.add_(copy.grad)
             copy.grad.copy_(embedding.grad)
         elif first or copy is not None:
-            from pipeline.parallel.pipeline_parallel import add_from_peer
+            from pipeline.parallel.pipeline_parallel import add_gradient_of_peer
 
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
-            add_from_peer(local(weight.grad), self.layout.last_stage_on if first else 0, self._stage_group)
+            add_gradient_of_peer(
+                local_tensor(weight.grad), self.layout.last_stage_rank if first else 0, self._stage_group
+            )
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -352,17 +356,17 @@ class Engine:
         state, _ = self.saved_state()
         owners: dict[str, int] = {}
         if self.layout.pipeline > 1:  # each stage has its own: the first rank that has one sends it to all
-            for rank, names in reversed(list(enumerate(agree(group, lambda: list(state))))):
+            for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
                 owners |= dict.fromkeys(names, rank)
         for name, parameter in self.task.weights(model):
             key = f"model.{name}"
             if key in state:
-                values = whole(state[key].to(self.world.device)).float().contiguous()
+                values = full_tensor(state[key].to(self.world.device)).float().contiguous()
             else:
                 values = torch.empty(parameter.shape, dtype=torch.float32, device=self.world.device)
             if owners:
                 dist.broadcast(values, owners[key])
-            put(values, parameter)
+            write_parameter(values, parameter)
 
     @torch.no_grad()
     def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.base.errors import UserError
 from pipeline.config.sections import OptimizerConfig
 from pipeline.config.types import INT8_BLOCK
-from pipeline.model.decoder import local, own_part
+from pipeline.model.decoder import local_tensor, select_local_part
 
 _AT_ONCE = 1 << 24
 """Entries that are updated together: each takes some 40 bytes meanwhile. Compiled, it takes none."""
@@ -64,7 +64,7 @@ class LeanAdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["step"] += 1
                 parts = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
-                held = [torch.atleast_1d(local(tensor)) for tensor in parts]
+                held = [torch.atleast_1d(local_tensor(tensor)) for tensor in parts]
                 now = int(state["step"]), group["weight_decay"], held[0].device
                 if now not in made:
                     numbers = _numbers(group, now[0]).to(now[2], non_blocking=True)
@@ -102,7 +102,7 @@ def _zero_scales(parameter: Tensor) -> Tensor:
 
     Raises UserError, on all ranks, where a block would lie on two of them.
     """
-    rows = local(parameter).flatten(1)
+    rows = local_tensor(parameter).flatten(1)
     scales = rows.new_zeros(len(rows), -(-rows.shape[1] // INT8_BLOCK), dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales
@@ -192,14 +192,14 @@ def _places(parameter: Tensor, key: int) -> list[Tensor]:
     """Along each dimension of what this rank holds, int32: together the place of an entry in the whole, and the key."""
     found = []
     for dim, size in enumerate(parameter.shape):
-        line = torch.arange(size, dtype=torch.int32, device=local(parameter).device)
+        line = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device)
         line = line * (math.prod(parameter.shape[dim + 1 :]) % 2**31)
         if dim == 0:
             line = line + (key % 2**31)
         shape = [1] * parameter.ndim
         shape[dim] = size
         held = line.view(shape).expand(parameter.shape)
-        held = own_part(held, parameter) if isinstance(parameter, DTensor) else held
+        held = select_local_part(held, parameter) if isinstance(parameter, DTensor) else held
         for other in set(range(parameter.ndim)) - {dim}:
             held = held.narrow(other, 0, min(1, held.shape[other]))
         found.append(held)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.config.sections import OptimizerConfig
 from pipeline.config.types import StateConfig
-from pipeline.model.decoder import put, whole
+from pipeline.model.decoder import full_tensor, write_parameter
 from pipeline.train.lean_adamw import LeanAdamW, zero_moments
 from pipeline.train.lr_schedule import learning_rate as learning_rate
 
@@ -63,13 +63,13 @@ class _Muon(torch.optim.Muon):
         groups, key = self.param_groups, "momentum_buffer"
         for group in groups:
             for parameter in (one for one in group["params"] if one.grad is not None):
-                matrix = nn.Parameter(whole(parameter.detach()))  # of an uncut one, the same memory
-                matrix.grad = whole(parameter.grad)
-                self.state[matrix] = {key: whole(self.state[parameter][key])}
+                matrix = nn.Parameter(full_tensor(parameter.detach()))  # of an uncut one, the same memory
+                matrix.grad = full_tensor(parameter.grad)
+                self.state[matrix] = {key: full_tensor(self.state[parameter][key])}
                 self.param_groups = [{**group, "params": [matrix]}]
                 super().step()
-                put(matrix, parameter)
-                put(self.state.pop(matrix)[key], self.state[parameter][key])
+                write_parameter(matrix, parameter)
+                write_parameter(self.state.pop(matrix)[key], self.state[parameter][key])
         self.param_groups = groups
 
 

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.base.files import open_regular, write_json
-from pipeline.comm.groups import World, from_rank0
-from pipeline.config.layout import Layout
+from pipeline.comm.groups import World, broadcast_from_rank0
 from pipeline.mpi.work import MpiWork
+from pipeline.parallel.mesh import Layout
 from pipeline.resilience.stop import Agreement, Request
 from pipeline.resilience.watchdog import last_collectives
 from pipeline.run.directory import Run
@@ -78,7 +78,7 @@ class Profiler:
                     found = json.loads(file.read() or b"{}")
                 asked = [min(max(1, int(found.get("steps", 1))), MOST_STEPS), found.get("ranks")]
             self.request.begun()
-        self._left, ranks = from_rank0(self.group, asked)
+        self._left, ranks = broadcast_from_rank0(self.group, asked)
         self._asked = self._left
         self._ranks = ranks or range(self.world.size)
 
@@ -87,7 +87,7 @@ class Profiler:
         every, began = self.run.config.train.profile_every, time.perf_counter()
         if not self._left and (every is None or step % every):
             return
-        if from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
+        if broadcast_from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
             if self._left == self._asked > 0 and self.world.first:
                 with suppress(OSError):
                     os.replace(self.run.profile_taken, self.request.file)

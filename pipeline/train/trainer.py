@@ -27,7 +27,6 @@ from pipeline.checkpoint.catalog import gone
 from pipeline.checkpoint.identity import identity, other_versions, refuse_other, source_identity
 from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import groups
-from pipeline.config.layout import check_warmup, layout_of
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, steps_of
@@ -36,8 +35,9 @@ from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
-from pipeline.model.task import Batch, task_of
-from pipeline.parallel.traffic import traffic
+from pipeline.model.task import Batch, make_task
+from pipeline.parallel.mesh import check_warmup, resolve_layout
+from pipeline.parallel.traffic import count_traffic
 from pipeline.publish.open_weights import open_weights
 from pipeline.resilience.guard import Guard, recent
 from pipeline.resilience.stop import Agreement, Clock, Request
@@ -68,16 +68,16 @@ class Trainer:
         config = run.config
         self.run, self.config, self.place, self.world = run, config, place, world
         vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
-        self.layout = layout_of(config, world.size, place.local_world_size, vocab)
-        self.task = task_of(run, manifest)
+        self.layout = resolve_layout(config, world.size, place.local_world_size, vocab)
+        self.task = make_task(run, manifest)
         # of one's own model nothing is known
-        counted = () if vocab is None else traffic(config, self.layout, self.task.vocab_size)
+        counted = () if vocab is None else count_traffic(config, self.layout, self.task.vocab_size)
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
         own = config.optimizer.schedule == "own"
         self.learning_rate = self.task.module.learning_rate if own else learning_rate
         self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
-        self.agreement = Agreement(flag, groups.side_group(), self.clock)
+        self.agreement = Agreement(flag, groups.new_control_group(), self.clock)
         self.save_request = Request(run.save_file)
         self.profiler = Profiler(run, self.layout, world, self.agreement)
         if world.first:
@@ -88,10 +88,13 @@ class Trainer:
         self.stragglers = Stragglers(run, self.agreement.group, peers)
         self.checkpointer = Checkpointer(
             run.checkpoints,
-            groups.side_group(),
+            groups.new_control_group(),
             keep=config.checkpoint.keep,
             background=config.checkpoint.mode == "async",
-            describe={"layout": groups.describe(self.layout, config, world), **identity(config, manifest)},
+            describe={
+                "layout": groups.describe_layout_identity(self.layout, config, world),
+                **identity(config, manifest),
+            },
             on_saved=self._log_saved,
         )
         verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
@@ -104,7 +107,7 @@ class Trainer:
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
         if fresh:
-            groups.agree(self.checkpointer.group, self._refuse_gone)
+            groups.all_gather_results(self.checkpointer.group, self._refuse_gone)
         source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
         self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
         if source is not None:
@@ -179,7 +182,7 @@ class Trainer:
             rank=self.layout.coordinates(self.world.rank).data,
             order=self.mixture.indices if self.mixture else None,
         )
-        key = groups.from_rank0(self.agreement.group, secrets.token_hex(8))
+        key = groups.broadcast_from_rank0(self.agreement.group, secrets.token_hex(8))
         tell = partial(self.run.event, stage="train") if self.place.local_rank == 0 else None
         copies = LocalCopies(self.dataset, self.run.data, self.config.site.local_disk, key, tell)
         with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
@@ -245,7 +248,7 @@ class Trainer:
         if self.evaluator is not None and step and self.world.first:
             line = last_object(self.run.metrics, lines.metric) or {}
             lacks = line.get("step") == step and f"{HELD_OUT}loss" not in line
-        if self.evaluator is None or not groups.from_rank0(self.agreement.group, lacks):
+        if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
             return True
         if (more := self._held_out(step)) and self.world.first:
             self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
@@ -378,7 +381,7 @@ class Trainer:
             metrics = recent(lines.read(self.run.metrics, lines.metric))
             return lines.read_all(self.run.decisions, lines.decision), metrics
 
-        decisions, metrics = groups.agree(self.agreement.group, read)[0]
+        decisions, metrics = groups.all_gather_results(self.agreement.group, read)[0]
         return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
 
     def _log_saved(self, step: int, seconds: float) -> None:

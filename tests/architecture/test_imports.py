@@ -43,7 +43,8 @@ def test_every_package_has_an_order() -> None:
         top, _, rest = module.partition(".")
         if top in ORDER:
             found[top].add(rest.partition(".")[0] if "." in rest else "")
-    assert found == {name: set(order) for name, order in ORDER.items()}
+    assert found == {name: {entry for entry in order if "." not in entry} for name, order in ORDER.items()}
+    assert {f"{name}.{entry}" for name, order in ORDER.items() for entry in order if "." in entry} <= sources().keys()
 
 
 def test_every_module_has_a_docstring() -> None:

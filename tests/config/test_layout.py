@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from data_prep.text.tokenizer import load_encoder
 from pipeline.base.errors import UserError
-from pipeline.config.layout import LayoutError, layout_of, split_layers
+from pipeline.parallel.mesh import LayoutError, resolve_layout, split_layers
 from tests.support.layouts import tiny_config
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
@@ -45,7 +45,7 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
     with pytest.raises(
         LayoutError, match=r"vocab_size 512: the text gave fewer\), 511, is no multiple .* that fit: pipe"
     ):
-        layout_of(config, vocab_size=511)
+        resolve_layout(config, vocab_size=511)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says:
 
 def test_a_cut_model_of_ones_own_is_not_compiled() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
-    assert layout_of(config, 2, 2, 64).tensor == 2, "the decoder is"
+    assert resolve_layout(config, 2, 2, 64).tensor == 2, "the decoder is"
     own = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
     with pytest.raises(UserError, match=re.escape("does not go with train.compile on a model of your own")):
-        layout_of(own, 2, 2, None)
+        resolve_layout(own, 2, 2, None)
 
 
 def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
@@ -194,15 +194,15 @@ def test_schedules_that_split_the_backward_pass_refuse_what_that_breaks(schedule
 
 def test_tensor_parallel_ranks_share_a_node() -> None:
     config = tiny_config(4, parallel={"tensor": 4})
-    assert layout_of(config, 4, 4).tensor == 4
+    assert resolve_layout(config, 4, 4).tensor == 4
     with pytest.raises(LayoutError, match="does not divide the 2 ranks of a node"):
-        layout_of(config, 4, 2)
+        resolve_layout(config, 4, 2)
 
 
 def test_without_a_pipeline_its_schedule_means_nothing() -> None:
     """So that a run may `resume` with fewer ranks by one key."""
-    layout = layout_of(tiny_config(2, parallel={"schedule": "zbv", "virtual_stages": 2}))
-    assert (layout.stages, layout.stages_of(0), layout.last_stage_on) == (1, [0], 0)
+    layout = resolve_layout(tiny_config(2, parallel={"schedule": "zbv", "virtual_stages": 2}))
+    assert (layout.stages, layout.stages_on_rank(0), layout.last_stage_rank) == (1, [0], 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -226,7 +226,7 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
 
     def wanted(**sizes: int) -> Any:
         values = plain.parallel.model_copy(update=parallel | sizes)
-        return layout_of(plain.model_copy(update={"parallel": values}), ranks, ranks)
+        return resolve_layout(plain.model_copy(update={"parallel": values}), ranks, ranks)
 
     try:
         layout = wanted()
@@ -239,9 +239,9 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
     assert layout.micro_batches * layout.data == plain.train.global_batch
     blocks = [number for part in layout.stage_layers for number in part]
     assert blocks == list(range(plain.model.layers)) and all(layout.stage_layers)
-    stages = [stage for rank in range(layout.pipeline) for stage in layout.stages_of(rank)]
+    stages = [stage for rank in range(layout.pipeline) for stage in layout.stages_on_rank(rank)]
     assert sorted(stages) == list(range(layout.stages))
-    assert layout.stages - 1 in layout.stages_of(layout.last_stage_on)
+    assert layout.stages - 1 in layout.stages_on_rank(layout.last_stage_rank)
 
 
 @settings(deadline=None, max_examples=60)
@@ -249,19 +249,19 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
 def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    from pipeline.parallel.pipeline_parallel import NAMES
+    from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
 
     config = tiny_config(1, model={"layers": 20}, train={"global_batch": batches, "micro_batch": 1})
     parallel = {"pipeline": pipeline, "virtual_stages": virtual, "schedule": schedule}
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
     try:
-        layout = layout_of(config, pipeline, pipeline)
+        layout = resolve_layout(config, pipeline, pipeline)
     except LayoutError:
         return
-    orders = get_schedule_ops(NAMES[schedule], pipeline, batches, virtual)
+    orders = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
     for rank, actions in enumerate(orders):
         found = {a.stage_index for action in actions if action for a in (action.sub_actions or [action])}
-        assert found == set(layout.stages_of(rank))
+        assert found == set(layout.stages_on_rank(rank))
 
 
 @settings(deadline=None, max_examples=120, derandomize=True)
@@ -274,7 +274,7 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from pipeline.comm.groups import World, make_mesh
-    from pipeline.model.decoder import own_part
+    from pipeline.model.decoder import select_local_part
 
     pipeline, replicate, shard, tensor = sizes
     world = pipeline * replicate * shard * tensor
@@ -292,7 +292,7 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     }
     values = type(config.parallel).model_validate(parallel)
     train = config.train.model_copy(update={"micro_batch": 1, "global_batch": replicate * shard})
-    layout = layout_of(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
+    layout = resolve_layout(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
     assert (layout.replicate, layout.shard) == (replicate, shard)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -315,7 +315,7 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
         like = DTensor.from_local(whole, both, placed, run_check=False, shape=whole.shape, stride=whole.stride())
         once = distribute_tensor(whole, mesh["tp"], [inner], src_data_rank=None).to_local()
         twice = distribute_tensor(once, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
-        part = own_part(whole, like)
+        part = select_local_part(whole, like)
         assert torch.equal(part, twice) or part.numel() == twice.numel() == 0
     finally:
         dist.destroy_process_group()
@@ -324,16 +324,16 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
 def test_ranks_that_are_not_the_configs_are_named() -> None:
     config = tiny_config(1, stages={"train": {"nodes": 2, "tasks_per_node": 2}}, train={"global_batch": 8})
     with pytest.raises(LayoutError, match=r"stages.train asks for 4 ranks \(2 nodes × 2\), and these are 3"):
-        layout_of(config, 3)
+        resolve_layout(config, 3)
 
 
 def test_absurd_sizes_take_no_time() -> None:
     huge = tiny_config(1, model={"layers": 2**62})
-    assert layout_of(huge).stage_layers == (range(2**62),)
+    assert resolve_layout(huge).stage_layers == (range(2**62),)
     first, second = split_layers(huge, 2, 64)
     assert (first.start, first.stop, second.stop) == (0, second.start, 2**62)
     with pytest.raises(LayoutError, match="no layout of"):
-        layout_of(tiny_config(1, train={"global_batch": 3 * 2**22, "micro_batch": 2}), 2**61, 2**61)
+        resolve_layout(tiny_config(1, train={"global_batch": 3 * 2**22, "micro_batch": 2}), 2**61, 2**61)
 
 
 @settings(deadline=None, max_examples=150)

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.save import Checkpointer, versions
 from pipeline.comm import gpu_assignment, groups
-from pipeline.config.layout import layout_of
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
 from pipeline.model.task import Task
 from pipeline.parallel import compression
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
 from pipeline.train.meter import peak_memory
 from tests.support.layouts import VOCAB, batches, tiny_config
@@ -37,8 +37,8 @@ def note(text: str) -> None:
 
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
-    gpu_assignment.deal = lambda everyone, alone: [1]
-    return groups.join(place(0, 1, 1), tiny_config(1, parallel=parallel))
+    gpu_assignment.assign_gpus = lambda everyone, alone: [1]
+    return groups.join_process_group(place(0, 1, 1), tiny_config(1, parallel=parallel))
 
 
 def closest(rank: str, port: str) -> None:
@@ -46,12 +46,12 @@ def closest(rank: str, port: str) -> None:
     import torch.distributed as dist
 
     here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
-    device = groups.join(here, tiny_config(2)).device
+    device = groups.join_process_group(here, tiny_config(2)).device
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
     assert versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
     assert versions().keys() > {"cudnn", "nccl"}
     note(f"joined {device.index}")
-    dist.barrier(groups.side_group())  # the fake's NCCL waits for nobody, and rank 0 takes the store along
+    dist.barrier(groups.new_control_group())  # the fake's NCCL waits for nobody, and rank 0 takes the store along
 
 
 def checkpoint(mode: str, folder: str) -> None:
@@ -59,7 +59,7 @@ def checkpoint(mode: str, folder: str) -> None:
     weights = torch.zeros(1 << 20, device=join().device)
     saver = Checkpointer(
         Path(folder),
-        groups.side_group(),
+        groups.new_control_group(),
         keep=2,
         background=mode == "async",
         describe={"layout": {}},
@@ -111,7 +111,7 @@ def draw() -> None:
     """The initial weights of a tiny model."""
     config, world = tiny_config(1), join()
     note("build")
-    Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
     note(f"built {4 * VOCAB * config.model.dim}")
 
 
@@ -131,8 +131,8 @@ def powersgd(rank: str, port: str) -> None:
     """Three steps; after each backward it asks for memory in the sizes that the hook's callbacks read."""
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     here = place(int(rank), 2, int(port))
-    world = groups.join(here, config)
-    engine = Engine(config, layout_of(config, 2, 2, VOCAB), world, Task(config, VOCAB))
+    world = groups.join_process_group(here, config)
+    engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, Task(config, VOCAB))
     read: list[range] = []  # bytes
     packed = compression._packed
 
@@ -157,7 +157,7 @@ def lean(chunk: str) -> None:
     low = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
     config = tiny_config(1, train=low, optimizer={"state": {"moments": "bf16", "master": "none"}})
     device = (world := join()).device
-    engine = Engine(config, layout_of(config, 1, 1, LARGE), world, Task(config, LARGE))
+    engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, Task(config, LARGE))
     engine.state()
     for step, batch in enumerate(batches(config)[:3].to(device), 1):
         note("step")
@@ -174,7 +174,7 @@ def compiled(recompute: str) -> None:
     train = {"precision": "bf16", "compile": True}
     config = tiny_config(1, train=train, parallel={"activation_checkpointing": recompute})
     device = (world := join()).device
-    engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
     for step, batch in enumerate(batches(config)[:2].to(device), 1):
         engine.backward({"tokens": batch}, step)
         engine.clip(1.0)
@@ -197,7 +197,7 @@ def attention() -> None:
     for precision, cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
-        engine = Engine(config, layout_of(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+        engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
         with Noting():
             engine.backward({"tokens": batches(config)[0][:2].to(world.device)}, 1)
 
@@ -208,4 +208,4 @@ def _bytes(tensor: torch.Tensor) -> range:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    groups.leave()
+    groups.leave_process_group()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipeline.config.hugging_face import config_json
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
-from pipeline.model.decoder import Decoder, flops_per_token, init_weights, loss_sum
+from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights, training_flops_per_token
 
 VOCAB, LENGTH = 97, 24
 CONFIGS = {
@@ -78,7 +78,7 @@ def test_it_is_that_of_transformers(name: str) -> None:
     for step in range(5):
         batch = tokens(step)
         optimizer.zero_grad()
-        (loss_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()).backward()
+        (cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()).backward()
         optimizer.step()
     assert list(model.state_dict()) == list(reference.state_dict())
     reference.load_state_dict(model.state_dict())
@@ -88,7 +88,7 @@ def test_it_is_that_of_transformers(name: str) -> None:
     torch.testing.assert_close(logits_BTV, expected_BTV, atol=1e-5, rtol=1e-5)
     model.zero_grad()
     reference.zero_grad()
-    (loss_sum(logits_BTV[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()).backward()
+    (cross_entropy_sum(logits_BTV[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()).backward()
     reference(batch, labels=batch).loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     assert list(gradients) == [n for n, _ in reference.named_parameters()]
@@ -159,16 +159,18 @@ def test_loss_is_a_sum_in_fp32() -> None:
     logits_BTV = torch.randn(4, 6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     targets_BT = tokens(2, 4, 6)
     exact = -logits_BTV.double().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
-    loss = loss_sum(logits_BTV, targets_BT)
+    loss = cross_entropy_sum(logits_BTV, targets_BT)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     torch.testing.assert_close(loss.double(), exact.sum(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(loss_sum(logits_BTV[:1], targets_BT[:1]).double(), exact[0].sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        cross_entropy_sum(logits_BTV[:1], targets_BT[:1]).double(), exact[0].sum(), rtol=1e-6, atol=0
+    )
     half = logits_BTV.bfloat16()
-    assert torch.equal(loss_sum(half, targets_BT), loss_sum(half.float(), targets_BT))
+    assert torch.equal(cross_entropy_sum(half, targets_BT), cross_entropy_sum(half.float(), targets_BT))
     ignored = targets_BT.clone()
     ignored[1:] = -100
-    assert torch.equal(loss_sum(logits_BTV, ignored), loss_sum(logits_BTV[:1], targets_BT[:1]))
+    assert torch.equal(cross_entropy_sum(logits_BTV, ignored), cross_entropy_sum(logits_BTV[:1], targets_BT[:1]))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -181,7 +183,7 @@ def test_operations_are_those_torch_counts(name: str) -> None:
     forward = counter.get_total_flops() / batch.numel()  # backward takes twice as much; norms are not counted there
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     looked_up = 0 if config.tie_word_embeddings else VOCAB * config.dim  # counted by convention
-    assert flops_per_token(config, VOCAB, LENGTH) == 3 * forward + 6 * (norms + looked_up)
+    assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward + 6 * (norms + looked_up)
 
 
 def test_tied_weights_are_one_parameter() -> None:

@@ -6,23 +6,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.config.layout import LayoutError, layout_of
-from pipeline.model.decoder import loss_sum
-from pipeline.model.head import IGNORED, Head
+from pipeline.model.decoder import cross_entropy_sum
+from pipeline.model.head import IGNORE_INDEX, LMHead
+from pipeline.parallel.mesh import LayoutError, resolve_layout
 from tests.support.layouts import tiny_config
 
 TOKENS, WIDTH, VOCAB = (3, 10), 16, 50
 
 
-def made(dtype: torch.dtype | None = None) -> tuple[Head, torch.Tensor, torch.Tensor]:
+def made(dtype: torch.dtype | None = None) -> tuple[LMHead, torch.Tensor, torch.Tensor]:
     """A head, hidden states and targets, a third of which count nothing, all of the last sequence among them."""
     torch.manual_seed(1)
-    head = Head(WIDTH, VOCAB, bias=False)
+    head = LMHead(WIDTH, VOCAB, bias=False)
     head.compute_dtype = dtype
     x_BTD = 3 * torch.randn(*TOKENS, WIDTH)
     targets_BT = torch.randint(0, VOCAB, TOKENS)
-    targets_BT[0, ::4] = IGNORED
-    targets_BT[2] = IGNORED
+    targets_BT[0, ::4] = IGNORE_INDEX
+    targets_BT[2] = IGNORE_INDEX
     return head, x_BTD.requires_grad_(), targets_BT
 
 
@@ -50,9 +50,9 @@ def test_in_bf16_it_is_as_near_as_whole_logits() -> None:
     """Both round logits and their gradients to bf16; the chunks' shares of the weights' gradient are added in fp32."""
     head, x_BTD, targets_BT = made(torch.bfloat16)
     head.chunk = 4
-    exact = torch.autograd.grad(loss_sum(F.linear(x_BTD, head.weight), targets_BT), (x_BTD, head.weight))
+    exact = torch.autograd.grad(cross_entropy_sum(F.linear(x_BTD, head.weight), targets_BT), (x_BTD, head.weight))
     with torch.autocast("cpu", torch.bfloat16):
-        whole = torch.autograd.grad(loss_sum(head(x_BTD), targets_BT), (x_BTD, head.weight))
+        whole = torch.autograd.grad(cross_entropy_sum(head(x_BTD), targets_BT), (x_BTD, head.weight))
         ours = torch.autograd.grad(head(x_BTD, targets_BT=targets_BT), (x_BTD, head.weight))
     for mine, its, true in zip(ours, whole, exact, strict=True):
         assert mine.dtype == its.dtype == torch.float32
@@ -63,4 +63,4 @@ def test_a_model_of_ones_own_has_another_head() -> None:
     config = tiny_config(1, train={"loss_chunk": 8})
     own = config.model_copy(update={"model": config.model.model_copy(update={"target": "my.model"})})
     with pytest.raises(LayoutError, match=r"leave it out with model\.target"):
-        layout_of(own)
+        resolve_layout(own)

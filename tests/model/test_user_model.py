@@ -104,7 +104,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
 
     from pipeline.data.sample_order import perm, sample_indices
     from pipeline.data.verify_shards import manifest_of
-    from pipeline.model.task import task_of
+    from pipeline.model.task import make_task
     from pipeline.train.optimizer import learning_rate
 
     run = Run.open(path)
@@ -117,7 +117,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
                 arrays += list(file[name][...])
     count = len(samples[facts.arrays[0]])
     kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module, task = facts.load(run.code), task_of(run, manifest_of(run))
+    module, task = facts.load(run.code), make_task(run, manifest_of(run))
     assert str(module.__file__).startswith(str(run.code)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.fill(model, torch.device("cpu"))

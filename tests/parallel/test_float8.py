@@ -28,7 +28,7 @@ def block(width: int = 64) -> Any:
 def test_only_matrices_that_the_kernels_take_become_float8() -> None:
     part = block(96)
     weight = part.fits.weight
-    float8.convert([part], CPU, tensor=2)
+    float8.convert_to_float8([part], CPU, tensor=2)
     assert {name: type(child).__name__ for name, child in part.named_children()} == {
         "fits": "Float8Linear",
         "odd": "Linear",
@@ -36,7 +36,7 @@ def test_only_matrices_that_the_kernels_take_become_float8() -> None:
     }
     assert part.fits.weight is weight, "the parameters stay: checkpoints do not see it"
     part = block(96)
-    float8.convert([part], CPU, tensor=4)  # 96 / 4 = 24 columns on a rank
+    float8.convert_to_float8([part], CPU, tensor=4)  # 96 / 4 = 24 columns on a rank
     assert type(part.fits).__name__ == "Linear"
 
 
@@ -45,7 +45,7 @@ def test_products_are_rounded_to_e4m3_and_no_more(scales: str) -> None:
     part, x_ND = block(), torch.randn(32, 64, requires_grad=True)
     exact = part.fits(x_ND)
     (want,) = torch.autograd.grad(exact.square().sum(), x_ND)
-    float8.convert([part], CPU, tensor=1, scales=scales)
+    float8.convert_to_float8([part], CPU, tensor=1, scales=scales)
     rounded = part.fits(x_ND)
     (got,) = torch.autograd.grad(rounded.square().sum(), x_ND)
     for ours, theirs in ((rounded, exact), (got, want)):
@@ -57,18 +57,18 @@ def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake A100")
     with pytest.raises(UserError, match=r"capability 8.9 and fake A100 has 8.0; take bf16"):
-        float8.convert([], torch.device("cuda"), tensor=1)
+        float8.convert_to_float8([], torch.device("cuda"), tensor=1)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UserError, match=r"pip install -e '.\[fp8\]', or take bf16"):
-        float8.convert([], CPU, tensor=1)
+        float8.convert_to_float8([], CPU, tensor=1)
 
 
 def float8_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of three steps under each config."""
     from pipeline.comm import groups
 
-    groups.make_deterministic(configs[0])
-    world = groups.join(place, configs[0])
+    groups.configure_determinism(configs[0])
+    world = groups.join_process_group(place, configs[0])
     return [train(place, config, world, 3)[1] for config in configs]
 
 

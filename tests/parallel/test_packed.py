@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
-from pipeline.model.decoder import Decoder, init_weights, loss_sum
-from pipeline.model.rotary import Packed, Rotary
+from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
+from pipeline.model.rotary import PackedRotaryEmbedding, RotaryEmbedding
 from pipeline.model.task import Task
 from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
@@ -81,7 +81,7 @@ def one_by_one(config: Config) -> list[tuple[float, float]]:
                     targets[batch["mask"][row, start + 1 : end] & LEARNED == 0] = -100
                 counted += int((targets != -100).sum())
                 if len(targets):
-                    total = total + loss_sum(model(tokens[None, start : end - 1]), targets[None])
+                    total = total + cross_entropy_sum(model(tokens[None, start : end - 1]), targets[None])
         loss = total / counted
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
@@ -100,14 +100,14 @@ def reference(config: Config) -> list[tuple[float, float]]:
 
 def packed_rank(where: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    groups.make_deterministic(configs[0])
-    world = groups.join(where, configs[0])
+    groups.configure_determinism(configs[0])
+    world = groups.join_process_group(where, configs[0])
     results = []
     for config in configs:
-        layout = layout_of(config, world.size, where.local_world_size, VOCAB)
+        layout = resolve_layout(config, world.size, where.local_world_size, VOCAB)
         engine = Engine(config, layout, world, Task(config, VOCAB, EOS))
         part, found = layout.coordinates(where.rank).data, []
         for step, batch in enumerate(packed(config), 1):
@@ -159,8 +159,8 @@ def test_packed_documents_are_those_one_by_one(ranks: int, cases: list[Case]) ->
 @given(rows=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3))
 def test_who_sees_whom_and_where_positions_start(rows: list[list[bool]]) -> None:
     """Positions are asked for by themselves: rotary ones tell in a loss only how far apart tokens are."""
-    rotary = Rotary(ModelConfig(dim=16, heads=4), 9)
-    packed = Packed(rotary, torch.tensor(rows))
+    rotary = RotaryEmbedding(ModelConfig(dim=16, heads=4), 9)
+    packed = PackedRotaryEmbedding(rotary, torch.tensor(rows))
     for row, starts in enumerate(rows):
         firsts = [max((place for place in range(1, own + 1) if starts[place]), default=0) for own in range(9)]
         for own, first in enumerate(firsts):

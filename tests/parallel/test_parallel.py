@@ -381,20 +381,20 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
 def places_rank(place: RankInfo, configs: list[Config]) -> list[int]:
     """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
     from pipeline.comm import groups
-    from pipeline.model.decoder import local, whole
+    from pipeline.model.decoder import full_tensor, local_tensor
     from pipeline.train.lean_adamw import _places
     from tests.support.layouts import train
 
-    world = groups.join(place, configs[0])
+    world = groups.join_process_group(place, configs[0])
     found = []
     for config in configs:
         engine, _ = train(place, config, world, 0)
-        cut = [p for p in engine.parts[0].parameters() if local(p) is not p]
+        cut = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
         for parameter in cut:
             first, *rest = _places(parameter, 7)
-            local(parameter).detach().copy_(sum(rest, first) % 251)
+            local_tensor(parameter).detach().copy_(sum(rest, first) % 251)
             first, *rest = _places(torch.empty(parameter.shape), 7)
-            assert torch.equal(whole(parameter.detach()), (sum(rest, first) % 251).float()), parameter
+            assert torch.equal(full_tensor(parameter.detach()), (sum(rest, first) % 251).float()), parameter
         found.append(len(cut))
     return found
 
@@ -524,7 +524,7 @@ def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any
     from pipeline.comm import groups
     from tests.support.layouts import batches, train
 
-    world = groups.join(place, configs[0])
+    world = groups.join_process_group(place, configs[0])
     results: list[dict[str, Any]] = []
     for config in configs:
         engine, _ = train(place, config, world, 0)
@@ -566,7 +566,7 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     from pipeline.comm import groups
     from tests.support.layouts import train
 
-    world = groups.join(place, config)
+    world = groups.join_process_group(place, config)
     engine, _ = train(place, config, world, 1)
     from tests.support.layouts import batches
 

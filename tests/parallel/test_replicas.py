@@ -45,18 +45,18 @@ def engine_of(place: RankInfo, config: Config) -> Any:
     import torch.distributed as dist
 
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
     from pipeline.parallel import data_parallel
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
     world = groups.World(place.rank, place.world_size, __import__("torch").device("cpu"), "gloo")
     if not dist.is_initialized():
-        groups.make_deterministic(config)
-        world = groups.join(place, config)
-        whole = data_parallel.replicated
-        data_parallel.replicated = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
-    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        groups.configure_determinism(config)
+        world = groups.join_process_group(place, config)
+        whole = data_parallel.wrap_with_ddp
+        data_parallel.wrap_with_ddp = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
+    layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
     return Engine(config, layout, world, Task(config, VOCAB))
 
 
@@ -88,7 +88,7 @@ def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, 
     """The same in one process that plays all replicas, each algorithm written out on whole tensors."""
     import torch
 
-    from pipeline.model.decoder import loss_sum
+    from pipeline.model.decoder import cross_entropy_sum
     from pipeline.parallel.compression import _draw
 
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
@@ -101,7 +101,7 @@ def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, 
         gradients: list[dict[str, Any]] = []
         for part in batch.chunk(replicas):
             for micro in part.split(2):
-                loss = loss_sum(engine.model(micro[:, :-1]), micro[:, 1:])
+                loss = cross_entropy_sum(engine.model(micro[:, :-1]), micro[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
             gradients.append({name: p.grad.clone() for name, p in weights.items() if p.grad is not None})
             engine.optimizer.zero_grad()
@@ -205,7 +205,7 @@ def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict
     """Each replica alone on its part of each batch; torch's own SGD as the outer optimizer."""
     import torch
 
-    from pipeline.model.decoder import loss_sum
+    from pipeline.model.decoder import cross_entropy_sum
 
     local = config.parallel.local_sgd
     assert local is not None
@@ -218,7 +218,7 @@ def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict
         squares = 0.0
         for engine, part in zip(engines, batch.chunk(replicas), strict=True):
             for micro in part.split(2):
-                loss = loss_sum(engine.model(micro[:, :-1]), micro[:, 1:])
+                loss = cross_entropy_sum(engine.model(micro[:, :-1]), micro[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
         if step <= local.warmup_steps:
             for same in zip(*weights, strict=True):

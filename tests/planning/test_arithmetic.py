@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.config.layout import LayoutError, layout_of
 from pipeline.config.read import ConfigError
 from pipeline.config.sections import Config
-from pipeline.parallel.traffic import traffic_of
+from pipeline.parallel.mesh import LayoutError, resolve_layout
+from pipeline.parallel.traffic import count_rank_traffic
 from planning.memory import memory
 from planning.timeline import actions
 from tests.support.layouts import tiny_config
@@ -62,13 +62,13 @@ def differences(cases: list[tuple[Config, int]], low: float, high: float) -> lis
     (found,) = run_ranks(1, rehearsed_ranks, cases, timeout=3000)
     wrong = []
     for (config, rank), (peak, sent) in zip(cases, found, strict=True):
-        layout = layout_of(config)
+        layout = resolve_layout(config)
         at = layout.coordinates(rank)
         told = memory(config, layout, at.pipeline, VOCAB, actions(layout)[at.pipeline], on_cpu=True).total
         what = config.parallel.model_dump(exclude_defaults=True), config.train.model_dump(exclude_defaults=True), rank
         if not low <= told / peak - 1 <= high:
             wrong.append(f"peak {told / peak - 1:+.3f}: {what}")
-        for group, size, _ in traffic_of(config, layout, VOCAB, at.pipeline):
+        for group, size, _ in count_rank_traffic(config, layout, VOCAB, at.pipeline):
             name = GROUPS[group] if GROUPS[group] in sent else "default_pg"
             if abs(size - sent.get(name, 0)) > max(SENT_FOR_LOSS_AND_NORM, 1e-3 * size):
                 wrong.append(f"{group} {size}, sent {sent.get(name, 0)}: {what}")
@@ -123,7 +123,7 @@ def any_case(draw: random.Random) -> tuple[Config, int] | None:
         return None  # torch makes blocks again twice there, and keeps what it made in an order that is not counted
     try:
         config = config_of(case)
-        layout = layout_of(config)
+        layout = resolve_layout(config)
     except (ConfigError, LayoutError):
         return None
     return config, draw.randrange(layout.pipeline) * layout.data * layout.tensor

@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
-from pipeline.model.decoder import EMBEDDING, Decoder, loss_sum
+from pipeline.model.decoder import EMBEDDING, Decoder, cross_entropy_sum
 from pipeline.model.task import Task
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.freeze import frozen_names
 from planning import predict as predicting
 from planning.machine import Attention, Link, Step
@@ -85,7 +85,7 @@ def counted(config: Config) -> list[Counted]:
                 outputs.append(part(before))
             inputs.append(before)
             counts.append(forward.get_flop_counts()["Global"])
-        outputs[-1] = loss_sum(outputs[-1], tokens[:, 1:])
+        outputs[-1] = cross_entropy_sum(outputs[-1], tokens[:, 1:])
         gradient = None
         for part, before, after, first in [*zip(parts, inputs, outputs, counts, strict=True)][::-1]:
             with FlopCounterMode(display=False) as backward:
@@ -101,7 +101,7 @@ def counted(config: Config) -> list[Counted]:
 
 
 def work_of(config: Config) -> Workload:
-    return workload_of(config, layout_of(config), VOCAB)
+    return workload_of(config, resolve_layout(config), VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_a_machine_that_is_none_is_refused_in_sentences() -> None:
 def bound_facts(place: RankInfo, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
     """What a rank says of its machine that may run on these CPUs."""
     os.sched_getaffinity = lambda pid: each[place.rank]
-    return facts_of(groups.join(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
+    return facts_of(groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
 
 
 def test_cores_are_those_of_all_ranks_of_a_node() -> None:
@@ -281,7 +281,11 @@ def small_exchanges(place: RankInfo) -> list[Exchange]:
     from planning import clock
 
     clock._SIZES = (4,)  # type: ignore[assignment]
-    found = [*clock.exchanges(groups.join(place, load_config(Path("configs/quickstart.yaml"))), place.world_size)]
+    found = [
+        *clock.exchanges(
+            groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), place.world_size
+        )
+    ]
     dist.barrier()  # who leaves takes the store along
     return found
 

@@ -16,12 +16,12 @@ from benchmarks.gpu import ALONE, ROOT
 from examples import vit
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
-from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
-from pipeline.model.activation_checkpointing import recompute
+from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.task import Task
+from pipeline.parallel.mesh import resolve_layout
 from planning.memory import memory
 from planning.plan import plan
 from planning.timeline import Action, actions, timeline
@@ -38,7 +38,7 @@ def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
 
     from pipeline.comm import groups
 
-    world = groups.join(place, configs[0])
+    world = groups.join_process_group(place, configs[0])
     results = []
     for config in configs:
         state = train(place, config, world, 0)[0].state()
@@ -64,7 +64,7 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW, optimizer={"name": "muon"})]
     held = run_ranks(4, held_rank, configs, timeout=240)
     for number, config in enumerate(configs):
-        layout = layout_of(config, 4, 4, VOCAB)
+        layout = resolve_layout(config, 4, 4, VOCAB)
         for rank in range(4):
             expected = memory(config, layout, layout.coordinates(rank).pipeline, VOCAB, [])
             weights, moments = held[rank][number]
@@ -85,7 +85,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
         model.compute_dtype = model.lm_head.compute_dtype = torch.bfloat16
         model.lm_head.chunk = config.train.loss_chunk or 0
         for block in task.blocks(model):
-            recompute(block, kind)
+            apply_activation_checkpointing(block, kind)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         batch = {"tokens": torch.zeros((1, length + 1), dtype=torch.int64)}
@@ -94,7 +94,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
         with tracker:
             task.loss(model(*task.inputs(batch), **task.targets(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    found = memory(config, layout_of(config), 0, vocab, actions(layout_of(config))[0], on_cpu=True)
+    found = memory(config, resolve_layout(config), 0, vocab, actions(resolve_layout(config))[0], on_cpu=True)
     assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
     moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
     assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
@@ -103,7 +103,9 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
 @pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
 def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml", [*ALONE, *more, "train.global_batch=8"])
-    found = memory(config, layout_of(config, 1), 0, config.data.tokenizer.vocab_size, actions(layout_of(config, 1))[0])
+    found = memory(
+        config, resolve_layout(config, 1), 0, config.data.tokenizer.vocab_size, actions(resolve_layout(config, 1))[0]
+    )
     assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
 
 
@@ -114,7 +116,9 @@ def test_the_peak_of_a_save_of_replicas_that_differ_is_told(peak: float, local: 
     """As torch's allocator counted it in `saved_state` on the fake H200, where a step's own peak is 22.01 GiB."""
     small = ("train.micro_batch=1", f"{RECOMPUTE}=full", f"parallel.local_sgd={local}")
     config = load_config(ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ALONE, *small, "train.global_batch=8"])
-    found = memory(config, layout_of(config, 1), 0, config.data.tokenizer.vocab_size, actions(layout_of(config, 1))[0])
+    found = memory(
+        config, resolve_layout(config, 1), 0, config.data.tokenizer.vocab_size, actions(resolve_layout(config, 1))[0]
+    )
     assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
 
 
@@ -124,7 +128,9 @@ def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> No
     """(p - 1) / (m + p - 1) of the time for p ranks and m micro-batches (arXiv 2104.04473, section 2.2)."""
     batches = ranks + more
     parallel = {"pipeline": ranks, "schedule": schedule}
-    layout = layout_of(tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches}))
+    layout = resolve_layout(
+        tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches})
+    )
     rows = timeline(actions(layout), layout.stages)
     idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
     assert idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
@@ -136,7 +142,7 @@ def test_timelines_of_torchs_schedules_end(schedule: str, ranks: int) -> None:
     """Every micro-batch passes every stage forward and backward, once; the picture holds all of that work."""
     parallel = {"pipeline": ranks, "schedule": schedule, "virtual_stages": 2}
     config = tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 16, "micro_batch": 1})
-    layout = layout_of(config)
+    layout = resolve_layout(config)
     orders = actions(layout)
     every = [action for order in orders for action in order]
     for stage in range(layout.stages):
@@ -194,5 +200,5 @@ def test_the_plan_of_a_model_of_ones_own() -> None:
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
 def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
-    found = memory(config, layout_of(config), 0, config.data.tokenizer.vocab_size, [])
+    found = memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
     assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -15,8 +15,8 @@ from benchmarks.footprint import footprint
 from benchmarks.gpu import ROOT
 from benchmarks.others import all_to_all, talk
 from pipeline.base.errors import UserError
-from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
+from pipeline.parallel.mesh import resolve_layout
 from planning import predict as predicting
 from planning.collectives import Group, all_reduce, bandwidth, gather, send
 from planning.machine import MACHINES, Attention, Link, Machine, load_machine
@@ -219,7 +219,7 @@ def test_a_node_has_as_many_gpus_as_the_site_says() -> None:
 def test_a_config_is_translated_whole() -> None:
     more = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
-    layout = layout_of(config)
+    layout = resolve_layout(config)
     work = workload_of(config, layout, config.data.tokenizer.vocab_size)
     assert work.world == layout.world == 32 and sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
     assert (work.zero, work.recompute, work.precision, work.fused) == (3, "selective", "bf16", True)

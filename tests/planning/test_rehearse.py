@@ -39,8 +39,8 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     import torch
 
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from planning.rehearse import Account, one_step
     from tests.support.layouts import batches
@@ -59,9 +59,9 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
         def counts(self, tensor: Any) -> bool:
             return not self.gloos and super().counts(tensor)
 
-    world, found = groups.join(place, configs[0]), []
+    world, found = groups.join_process_group(place, configs[0]), []
     for config in configs:
-        layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         with WithoutGloos() as account:
             engine = Engine(config, layout, world, Task(config, VOCAB))
             own = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data].clone()

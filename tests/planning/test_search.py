@@ -12,9 +12,9 @@ import yaml
 
 from benchmarks.gpu import ROOT
 from pipeline.base.errors import UserError
-from pipeline.config.layout import layout_of
 from pipeline.config.read import ConfigError, config_from_mapping, load_config
 from pipeline.parallel import traffic
+from pipeline.parallel.mesh import resolve_layout
 from planning.machine import load_machine
 from planning.memory import memory, reserve
 from planning.predict import predict
@@ -56,7 +56,7 @@ def everything() -> list[tuple[float, float]]:
             )
         except ConfigError:
             continue
-        layout = layout_of(config, vocab_size=VOCAB)
+        layout = resolve_layout(config, vocab_size=VOCAB)
         orders = actions(layout)
         size = max(memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
         found.append(
@@ -102,7 +102,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
     _, first = search(load_config(path, more), H100, VOCAB, [1, 2, 4])
     written = write_choice(first, path, more)
     made = load_config(written)
-    assert layout_of(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world
+    assert resolve_layout(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world
     assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
         64, 4, first.config.train.micro_batch,
     )  # fmt: skip

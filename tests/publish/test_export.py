@@ -53,10 +53,10 @@ def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
-    world = groups.join(where, run.config)
+    world = groups.join_process_group(where, run.config)
     trainer = Trainer(run, manifest_of(run), where, world, HarmlessFlag())
     saver = Checkpointer(
-        run.checkpoints, groups.side_group(), keep=1, background=False, describe=trainer.checkpointer.describe,
+        run.checkpoints, groups.new_control_group(), keep=1, background=False, describe=trainer.checkpointer.describe,
         on_saved=lambda *_: None,
     )  # fmt: skip
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={"scaler": {}})

@@ -77,13 +77,13 @@ Arrays = dict[str, Any]
 
 def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
     """What this rank sees of the first step before it is done: logits of its samples, and whole gradients by names."""
-    from pipeline.model.decoder import whole
+    from pipeline.model.decoder import full_tensor
 
     task, seen = engine.task, []
     loss, part = task.loss, engine.layout.coordinates(where.rank).data
 
     def watched(outputs: Any, batch: Any) -> Any:
-        seen.append(whole(outputs.detach()).clone())  # its memory is taken for other things
+        seen.append(full_tensor(outputs.detach()).clone())  # its memory is taken for other things
         return loss(outputs, batch)
 
     task.loss = watched
@@ -91,7 +91,7 @@ def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
     engine.backward({"tokens": batch[0].chunk(engine.layout.data)[part]}, 1)
     task.loss = loss
     named = [each for piece in engine.parts for each in task.weights(piece)]
-    gradients = {name: whole(parameter.grad).numpy().copy() for name, parameter in named}
+    gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in named}
     engine.optimizer.zero_grad(set_to_none=True)
     engine.replicas.end(good=False)
     rows = len(batch[0]) // engine.layout.data  # a pipeline tries one micro-batch out before
@@ -107,17 +107,17 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
     """Losses and gradient norms of each config in turn, how many numbers this rank read of its folder, and what
     `first_step` says."""
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.publish import open_weights as module
     from pipeline.train.engine import Engine
 
-    groups.make_deterministic(configs[0])
-    world = groups.join(where, configs[0])
+    groups.configure_determinism(configs[0])
+    world = groups.join_process_group(where, configs[0])
     opened, results = module.safe_open, []
     for config in configs:
-        layout, task, read = layout_of(config, world.size, where.local_world_size), Task(config, VOCAB), [0]
-        source = module.open_weights(Run(path, config), task, groups.side_group())
+        layout, task, read = resolve_layout(config, world.size, where.local_world_size), Task(config, VOCAB), [0]
+        source = module.open_weights(Run(path, config), task, groups.new_control_group())
 
         class Counting:
             def __init__(self, *given: Any, **more: Any) -> None:
@@ -208,11 +208,11 @@ def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str
     from pipeline.model.task import Task
     from pipeline.publish.open_weights import open_weights
 
-    groups.join(where, configs[0])
+    groups.join_process_group(where, configs[0])
     told = []
     for config in configs:
         try:
-            open_weights(Run(path, config), Task(config, VOCAB), groups.side_group())
+            open_weights(Run(path, config), Task(config, VOCAB), groups.new_control_group())
         except UserError as error:
             told.append(str(error))
         else:
@@ -350,22 +350,25 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     with AdamW's two moments of it, in GB; the configs before import modules, too."""
     from benchmarks.convert import measured
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
-    from pipeline.model.decoder import local
+    from pipeline.model.decoder import local_tensor
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.publish.open_weights import open_weights
     from pipeline.train.engine import Engine
 
     results: dict[str, float] = {}
-    world = groups.join(where, configs[0])
+    world = groups.join_process_group(where, configs[0])
     for config in configs:
-        task, layout = Task(config, VOCAB), layout_of(config, world.size, where.local_world_size)
+        task, layout = Task(config, VOCAB), resolve_layout(config, world.size, where.local_world_size)
         with measured(results, "import"):
-            source = open_weights(Run(path, config), task, groups.side_group())
+            source = open_weights(Run(path, config), task, groups.new_control_group())
             engine = Engine(config, layout, world, task, source=source)
             assert source is not None and engine.parts
             source.note()
-    return {**results, "share": 3 * sum(local(p).nbytes for part in engine.parts for p in part.parameters()) / 1e9}
+    return {
+        **results,
+        "share": 3 * sum(local_tensor(p).nbytes for part in engine.parts for p in part.parameters()) / 1e9,
+    }
 
 
 @pytest.mark.story

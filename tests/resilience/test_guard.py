@@ -277,14 +277,14 @@ def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
             with socket.socket() as other:
                 other.bind(("0.0.0.0", 0))
                 other.listen()
-                groups.join(replace(place, world_size=2, master_port=other.getsockname()[1]), run.config)
+                groups.join_process_group(replace(place, world_size=2, master_port=other.getsockname()[1]), run.config)
         else:
-            world = groups.join(place, run.config)
+            world = groups.join_process_group(place, run.config)
             from datetime import timedelta
 
             health.TOGETHER = timedelta(seconds=2)
-            group = groups.side_group(timedelta(seconds=30))
-            hosts = groups.agree(group, health.gethostname)
+            group = groups.new_control_group(timedelta(seconds=30))
+            hosts = groups.all_gather_results(group, health.gethostname)
             if place.rank == 2:
                 time.sleep(6)
                 return "slept"

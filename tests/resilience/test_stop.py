@@ -39,8 +39,8 @@ def agree_rank(place: RankInfo) -> list[Any]:
     from pipeline.comm import groups
     from pipeline.resilience.stop import Agreement, Clock
 
-    groups.join(place, tiny_config(3, train={"global_batch": 12}))
-    group, found = groups.side_group(), []
+    groups.join_process_group(place, tiny_config(3, train={"global_batch": 12}))
+    group, found = groups.new_control_group(), []
     for signals, left, saves, _ in SAID:
         flag = StopFlag()
         flag.since = time.monotonic()
@@ -65,15 +65,15 @@ def test_all_ranks_know_what_any_of_them_knew() -> None:
 def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
     """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from tests.support.layouts import VOCAB, batches
 
-    world = groups.join(place, configs[0])
+    world = groups.join_process_group(place, configs[0])
     found: list[list[tuple[float, float, float]]] = []
     for config in configs:
-        layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+        layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         engine = Engine(config, layout, world, Task(config, VOCAB))
         mine = {"tokens": batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]}
         found.append([])
@@ -189,7 +189,7 @@ def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
     from pipeline.comm import groups
 
     flag, seen = StopFlag().install(), []
-    groups.join(place, tiny_config(2))
+    groups.join_process_group(place, tiny_config(2))
 
     def watch() -> None:
         time.sleep(1)

@@ -27,7 +27,7 @@ def train_with_a_slow_rank(place: RankInfo, path: Path, slow: int, until: int) -
     """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
     from pipeline.model import task
 
-    loss_sum = task.loss_sum
+    cross_entropy_sum = task.cross_entropy_sum
     calls = 0
 
     def delayed(*arguments: object) -> object:
@@ -35,9 +35,9 @@ def train_with_a_slow_rank(place: RankInfo, path: Path, slow: int, until: int) -
         calls += 1
         if place.rank == slow and calls <= until * 2:  # two micro-batches a step
             time.sleep(0.06)
-        return loss_sum(*arguments)  # type: ignore[arg-type]
+        return cross_entropy_sum(*arguments)  # type: ignore[arg-type]
 
-    task.loss_sum = delayed  # type: ignore[assignment]
+    task.cross_entropy_sum = delayed  # type: ignore[assignment]
     return stage_rank(place, path, "train")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.files import read_jsonl
-from pipeline.config.layout import usable_nodes
 from pipeline.config.read import load_config
+from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -26,7 +26,7 @@ ELASTIC = (
 @pytest.mark.parametrize(("granted", "used"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
 def test_the_most_nodes_that_fit_are_used(tmp_path: Path, granted: int, used: int) -> None:
     """Eight sequences a step cannot be dealt out to three ranks."""
-    assert usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted) == used
+    assert count_usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted) == used
 
 
 def preempt(cluster: Cluster, nodes: int) -> None:

@@ -38,11 +38,11 @@ def train(
     place: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
-    from pipeline.config.layout import layout_of
     from pipeline.model.task import Task
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    layout = layout_of(config, world.size, place.local_world_size, vocab)
+    layout = resolve_layout(config, world.size, place.local_world_size, vocab)
     engine = Engine(config, layout, world, Task(config, vocab))
     return engine, train_on(engine, place, 0, steps)
 
@@ -54,8 +54,8 @@ def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> li
     from pipeline.comm import groups
 
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13's, of outputs that are views
-    groups.make_deterministic(configs[0])
-    world = groups.join(place, configs[0])
+    groups.configure_determinism(configs[0])
+    world = groups.join_process_group(place, configs[0])
     return [train(place, config, world, vocab=vocab)[1] for config in configs]
 
 
@@ -73,8 +73,8 @@ def move_rank(
     from pipeline.checkpoint.save import Checkpointer, digest
     from pipeline.comm import groups
 
-    groups.make_deterministic(first)
-    world = groups.join(place, first)
+    groups.configure_determinism(first)
+    world = groups.join_process_group(place, first)
     results = []
     for number, config in enumerate([first, *others]):
         engine, _ = train(place, config, world, trained if number == 0 else 0)
@@ -108,11 +108,11 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
-    world = groups.join(place, run.config)
+    world = groups.join_process_group(place, run.config)
     trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
     assert trainer.start_step
     saver = Checkpointer(
-        folder, groups.side_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+        folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
     return digest(folder / catalog.step_name(1))

@@ -94,10 +94,10 @@ def absent() -> None:
     dist.barrier()
     works: list[Any] = [dist.all_reduce(x, group=late, async_op=True)] if rank == 0 else []
     if rank == 1:
-        staged = mpi_group.Staged
-        mpi_group.Staged = no_memory  # type: ignore[assignment,misc]
+        staged = mpi_group.HostBuffer
+        mpi_group.HostBuffer = no_memory  # type: ignore[assignment,misc]
         raises(MemoryError, "no memory", lambda: dist.all_reduce(x, group=poor))
-        mpi_group.Staged = staged  # type: ignore[misc]
+        mpi_group.HostBuffer = staged  # type: ignore[misc]
         time.sleep(3.3)
         dist.all_reduce(x, group=late, async_op=True)
     else:
@@ -197,7 +197,7 @@ def slow() -> None:
     if dist.get_rank() == 0:
         time.sleep(3)
     dist.destroy_process_group()
-    mpi.leave()
+    mpi.finalize_mpi()
 
 
 def stuck() -> None:
@@ -210,7 +210,7 @@ def stuck() -> None:
 
 def main(name: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
-    mpi.start(read_rank_info(os.environ), timedelta(seconds=60))
+    mpi.start_mpi(read_rank_info(os.environ), timedelta(seconds=60))
     ends = {"forgetful": forgetful, "failing": failing, "early": early, "slow": slow, "stuck": stuck}
     {"faults": faults, **ends}[name]()
 

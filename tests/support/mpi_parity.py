@@ -23,14 +23,14 @@ def main(folder: Path) -> None:
     place = read_rank_info(os.environ)
     cases = json.loads((folder / "cases.json").read_text())
     configs = [tiny_config(place.world_size, **case) for case in cases]
-    groups.make_deterministic(configs[0])
-    world = groups.join(place, configs[0])
-    from pipeline.mpi.process_group import MpiGroup
+    groups.configure_determinism(configs[0])
+    world = groups.join_process_group(place, configs[0])
+    from pipeline.mpi.process_group import MpiProcessGroup
 
-    assert MpiGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
+    assert MpiProcessGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
     found = [train(place, config, world)[1] for config in configs]
     (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
-    groups.leave()
+    groups.leave_process_group()
 
 
 if __name__ == "__main__":

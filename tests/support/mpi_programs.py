@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from pipeline.base.dist_env import read_rank_info
 from pipeline.mpi import backend as mpi
-from pipeline.mpi.process_group import MpiGroup
+from pipeline.mpi.process_group import MpiProcessGroup
 from tests.support import mpi_parallel, overlap
 
 TIMEOUT = timedelta(seconds=30)
@@ -84,7 +84,7 @@ class Unaliased:
         return checked if callable(call) and not isinstance(call, MPI.Group) else call
 
 
-class UnaliasedGroup(MpiGroup):
+class UnaliasedGroup(MpiProcessGroup):
     """The process group, on such a communicator."""
 
     def __init__(self, comm: Any, *rest: Any) -> None:
@@ -263,7 +263,7 @@ class Runner:
 def both() -> tuple[Runner, Runner]:
     """The same groups over MPI and over Gloo."""
     runners = []
-    for backend, lacks in ((mpi.NAME, {}), ("gloo", GLOO_LACKS)):
+    for backend, lacks in ((mpi.BACKEND_NAME, {}), ("gloo", GLOO_LACKS)):
         groups = []
         for ranks in group_shapes(dist.get_world_size()):
             group = dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
@@ -419,12 +419,12 @@ CASES: dict[str, Callable[[], None]] = {
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    mpi.MpiGroup = UnaliasedGroup  # type: ignore[assignment,misc]
-    mpi.start(read_rank_info(os.environ), TIMEOUT)
+    mpi.MpiProcessGroup = UnaliasedGroup  # type: ignore[assignment,misc]
+    mpi.start_mpi(read_rank_info(os.environ), TIMEOUT)
     for name in names:
         CASES[name]()
     dist.destroy_process_group()
-    mpi.leave()
+    mpi.finalize_mpi()
     print("good", flush=True)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.base.signals import StopFlag
 from pipeline.comm.groups import World
-from pipeline.config.layout import layout_of
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.resilience.stop import Agreement
 from pipeline.run.directory import Run
 from pipeline.train.profiler import Profiler
@@ -33,7 +33,7 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     under way: seconds by part as the profile says, and as this rank measured."""
     config = tiny_config(2, train={"profile_every": 1})
     agreement, world = Agreement(StopFlag(), side), World(rank, 2, torch.device("cpu"), "")
-    profiler = Profiler(Run(folder, config), layout_of(config, 2, 2, 64), world, agreement)
+    profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, agreement)
     compute(0.1)
     profiler.begin(1)
     began, computed = time.perf_counter(), 0.0

@@ -243,7 +243,7 @@ def test_the_points_of_a_sweep_cross_their_values() -> None:
 
 
 def test_the_layout_shows_each_rank_on_its_node() -> None:
-    from pipeline.config.layout import Layout
+    from pipeline.parallel.mesh import Layout
 
     sizes = {"pipeline": 2, "replicate": 1, "shard": 2, "tensor": 2, "ranks_per_node": 4}
     rest = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {"schedule": "1f1b", "stage_layers": ()}

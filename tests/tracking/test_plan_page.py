@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.config.layout import layout_of
 from pipeline.config.read import load_config
+from pipeline.parallel.mesh import resolve_layout
 from pipeline.run.code import CODE_ROOT
 from planning.figures import figures
 from planning.machine import load_machine
@@ -43,7 +43,7 @@ def found(*overrides: str, machine: bool = True) -> dict[str, Any]:
 def test_memory_is_that_of_the_text(overrides: tuple[str, ...]) -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides])
     rows = [line.split() for line in plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
-    values, own = found(*overrides), reserve(layout_of(config)) / 1e9
+    values, own = found(*overrides), reserve(resolve_layout(config)) / 1e9
     shown = [list(parts.values()) for parts in values["memory"]]
     assert len(rows) == len(shown) == config.parallel.pipeline
     for row, parts in zip(rows, shown, strict=True):
@@ -64,7 +64,7 @@ def test_the_schedule_takes_what_is_predicted() -> None:
     """All micro-batches are shown where they are few, and no rank does two things at once."""
     values = found(*PIPED)
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
-    layout = layout_of(config)
+    layout = resolve_layout(config)
     step = predict(workload_of(config, layout, 128256), H100.in_nodes_of(layout.ranks_per_node))
     made = values["timeline"]
     assert sum(len(row) for row in made) == 4 * 2 * 2 * layout.micro_batches

@@ -11,7 +11,7 @@ import torch
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
-from pipeline.model.decoder import Decoder, init_weights, loss_sum, whole
+from pipeline.model.decoder import Decoder, cross_entropy_sum, full_tensor, init_weights
 from pipeline.model.task import Task
 from pipeline.train.freeze import check_freeze, frozen_names
 from tests.support.layouts import STEPS, VOCAB, batches, move_rank, tiny_config, train, train_rank
@@ -40,7 +40,7 @@ def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], 
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     for batch in batches(config)[:STEPS]:
         optimizer.zero_grad()
-        loss = loss_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()
+        loss = cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, options.clip_norm or 0.0)
         optimizer.step()
@@ -52,11 +52,13 @@ def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict
     """Losses and norms, weights by name of the parts that this rank has, and the names of all that is kept."""
     from pipeline.comm import groups
 
-    groups.make_deterministic(configs[0])
-    world, found = groups.join(where, configs[0]), []
+    groups.configure_determinism(configs[0])
+    world, found = groups.join_process_group(where, configs[0]), []
     for config in configs:
         engine, losses = train(where, config, world)
-        weights = {name: whole(p.detach()).numpy() for part in engine.parts for name, p in engine.task.weights(part)}
+        weights = {
+            name: full_tensor(p.detach()).numpy() for part in engine.parts for name, p in engine.task.weights(part)
+        }
         found.append((losses, weights, list(engine.state())))
     return found
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.correct import largest
 from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
-from pipeline.model.decoder import flops_per_token
+from pipeline.model.decoder import training_flops_per_token
 
 RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "train.compile=false")
 
@@ -30,7 +30,7 @@ def test_one_measurement() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL, "train.global_batch=64"])
-    per_token = flops_per_token(config.model, 300, 32)
+    per_token = training_flops_per_token(config.model, 300, 32)
     assert found["tflops"] == pytest.approx(found["tokens_per_s"] * per_token / 1e12)
     assert found["tokens_per_s"] == pytest.approx(4 * 32 / found["median_s"]) and len(found["step_s"]) == 3
     assert found["tflops"] - found["tflops_without_embedding"] == pytest.approx(
@@ -192,7 +192,7 @@ def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pyte
 
 def test_the_bar_is_one_in_tokens_and_in_share_of_the_peak() -> None:
     config = load_config(ROOT / "configs/lm-8b.yaml", [])
-    per_token = flops_per_token(config.model, 128_256, 4096)
+    per_token = training_flops_per_token(config.model, 128_256, 4096)
     shares = (10_471 * operations / 989.4e12 for operations in (per_token, per_token - 6 * 128_256 * 4096))
     assert tuple(shares) == pytest.approx((0.578, 0.545), abs=1e-3)
     assert "57.8 % (54.5 %" in DEFINITION and "10,471 tokens/s" in DEFINITION

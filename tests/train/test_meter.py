@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
-from pipeline.parallel.traffic import traffic
+from pipeline.parallel.mesh import resolve_layout
+from pipeline.parallel.traffic import count_traffic
 from tests.parallel.test_replicas import engine_of
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.mpirun import mpirun
@@ -24,7 +24,7 @@ LATE_S = 1.5
 def join(place: RankInfo, config: Config) -> Any:
     from pipeline.comm import groups
 
-    return groups.join(place, config)
+    return groups.join_process_group(place, config)
 
 
 def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
@@ -33,7 +33,7 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
     from pipeline.train.engine import Engine
     from pipeline.train.meter import Meter
 
-    layout = layout_of(config, world.size, place.local_world_size, VOCAB)
+    layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
     engine = Engine(config, layout, world, Task(config, VOCAB))
     meter = Meter(engine.model, world)
 
@@ -68,7 +68,7 @@ def sent_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
 def check(sent: list[dict[str, int]], config: Config) -> None:
     """The most that any rank sends in each group is what `plan` says; `sent`: by rank."""
     names = {"data": "dp_replicate", "shard": "dp_shard", "replicate": "dp_replicate", "tensor": "tp", "pipeline": "pp"}
-    said = list(traffic(config, layout_of(config, len(sent), len(sent), VOCAB), VOCAB))
+    said = list(count_traffic(config, resolve_layout(config, len(sent), len(sent), VOCAB), VOCAB))
     for group, size, _ in said:
         name = f"mesh_{names[group]}"
         name = name if name in sent[0] else "default_pg"  # a group of all ranks is torch's own
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_plan() -> None:
     found = run_ranks(4, sent_rank, configs)
     for number, config in enumerate(configs):
         check([of_rank[number] for of_rank in found], config)
-    ((_, size, _),) = traffic(configs[0], layout_of(configs[0], 4, 4, VOCAB), VOCAB)
+    ((_, size, _),) = count_traffic(configs[0], resolve_layout(configs[0], 4, 4, VOCAB), VOCAB)
     assert found[0][0] == {"default_pg": size + 8 * 2 * 3 // 4}, "gradients, and the loss"
     often, once = found[0][9]["default_pg"], found[0][10]["default_pg"]
     end = (VOCAB + 1) * SIZES["dim"] * 4 * 3 // 4  # the output layer and its norm: FSDP asks for them once too often
@@ -201,10 +201,10 @@ def over_mpi() -> None:
         tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=SIZES)
         for parallel in ({}, {"hook": {"kind": "bf16"}})
     ]
-    world = groups.join(place, configs[0])
+    world = groups.join_process_group(place, configs[0])
     for config in configs:
         check_late(*late(place, config, world), place.rank == 1)
-    groups.leave()
+    groups.leave_process_group()
     print("good", flush=True)
 
 

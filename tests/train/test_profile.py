@@ -111,8 +111,8 @@ def known_rank(place: RankInfo, folder: Path) -> tuple[Any, Any]:
     from pipeline.comm import groups
     from tests.support import overlap
 
-    groups.join(place, tiny_config(2))
-    return overlap.profiled(folder, place.rank, groups.side_group())
+    groups.join_process_group(place, tiny_config(2))
+    return overlap.profiled(folder, place.rank, groups.new_control_group())
 
 
 def test_shares_over_gloo_are_those_that_were_made(tmp_path: Path) -> None:
@@ -312,13 +312,13 @@ def test_no_profile_begins_that_a_save_has_no_time_for(
 def shifted_rank(place: RankInfo, shift_ns: int) -> tuple[int, int]:
     """What is found of a clock that goes so much ahead on rank 1."""
     from pipeline.comm import groups
-    from pipeline.config.layout import layout_of
+    from pipeline.parallel.mesh import resolve_layout
     from pipeline.train import profiler
 
     config = tiny_config(3, train={"global_batch": 12})
-    world = groups.join(place, config)
-    agreement = Agreement(StopFlag(), groups.side_group())
-    one = profiler.Profiler(Run(Path("/nowhere"), config), layout_of(config, 3, 3, 64), world, agreement)
+    world = groups.join_process_group(place, config)
+    agreement = Agreement(StopFlag(), groups.new_control_group())
+    one = profiler.Profiler(Run(Path("/nowhere"), config), resolve_layout(config, 3, 3, 64), world, agreement)
     if place.rank == 1:
         profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]
     return one._compare_clocks()

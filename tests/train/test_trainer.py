@@ -14,11 +14,11 @@ import pytest
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
-from pipeline.config.layout import layout_of
 from pipeline.config.sections import Config
 from pipeline.data.manifest import load_manifest, steps_of
 from pipeline.data.samples import TokenDataset
-from pipeline.parallel.traffic import traffic
+from pipeline.parallel.mesh import resolve_layout
+from pipeline.parallel.traffic import count_traffic
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from tests.support.layouts import tiny_config
@@ -110,8 +110,8 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
         close = 1e-5 if optimizer != "muon" else 1e-3
         assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
     (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
-    layout, vocab = layout_of(run.config, size, size), load_manifest(run.data).vocab_size
-    told = {group: sent for group, sent, _ in traffic(run.config, layout, vocab)}
+    layout, vocab = resolve_layout(run.config, size, size), load_manifest(run.data).vocab_size
+    told = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
     assert ready.get("sent_bytes", {}) == told and bool(told) == (size > 1)
     for line in read_jsonl(run.metrics):
         assert ("exposed_comm_s" in line) == (size > 1), "with one rank there is nothing to wait for"
@@ -153,7 +153,7 @@ def no_sync_rank(place: RankInfo, path: Path) -> int:
     from pipeline.train.trainer import Trainer
 
     run = Run.open(path)
-    world = groups.join(place, run.config)
+    world = groups.join_process_group(place, run.config)
     trainer = Trainer(run, load_manifest(run.data), place, world, StopFlag())
     reductions = 0
 
@@ -194,7 +194,7 @@ def deterministic_rank(place: RankInfo, *configs: Config) -> list[tuple[bool | s
 
     found = []
     for config in configs:
-        groups.make_deterministic(config)
+        groups.configure_determinism(config)
         nccl = [os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE")]
         found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl))
     return found
@@ -236,7 +236,7 @@ def undrawn_rank(place: RankInfo, path: Path, stage: str) -> int:
     def refuse(*_: Any) -> Any:
         raise AssertionError("weights are drawn")
 
-    decoder.drawn = task.drawn = refuse  # type: ignore[assignment]
+    decoder.sample_initial_values = task.sample_initial_values = refuse  # type: ignore[assignment]
     return stage_rank(place, path, stage)
 
 

@@ -49,14 +49,14 @@ def patch_trainer(module):
 
 
 def patch_model(module):
-    loss_sum = module.loss_sum
+    cross_entropy_sum = module.cross_entropy_sum
 
-    def poisoned_loss_sum(*arguments):
-        loss = loss_sum(*arguments)
+    def poisoned_cross_entropy_sum(*arguments):
+        loss = cross_entropy_sum(*arguments)
         trainer = getattr(sys.modules.get("pipeline.train.trainer"), "Trainer", None)
         return loss * float("nan") if getattr(trainer, "poisoned", False) else loss
 
-    module.loss_sum = poisoned_loss_sum
+    module.cross_entropy_sum = poisoned_cross_entropy_sum
 
 
 def patch_checkpoint(module):

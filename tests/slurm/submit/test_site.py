@@ -568,7 +568,7 @@ def test_every_rank_has_a_node_and_no_node_too_many(tasks: list[int], distributi
 def test_what_passes_has_each_tensor_group_on_one_node(
     nodes: int, times: int, tensor: int, tasks: list[int], distribution: str | None
 ) -> None:
-    per_node = times * tensor  # pipeline/config/layout.py sees to it
+    per_node = times * tensor  # pipeline/parallel/mesh.py sees to it
     reason = problem("train", nodes, per_node, tensor, tasks, distribution)
     fits = len(tasks) >= nodes and all(room >= per_node for room in tasks[:nodes])
     place = nodes_of_ranks([per_node] * nodes, distribution or "block")

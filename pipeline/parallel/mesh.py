@@ -8,7 +8,7 @@ A layout splits `world` ranks into a mesh of four dimensions, from outermost to 
 parallel (each has its own part of every batch); ranks along `shard` also split parameters, gradients or optimizer
 state among them (ZeRO, Rajbhandari et al., arXiv 1910.02054), ranks along `replicate` keep whole copies of that.
 
-`layout_of` is a pure function of the config, the number of ranks and the ranks per node. It refuses what cannot
+`resolve_layout` is a pure function of the config, the number of ranks and the ranks per node. It refuses what cannot
 work, with the numbers and the nearest layouts that can, before anything starts: `check`, the rules between sections,
 calls it on the login node (so no torch here), the trainer calls it again with the ranks that are really there.
 """
@@ -50,7 +50,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of one training split its work. Made by `layout_of`, which checks it."""
+    """How the ranks of one training split its work. Made by `resolve_layout`, which checks it."""
 
     pipeline: int
     replicate: int
@@ -100,16 +100,16 @@ class Layout:
         pipeline, data = divmod(rest, self.data)
         return Coordinates(pipeline, data, tensor)
 
-    def stages_of(self, pipeline: int) -> list[int]:
+    def stages_on_rank(self, pipeline: int) -> list[int]:
         """The stages of one pipeline rank, in the order in which a sample passes them."""
         if self.schedule in V_SCHEDULES and self.pipeline > 1:
             return [pipeline, self.stages - 1 - pipeline]
         return [pipeline + self.pipeline * turn for turn in range(self.virtual_stages)]
 
     @property
-    def last_stage_on(self) -> int:
+    def last_stage_rank(self) -> int:
         """The pipeline rank that holds the last stage, and with it the loss."""
-        return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_of(rank))
+        return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_on_rank(rank))
 
     def words(self) -> str:
         """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
@@ -128,7 +128,7 @@ def describe_layout(layout: Layout) -> str:
     return " × ".join(parts) + zero
 
 
-def layout_of(
+def resolve_layout(
     config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
     near: bool = True,
 ) -> Layout:  # fmt: skip
@@ -172,7 +172,7 @@ def layout_of(
     )  # fmt: skip
 
 
-def usable_nodes(config: Config, granted: int) -> int:
+def count_usable_nodes(config: Config, granted: int) -> int:
     """How many of `granted` nodes a training uses: the most that `stages.train.nodes` allows and whose ranks fit.
 
     The fewest it may have where none fits.
@@ -180,12 +180,12 @@ def usable_nodes(config: Config, granted: int) -> int:
     train = config.stages.train
     for nodes in range(min(granted, train.most_nodes), train.fewest_nodes, -1):
         with suppress(LayoutError):
-            layout_of(config, nodes * train.tasks_per_node)
+            resolve_layout(config, nodes * train.tasks_per_node)
             return nodes
     return train.fewest_nodes
 
 
-def check(config: Config, layout: bool = True) -> None:
+def check_config(config: Config, layout: bool = True) -> None:
     """The rules between sections. Raises ValueError for what cannot work together, naming the keys.
 
     `layout`: whether the ranks must be right for it.
@@ -200,7 +200,7 @@ def check(config: Config, layout: bool = True) -> None:
         )
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes} if layout else ():
-        layout_of(config, nodes * train.tasks_per_node)
+        resolve_layout(config, nodes * train.tasks_per_node)
     if wrong := "; ".join(_contradictions(config)):
         raise LayoutError(wrong)
     for name, row in config.rows.items():
