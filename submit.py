@@ -29,7 +29,7 @@ try:
     from cli import looks
     from cli.looks import Overrides, RunPath
     from cli.main import HELP, SubmitByDefault
-    from pipeline.base.console import Plain
+    from pipeline.base.console import PlainConsole
     from pipeline.base.errors import ExitCode, UserError, format_error, printable, storage_error
     from slurm.submit.executor import Executor, choose
 
@@ -56,7 +56,9 @@ VERSION = "0.1.0"
 app = typer.Typer(
     cls=SubmitByDefault, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
 )
-console = Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)  # rich takes 80 for a pipe
+console = PlainConsole(
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+)  # rich takes 80 for a pipe
 
 
 def _print_version(asked: bool) -> None:
@@ -90,7 +92,7 @@ def submit(
     ] = "auto",
 ) -> None:
     """Make the run of a config (or find it) and run the stages that are not done."""
-    from cli.submission_checks import crowded, inputs, rehearse
+    from cli.submission_checks import check_submission, inputs, note_oversubscription
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
     from slurm.query.run_jobs import running, uses_slurm
@@ -101,12 +103,16 @@ def submit(
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm needs none
         chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
-    rehearsed = rehearse(loaded, chosen == "slurm")
+    rehearsed = check_submission(loaded, chosen == "slurm")
     if dry_run:
         from cli.dry_run import print_plan
 
         planned = rehearsed.config  # with what `resume` has changed
-        notes = [*inputs(rehearsed), *rehearsed.code_notes, *(crowded(planned) if chosen == "local" else ())]
+        notes = [
+            *inputs(rehearsed),
+            *rehearsed.code_notes,
+            *(note_oversubscription(planned) if chosen == "local" else ()),
+        ]
         print_plan(planned, chosen, console, notes, scripts=scripts, machine=machine, corrections=rehearsed.corrections)
         return
     if scripts or machine is not None:
@@ -283,7 +289,7 @@ def track(
     opened, codes = _open(run), []
     for one in [opened, *(point for point in points(opened) if point.config_file.exists())]:
         if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
-            print_report(one, Plain(quiet=True))
+            print_report(one, PlainConsole(quiet=True))
         codes.append(bring_up_to_date(one, to, overrides or ()))
     raise typer.Exit(max(codes))
 

@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError, printable
 from pipeline.base.files import open_regular
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.status import IDLE_LOOKS, LOOK_S, Lookout, Row
+from slurm.query.status import MAX_IDLE_POLLS, POLL_INTERVAL_S, StageStatus, StatusPoller
 
 SUPERVISOR = "supervisor"
 POLL_S = 0.3
@@ -44,9 +44,9 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
         raise UserError(
             f"each point of the sweep has its own {stage}: {command('logs', f'{run.name}/points/000', stage)}"
         )
-    lookout = Lookout(run)
+    poller = StatusPoller(run)
     if log_file(run, stage, who) is None:
-        words = _nothing(run, stage, who, rows := lookout.look())
+        words = _nothing(run, stage, who, rows := poller.poll())
         if not (follow and _goes_on(rows, stage)):
             raise UserError(words)
         print(words, file=sys.stderr)
@@ -54,8 +54,8 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
     with suppress(KeyboardInterrupt):
         while True:
             if follow and time.monotonic() >= look_at:
-                look_at = time.monotonic() + LOOK_S
-                quiet = 0 if _goes_on(lookout.look(), stage) else quiet + 1
+                look_at = time.monotonic() + POLL_INTERVAL_S
+                quiet = 0 if _goes_on(poller.poll(), stage) else quiet + 1
             newest = log_file(run, stage, who)  # after the look: what was written before the end is shown
             for path in filter(None, dict.fromkeys((shown, newest))):
                 if path != shown:
@@ -63,7 +63,7 @@ def show(run: Run, stage: str, who: str, follow: bool) -> None:
                         print(f"--- {path}", flush=True)
                     shown, at = path, 0
                 at = _print_from(path, at)
-            if not follow or quiet >= IDLE_LOOKS:
+            if not follow or quiet >= MAX_IDLE_POLLS:
                 return
             time.sleep(POLL_S)
 
@@ -79,19 +79,19 @@ def _print_from(path: Path, start: int) -> int:
         return file.tell()
 
 
-def _goes_on(rows: list[Row], stage: str) -> bool:
+def _goes_on(rows: list[StageStatus], stage: str) -> bool:
     """Whether the stage runs, or may still begin."""
     row = next(row for row in rows if row.stage == stage)
-    return row.going or (row.state == "waiting" and any(other.going for other in rows))
+    return row.is_active or (row.state == "waiting" and any(other.is_active for other in rows))
 
 
-def _nothing(run: Run, stage: str, who: str, rows: list[Row]) -> str:
+def _nothing(run: Run, stage: str, who: str, rows: list[StageStatus]) -> str:
     """Why there is no such log."""
     row = next(row for row in rows if row.stage == stage)
     if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
         return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
     job, reason = row.cells["job"], row.cells["reason"]
-    if row.going and job:
+    if row.is_active and job:
         return f"{stage} has not begun: job {job} is {row.state}" + (f" ({reason})" if reason else "")
     started = row.cells["attempts"] != "0"
     where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and started else ""

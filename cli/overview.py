@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError, storage_error
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.run_jobs import Submitted, jobs_of, uses_slurm
-from slurm.query.status import Lookout, Row, grid
+from slurm.query.status import StageStatus, StatusPoller, build_table
 
 
 def print_runs(root: Path, console: Console) -> None:
@@ -25,7 +25,7 @@ def print_runs(root: Path, console: Console) -> None:
 
     Raises OSError if `root` exists and cannot be listed.
     """
-    found: dict[Run, list[Row]] = {}
+    found: dict[Run, list[StageStatus]] = {}
     broken: list[Text] = []
     for folder in _folders(root):
         try:
@@ -41,7 +41,7 @@ def print_runs(root: Path, console: Console) -> None:
     if cells:
         head = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
         shown = [column for column in zip(head, *cells, strict=True) if any(column[1:]) or column[0] != "last stop"]
-        console.print(grid([*zip(*shown, strict=True)], console.width), soft_wrap=True)
+        console.print(build_table([*zip(*shown, strict=True)], console.width), soft_wrap=True)
     elif not broken:
         console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
     for words in broken:
@@ -56,20 +56,20 @@ def _folders(root: Path) -> list[Path]:
         return []
 
 
-def _rows(run: Run, jobs: Sequence[Submitted]) -> list[Row]:
+def _rows(run: Run, jobs: Sequence[Submitted]) -> list[StageStatus]:
     """Its stages, and of a sweep a row for each point."""
-    lookout = Lookout(run)
-    return [*lookout.judged(jobs), *lookout.points]
+    poller = StatusPoller(run)
+    return [*poller.statuses_from(jobs), *poller.point_statuses]
 
 
-def _cells(run: Run, rows: Sequence[Row]) -> list[str]:
+def _cells(run: Run, rows: Sequence[StageStatus]) -> list[str]:
     """The first stage that is not done, else the last one; of a sweep's points, how many are done."""
     row = next((row for row in rows if row.state != "done"), rows[-1])
     step, of_points = row.cells["step"], [row for row in rows if row.run is not run]
     if row in of_points:
         step = f"{sum(point.state == 'done' for point in of_points)}/{len(of_points)} points"
     changed = datetime.fromtimestamp(_changed(run)).strftime("%Y-%m-%d %H:%M")
-    return [run.name, row.stage, row.state, step, row.cells["loss"], row.brief_stop, changed]
+    return [run.name, row.stage, row.state, step, row.cells["loss"], row.last_stop_summary, changed]
 
 
 def _changed(run: Run) -> float:

@@ -28,7 +28,7 @@ START_S = 60
 """What a start may well take, in seconds: imports from a shared file system, a rendezvous, a checkpoint."""
 
 
-def rehearse(config: Config, on_slurm: bool) -> Run:
+def check_submission(config: Config, on_slurm: bool) -> Run:
     """The run of `config`, made or not, with what the config corrects of one that is made.
 
     Raises UserError where it cannot be made or corrected, its inputs not be used, its jobs not be written, or a
@@ -83,7 +83,7 @@ def warnings(run: Run, executor: Executor) -> Iterator[str]:
     if executor == "slurm":
         yield from short_times(run)
     elif executor == "local":
-        yield from crowded(run.config)
+        yield from note_oversubscription(run.config)
 
 
 def inputs(run: Run) -> Iterator[str]:
@@ -97,7 +97,7 @@ def inputs(run: Run) -> Iterator[str]:
         yield f"inputs    {len(files):,} file{'s'[: len(files) - 1]}, {size:,} bytes"
 
 
-def crowded(config: Config) -> Iterator[str]:
+def note_oversubscription(config: Config) -> Iterator[str]:
     """A note where a training's threads outnumber the CPU cores of this machine."""
     ranks, threads, cores = config.stages.train.ranks, config.train.threads, len(os.sched_getaffinity(0))
     if ranks * threads > cores:

@@ -25,14 +25,14 @@ from statistics import fmean
 from rich.console import Console, Group
 from rich.text import Text
 
-from pipeline.base.console import Plain, lively
+from pipeline.base.console import PlainConsole, supports_live_output
 from pipeline.base.files import last_object
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import SENSORS, look, readings
-from slurm.query.status import IDLE_LOOKS, LOOK_S, Lookout, table
+from slurm.query.status import MAX_IDLE_POLLS, POLL_INTERVAL_S, StatusPoller, render_status
 
 _NOTICE_S = 0.25
 """So soon a resized terminal is noticed."""
@@ -92,25 +92,25 @@ class Screen:
 
 def watch(run: Run, console: Console) -> None:
     """Show it until the run is done or nothing of it runs or waits any more; q and Ctrl-C only stop watching."""
-    lookout, idle, live = Lookout(run), 0, lively(console)
+    poller, idle, live = StatusPoller(run), 0, supports_live_output(console)
     history, shown = History(run.metrics, lines.metric), list[tuple[str, str, str]]()
     stages: Callable[[int], Group] | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it gets the first screen back, too
     with Screen(console) if live else nullcontext() as screen, suppress(KeyboardInterrupt):
-        while idle < IDLE_LOOKS:
-            rows = lookout.look()
-            everything = [*rows, *lookout.points]
-            stand = [(row.state, row.why, row.lacking) for row in everything]
-            stages = partial(table, run, rows, lookout.points)
+        while idle < MAX_IDLE_POLLS:
+            rows = poller.poll()
+            everything = [*rows, *poller.point_statuses]
+            stand = [(row.state, row.problem, row.missing_jobs) for row in everything]
+            stages = partial(render_status, run, rows, poller.point_statuses)
             if screen is None and stand != shown:
                 console.print(stages(console.width), soft_wrap=True)
             shown = stand
             if all(row.state == "done" for row in everything):
                 break
-            idle = 0 if any(row.going for row in everything) else idle + 1
+            idle = 0 if any(row.is_active for row in everything) else idle + 1
             if screen is None:
-                time.sleep(LOOK_S)
-            elif screen.stay(partial(_screen, console, stages, run, history.look()), LOOK_S):
+                time.sleep(POLL_INTERVAL_S)
+            elif screen.stay(partial(_screen, console, stages, run, history.look()), POLL_INTERVAL_S):
                 break
     if live and stages is not None:  # as it stood last, below the command
         console.print(stages(console.width), soft_wrap=True)
@@ -121,7 +121,9 @@ def _screen(
 ) -> list[str]:
     """The lines of the screen; the table of stages and points is cut where it is too long."""
     kind = console.color_system
-    above, below = (Plain(file=io.StringIO(), width=width, force_terminal=True, color_system=kind) for _ in range(2))
+    above, below = (
+        PlainConsole(file=io.StringIO(), width=width, force_terminal=True, color_system=kind) for _ in range(2)
+    )
     above.print(stages(width))
     for line in _below(run, history, width):
         below.print(Text(line), no_wrap=True, overflow="ellipsis")
@@ -146,7 +148,7 @@ def _below(run: Run, history: History, width: int) -> Iterator[str]:
     yield from _machines(run)
     for event in run.read_events()[-3:]:
         told = [f"{key} {event[key]}" for key in ("step", "cause", "message") if event.get(key) is not None]
-        at = datetime.fromtimestamp(seconds(event)).strftime("%H:%M:%S")
+        at = datetime.fromtimestamp(event_timestamp(event)).strftime("%H:%M:%S")
         yield f"{at}  {event.get('stage') or '':9} {event['event']}  {', '.join(told)}".split("\n")[0]
     yield "q: stop watching"
 

@@ -22,12 +22,21 @@ from pipeline.config.sections import Config
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.ledger import PRODUCTIVE, STEP_KEYS, WAITING, Attempt, Event, ledger, step_parts, total
+from pipeline.run.ledger import (
+    PRODUCTIVE_CATEGORIES,
+    STEP_TIME_KEYS,
+    WAITING_CATEGORIES,
+    AttemptTimes,
+    Event,
+    build_ledger,
+    split_step_time,
+    sum_categories,
+)
 from planning import goodput as formulas
 from planning.goodput import DAY_S, Conditions, best_interval_s, effective_ratio, job_failure_rate
 from planning.search import node_counts
 from planning.simulation import Pool, expect, good_intervals_s
-from slurm.query.status import grid
+from slurm.query.status import build_table
 
 _NO_FAILURE = (
     "done", "running", "preempted", "time_limit", "stopped", "cancelled", "stop file", "user_error", "bad_input",
@@ -61,7 +70,7 @@ class Known(NamedTuple):
 
 
 def measured(
-    events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[Attempt], per_node: int
+    events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[AttemptTimes], per_node: int
 ) -> dict[str, Known]:
     """What the ledger of a training tells, by the keys of `goodput:`; what it cannot tell is not there.
 
@@ -75,9 +84,9 @@ def measured(
         words = f"measured: {len(failed)} in {node_days:.3g} node-days; 95 % between {low:.3g} and {high:.3g}"
         found["failures"] = Known(1000 * len(failed) / node_days, words)
         after = [two for one, two in pairwise(attempts) if one in failed]
-        waits = [one.parts["ending"] for one in failed] + [two.parts["queue"] for two in after]
+        waits = [one.seconds["ending"] for one in failed] + [two.seconds["queue"] for two in after]
         found["wait_s"] = Known(sum(waits) / len(failed), f"measured: mean of {len(failed)}")
-    starts = [one.parts["startup"] for one in attempts if any(one.parts[part] for part in PRODUCTIVE)]
+    starts = [one.seconds["startup"] for one in attempts if any(one.seconds[part] for part in PRODUCTIVE_CATEGORIES)]
     if starts:
         found["restart_s"] = Known(fmean(starts), f"measured: mean of {len(starts)}")
     if saves := [float(e["seconds"]) for e in events if e["event"] == "saved" and e.get("seconds")]:
@@ -85,17 +94,17 @@ def measured(
         if waits := [float(line["checkpoint_s"]) for line in steps if line.get("checkpoint_s")]:
             found["blocked_s"] = Known(fmean(waits), f"measured: mean of {len(waits)}")
     if steps:
-        productive = fmean(sum(step_parts(line)[part] for part in PRODUCTIVE) for line in steps)
+        productive = fmean(sum(split_step_time(line)[part] for part in PRODUCTIVE_CATEGORIES) for line in steps)
         found["step_s"] = Known(productive, f"measured: mean of {len(steps):,}")
     return found
 
 
-def _node_days(attempt: Attempt, per_node: int) -> float:
-    ran = sum(spent for part, spent in attempt.parts.items() if part not in WAITING)
+def _node_days(attempt: AttemptTimes, per_node: int) -> float:
+    ran = sum(spent for part, spent in attempt.seconds.items() if part not in WAITING_CATEGORIES)
     return ran / DAY_S * _nodes(attempt, per_node)
 
 
-def _nodes(attempt: Attempt, per_node: int) -> int:
+def _nodes(attempt: AttemptTimes, per_node: int) -> int:
     return max(1, round(attempt.ranks / per_node))
 
 
@@ -135,8 +144,8 @@ def print_goodput(target: Path, overrides: Sequence[str], nodes: str | None, con
     if target.is_dir():
         run = Run.open(target)
         config = config_from_mapping(overridden(run.config.model_dump(mode="json"), overrides), "command line")
-        steps = History(run.metrics, lines.metric, keep=STEP_KEYS).look().rows
-        attempts = ledger(run.read_events(), steps, ["train"], time.time())
+        steps = History(run.metrics, lines.metric, keep=STEP_TIME_KEYS).look().rows
+        attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         own = measured(run.read_events("train"), steps, attempts, run.config.stages.train.tasks_per_node)
     else:
         config = load_config(target, overrides)
@@ -148,7 +157,7 @@ def print_goodput(target: Path, overrides: Sequence[str], nodes: str | None, con
     console.print()
     rows = [_row(config, figures, size) for size in asked]
     heads = [head for head in rows[0] if any(head in row and row[head] for row in rows)]
-    console.print(grid([heads, *([row[head] for head in heads] for row in rows)]), soft_wrap=True)
+    console.print(build_table([heads, *([row[head] for head in heads] for row in rows)]), soft_wrap=True)
     for words in _notes(config, figures, asked):
         console.print(words, soft_wrap=True)
 
@@ -193,7 +202,7 @@ def _notes(config: Config, figures: Mapping[str, Known], asked: Sequence[int]) -
 
 
 def expected_words(
-    config: Config, events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[Attempt]
+    config: Config, events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[AttemptTimes]
 ) -> str | None:
     """What was to be expected of a training so far, in words; None before it has saved and stepped, and in
     its first node-day: what was expected of it then, nobody can compare with anything.
@@ -203,7 +212,7 @@ def expected_words(
     per_node = config.stages.train.tasks_per_node
     own = measured(events, steps, attempts, per_node)
     counted = own.pop("failures", None)
-    work = sum(total(attempts)[part] for part in PRODUCTIVE)
+    work = sum(sum_categories(attempts)[part] for part in PRODUCTIVE_CATEGORIES)
     node_days = sum(_node_days(one, per_node) for one in attempts)
     if not work or node_days < 1 or not {"save_s", "step_s", "restart_s"} <= own.keys():
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.submission_checks import rehearse
+from cli.submission_checks import check_submission
 from pipeline.base.command import command
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import config_from_mapping, load_config
@@ -53,7 +53,7 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
         raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")
     config = config_of(path, overrides, file, machine, console)
     chosen = choose("auto")
-    rehearse(config, chosen == "slurm")
+    check_submission(config, chosen == "slurm")
     run = Run.create(config)
     console.print(f"run {run.name}: {config.stages.measure.ranks} ranks time this machine", soft_wrap=True)
     again = command("plan", str(path), "--machine", str(file))

@@ -19,7 +19,7 @@ from pipeline.base import plot
 from pipeline.base.plot import BUCKETS, COLOURS, GREY, PALE, Curve, Points, Scale, short
 from pipeline.base.text import format_duration
 from pipeline.parallel.mesh import Layout
-from pipeline.run.ledger import Attempt
+from pipeline.run.ledger import AttemptTimes
 from pipeline.run.lines import number
 
 PART_COLOURS = {
@@ -136,24 +136,26 @@ def unit_of(seconds: float) -> tuple[str, float]:
     return next(((name, size) for name, size in units if seconds > 3 * size), ("seconds", 1.0))
 
 
-def timeline(attempts: Sequence[Attempt]) -> str:
+def timeline(attempts: Sequence[AttemptTimes]) -> str:
     """One lane per stage, and a thin one per task of an array, from the first to the last moment of the run."""
-    begin, end = min((a.begin for a in attempts), default=0.0), max((a.end for a in attempts), default=0.0)
+    begin, end = min((a.start_time for a in attempts), default=0.0), max((a.end_time for a in attempts), default=0.0)
     unit, size = unit_of(end - begin)
     x = Scale.over([0.0, max(end - begin, 1.0) / size], f"{unit} since the run began", whole=True)
     stages: dict[str, dict[int | None, list[Bar]]] = {}
     for a in attempts:
-        bars, at = stages.setdefault(a.stage, {}).setdefault(a.task, []), (a.begin - begin) / size
+        bars, at = stages.setdefault(a.stage, {}).setdefault(a.task, []), (a.start_time - begin) / size
         cause = "" if a.cause in ("done", "running") else a.cause
-        widest = max(a.parts, key=lambda part: a.parts[part])
-        for part, spent in a.parts.items():
+        widest = max(a.seconds, key=lambda part: a.seconds[part])
+        for part, spent in a.seconds.items():
             title = f"{a.stage} {a.number}, ended: {a.cause}; {part} {format_duration(spent)}"
             bars.append(Bar(at, at + spent / size, PART_COLOURS[part], title, cause if part == widest else ""))
             at += spent / size
         if cause:  # the end of what was stopped is seen
             bars.append(Bar(at - x.high / 200, at, 4, f"{a.stage} {a.number} ended: {cause}"))
     rows = [("" if n else stage, bars) for stage, of in stages.items() for n, bars in enumerate(of.values())]
-    keys = [(part, colour) for part, colour in PART_COLOURS.items() if any(a.parts.get(part, 0) > 0 for a in attempts)]
+    keys = [
+        (part, colour) for part, colour in PART_COLOURS.items() if any(a.seconds.get(part, 0) > 0 for a in attempts)
+    ]
     return lanes(f"Where the time went: {format_duration(end - begin)} in all", x, rows, [*keys, ("stopped", 4)])
 
 

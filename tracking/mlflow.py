@@ -19,7 +19,7 @@ from mlflow.entities import Metric, Param
 
 from pipeline.evaluate.result import HELD_OUT, result_file
 from pipeline.run.directory import Run
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from tracking.run_reader import Line, Record, late
 from tracking.tracker import Memory, Sink, figures, identity, last_stage, names, shown_config
 
@@ -81,7 +81,8 @@ class Mlflow(Sink):
             told = self._client.get_metric_history(self._id, f"{HELD_OUT}loss")
             if event["step"] not in [one.step for one in told]:
                 self._log(
-                    [{key: value for key, value in event.items() if key != "time"} | {"time": seconds(event)}], ""
+                    [{key: value for key, value in event.items() if key != "time"} | {"time": event_timestamp(event)}],
+                    "",
                 )
         elif event["event"] == "started":
             self._client.update_run(self._id, status="RUNNING")

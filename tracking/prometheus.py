@@ -18,9 +18,9 @@ from pipeline.base.files import last_object, replacing
 from pipeline.data.manifest import steps_of
 from pipeline.run.attempts import ENDS, GOES_ON
 from pipeline.run.directory import Run
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import SENSORS, look, readings
-from slurm.query.status import stragglers
+from slurm.query.status import find_current_stragglers
 from tracking.run_reader import Line, Record
 from tracking.tracker import Memory, Sink, names
 
@@ -84,9 +84,9 @@ class Prometheus(Sink):
         asked = found = 0.0
         for event in self._events:
             if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
-                asked = seconds(event)
+                asked = event_timestamp(event)
             elif event["event"] == "started":
-                found += max(0.0, seconds(event) - asked) if asked else 0.0
+                found += max(0.0, event_timestamp(event) - asked) if asked else 0.0
                 asked = 0.0
         return found
 
@@ -142,7 +142,9 @@ class Prometheus(Sink):
         ):
             yield family(name, meaning, [([word], n) for word, n in counted.items()], label, grows=True)
         yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s())], grows=True)
-        slow = [([str(event["rank"]), event["host"]], event["ratio"]) for event in stragglers(self._events)]
+        slow = [
+            ([str(event["rank"]), event["host"]], event["ratio"]) for event in find_current_stragglers(self._events)
+        ]
         yield family("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
         if self._evaluated:
             found = [([key], value) for key, value in self._evaluated.items()]

@@ -28,14 +28,22 @@ from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.ledger import PARTS, STEP_KEYS, Attempt, JobRun, ledger, ratios, total
+from pipeline.run.ledger import (
+    CATEGORIES,
+    STEP_TIME_KEYS,
+    AttemptTimes,
+    JobRun,
+    build_ledger,
+    compute_ratios,
+    sum_categories,
+)
 from pipeline.run.machines import gpus_behind
 from pipeline.run.metrics import own_times
 from pipeline.train import step_trace
 from planning.expected_goodput import expected_words
 from slurm.query.job_states import Claim, accounted, array_of, claims, cluster_name, seconds
 from slurm.query.run_jobs import uses_slurm
-from slurm.query.status import Lookout, Row, failures, grid, point_table
+from slurm.query.status import StageStatus, StatusPoller, build_table, describe_failures, tabulate_points
 from tracking import report_sections
 from tracking.figures import timeline
 from tracking.html_page import page, table
@@ -47,9 +55,11 @@ _NAMES = {"startup": "start-up", "communication": "comm", "evaluation": "held-ou
 def outcome(run: Run) -> RenderableType:
     """What the newest evaluation says; of a sweep, all points, and what is wrong with them."""
     if run.config.sweep is not None:
-        lookout = Lookout(run)
-        lookout.look()
-        return Group(*failures(lookout.points), grid(point_table(run, lookout.points)))
+        poller = StatusPoller(run)
+        poller.poll()
+        return Group(
+            *describe_failures(poller.point_statuses), build_table(tabulate_points(run, poller.point_statuses))
+        )
     return judgement(run)
 
 
@@ -79,27 +89,27 @@ def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
 class Gathered:
     """What the files of a run, and of a sweep's points, say; those of a point are forgotten but for its curves."""
 
-    attempts: list[Attempt]
+    attempts: list[AttemptTimes]
     steps: History
     """The run's own."""
     curves: dict[str, dict[str, Points]]
     """Of a sweep: loss and held_out_loss over steps, by the names of the points."""
 
 
-def gather(run: Run, rows: Iterable[Row]) -> Gathered:
+def gather(run: Run, rows: Iterable[StageStatus]) -> Gathered:
     """Read a run whose stages stand so. Its attempts, and those of a sweep's points, the point's number for a task."""
     points = sweep.points(run)
     submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
     jobs, now, events = job_runs(submitted), time.time(), run.read_events()
     going = [row.stage for row in rows if row.state in ("running", "completing")]
-    steps = History(run.metrics, lines.metric, keep=STEP_KEYS).look()
-    found = Gathered(ledger(events, steps.rows, stages.own_stages(run), now, going, jobs), steps, {})
+    steps = History(run.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
+    found = Gathered(build_ledger(events, steps.rows, stages.own_stages(run), now, going, jobs), steps, {})
     shared = [e for e in events if e["event"] == "done"]  # what the points waited for
     swept = stages.point_stages()
     for number, point in enumerate(points):
         going = [stage for stage in swept if point.holder(stage)]
-        history = History(point.metrics, lines.metric, keep=STEP_KEYS).look()
-        for attempt in ledger([*shared, *point.read_events()], history.rows, swept, now, going, jobs):
+        history = History(point.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
+        for attempt in build_ledger([*shared, *point.read_events()], history.rows, swept, now, going, jobs):
             attempt.task = number
             found.attempts.append(attempt)
         for name in ("loss", "held_out_loss"):
@@ -107,10 +117,10 @@ def gather(run: Run, rows: Iterable[Row]) -> Gathered:
     return found
 
 
-def _accounts(attempts: Sequence[Attempt]) -> Rows:
+def _accounts(attempts: Sequence[AttemptTimes]) -> Rows:
     """The ledger as a table, header first: attempts one by one, tasks of an array or points together, sums by stage."""
-    parts = [part for part in PARTS if any(a.parts[part] >= 0.5 for a in attempts)] or ["compute"]
-    lines: list[tuple[str, str, str, str, Sequence[Attempt]]] = []
+    parts = [part for part in CATEGORIES if any(a.seconds[part] >= 0.5 for a in attempts)] or ["compute"]
+    lines: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
     for stage in dict.fromkeys(a.stage for a in attempts):
         own = [a for a in attempts if a.stage == stage]
         array, single = [a for a in own if a.task is not None], [a for a in own if a.task is None]
@@ -123,18 +133,18 @@ def _accounts(attempts: Sequence[Attempt]) -> Rows:
             lines.append((stage, "all", "", "", single))
     rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
     for *words, members in lines:
-        sums = total(members)
+        sums = sum_categories(members)
         spent = [format_duration(sums[part]) if sums[part] >= 0.5 else "·" for part in parts]
         rows.append([*map(str, words), *spent, format_duration(sum(sums.values()))])
     return rows
 
 
-def _causes(attempts: Sequence[Attempt]) -> Rows:
+def _causes(attempts: Sequence[AttemptTimes]) -> Rows:
     """How attempts ended, and what that cost, as a table."""
     rows = [["cause", "attempts", "lost", "ending", "in all"]]
     for cause in sorted({a.cause for a in attempts}):
         own = [a for a in attempts if a.cause == cause]
-        sums = total(own)
+        sums = sum_categories(own)
         rows.append(
             [
                 cause,
@@ -156,13 +166,13 @@ def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
     return [["step", *names], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
 
 
-def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[str]:
+def _told(run: Run, found: Gathered, training: Sequence[AttemptTimes]) -> Iterator[str]:
     """What is to be said of the training and the evaluation."""
     if run.config.sweep is None:
         redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
         yield f"training: {stages.load('train').progress(run).words}; {redone} steps were lost and done again"
     if training:
-        ettr, progress = ratios(total(training))
+        ettr, progress = compute_ratios(sum_categories(training))
         yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
         if run.config.sweep is None:
             yield from filter(None, [expected_words(run.config, run.read_events("train"), found.steps.rows, training)])
@@ -175,7 +185,9 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
-    span = (max(training[-1].end - 600, training[-1].begin), training[-1].end) if training else (0.0, 0.0)
+    span = (
+        (max(training[-1].end_time - 600, training[-1].start_time), training[-1].end_time) if training else (0.0, 0.0)
+    )
     if gpus := gpus_behind(run.path, *span, looks=None):
         yield f"GPUs behind the others of their kind in the last 10 minutes of training: {'; '.join(gpus[:8])}"
     yield from filter(None, (lines.odd(run.events, lines.event), found.steps.odd_words))
@@ -183,20 +195,28 @@ def _told(run: Run, found: Gathered, training: Sequence[Attempt]) -> Iterator[st
 
 def print_report(run: Run, console: Console) -> None:
     """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
-    lookout = Lookout(run)
-    rows = lookout.look()
+    poller = StatusPoller(run)
+    rows = poller.poll()
     found = gather(run, rows)
     training = [a for a in found.attempts if a.stage == "train"]
     accounts, causes = _accounts(found.attempts), _causes(training) if len(training) > 1 else []
-    points = point_table(run, lookout.points)
+    points = tabulate_points(run, poller.point_statuses)
     results, odd = all_results(run)
-    told = [*filter(None, [run.describe_changes()]), *failures(lookout.points), *_told(run, found, training)]
+    told = [
+        *filter(None, [run.describe_changes()]),
+        *describe_failures(poller.point_statuses),
+        *_told(run, found, training),
+    ]
     told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
-    for part in (run.title, *(grid(cells, console.width) for cells in (accounts, causes, points) if cells), *told):
+    for part in (
+        run.title,
+        *(build_table(cells, console.width) for cells in (accounts, causes, points) if cells),
+        *told,
+    ):
         console.print(part, soft_wrap=True)
     summary = report_sections.summary(run, rows, found.attempts, found.steps, points[:2])
     shown = {
-        "The sweep": [*report_sections.of_sweep(run, lookout.points, found.curves), table(points)],
+        "The sweep": [*report_sections.of_sweep(run, poller.point_statuses, found.curves), table(points)],
         "The training": report_sections.of_training(run, found.steps),
         "The hours": [timeline(found.attempts), table(accounts), table(causes)],
         "How good it is": [*report_sections.of_results(results), table(_evaluations(results))],

@@ -22,12 +22,12 @@ from pipeline.parallel.mesh import resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.ledger import PRODUCTIVE, WAITING, Attempt, step_parts, total
+from pipeline.run.ledger import PRODUCTIVE_CATEGORIES, WAITING_CATEGORIES, AttemptTimes, split_step_time, sum_categories
 from pipeline.run.machines import SENSORS, energy_kwh, look, readings
 from pipeline.run.metrics import own_times
 from pipeline.run.points import points as points_of
 from pipeline.train.step_trace import PARTS
-from slurm.query.status import Row
+from slurm.query.status import StageStatus
 from tracking.figures import curves, hosts, layers, mesh, parallel, tasks, unit_of
 
 _STEP = "optimizer step"
@@ -36,7 +36,11 @@ _SLICES = 150
 
 
 def summary(
-    run: Run, rows: Sequence[Row], attempts: Sequence[Attempt], steps: History, points: Sequence[Sequence[str]]
+    run: Run,
+    rows: Sequence[StageStatus],
+    attempts: Sequence[AttemptTimes],
+    steps: History,
+    points: Sequence[Sequence[str]],
 ) -> dict[str, str]:
     """What was trained, how good it is, how long it took, what it cost, what stopped it; in words.
 
@@ -54,15 +58,21 @@ def summary(
     good, best = result_words(result) if (result := newest_result(run)) else "not evaluated yet", points[1:2]
     if best:
         good = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))
-    sums, causes = total(attempts), Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
-    productive = format_duration(sum(sums[part] for part in PRODUCTIVE))
+    sums, causes = sum_categories(attempts), Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
+    productive = format_duration(sum(sums[part] for part in PRODUCTIVE_CATEGORIES))
     lost, queue = format_duration(sums["lost"]), format_duration(sums["queue"])
-    hours = sum(a.ranks * (a.end - a.begin - sum(a.parts[part] for part in WAITING)) for a in attempts) / 3600
-    spans = [(a.begin, a.end) for a in attempts]
+    hours = (
+        sum(
+            a.ranks * (a.end_time - a.start_time - sum(a.seconds[part] for part in WAITING_CATEGORIES))
+            for a in attempts
+        )
+        / 3600
+    )
+    spans = [(a.start_time, a.end_time) for a in attempts]
     energy = [kwh for one in (run, *points_of(run)) if (kwh := energy_kwh(one.path, spans)) is not None]
     power = f"{sum(energy):.3g} kWh of GPUs; " if energy else ""
-    begin = min((a.begin for a in attempts), default=0.0)
-    whole = max((a.end for a in attempts), default=0.0) - begin
+    begin = min((a.start_time for a in attempts), default=0.0)
+    whole = max((a.end_time for a in attempts), default=0.0) - begin
     on = ", ".join(sorted({str(e["host"]) for e in run.read_events("train", "started") if e.get("host")}))
     open_stages = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
     return {
@@ -88,7 +98,7 @@ def of_training(run: Run, steps: History) -> list[str]:
     slices = [steps.rows[i : i + size] for i in range(0, len(steps.rows), size)]
     middles, parts = [fmean(row["step"] for row in rows) for rows in slices], defaultdict[str, list[float]](list)
     for rows in slices:
-        divided = [step_parts(row) for row in rows]
+        divided = [split_step_time(row) for row in rows]
         for part in divided[0]:
             parts[part].append(fmean(one[part] for one in divided))
     shares = {name: dict(steps.curve(f"profile.{name}")) for name in PARTS}
@@ -128,7 +138,7 @@ def of_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return [curves("Evaluation of checkpoints", _STEP, words, named), *more, tasks(results[-1])]
 
 
-def of_sweep(run: Run, rows: Sequence[Row], found: Mapping[str, Mapping[str, Points]]) -> list[str]:
+def of_sweep(run: Run, rows: Sequence[StageStatus], found: Mapping[str, Mapping[str, Points]]) -> list[str]:
     """The points across their values, and the curve of each, the best in front."""
     if run.config.sweep is None:
         return []
@@ -144,13 +154,13 @@ def of_sweep(run: Run, rows: Sequence[Row], found: Mapping[str, Mapping[str, Poi
     ]
 
 
-def of_machines(run: Run, attempts: Sequence[Attempt]) -> list[str]:
+def of_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
     """The layout that the config asks for, hosts by their own time, and what telemetry says of each host."""
     drawn = [hosts(own_times(run))]
     with suppress(UserError, OSError):  # a tokenizer that is gone
         drawn.append(mesh(resolve_layout(run.config)))
     found: dict[str, dict[str, Points]] = defaultdict(dict)
-    begin, end = min((a.begin for a in attempts), default=0.0), max((a.end for a in attempts), default=0.0)
+    begin, end = min((a.start_time for a in attempts), default=0.0), max((a.end_time for a in attempts), default=0.0)
     unit, size = unit_of(end - begin)
     for file in sorted(run.path.glob("telemetry-*.jsonl")):
         points: dict[str, list[tuple[float, float]]] = {key: [] for key in SENSORS}

@@ -20,7 +20,7 @@ from pipeline.evaluate.result import HELD_OUT, all_results
 from pipeline.run import lines
 from pipeline.run.attempts import ENDS
 from pipeline.run.directory import Run
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 
 Line = dict[str, Any]
 MOST = 500
@@ -60,7 +60,7 @@ class Record:
             self._late[event["step"]] = {key: value for key, value in event.items() if key.startswith(HELD_OUT)}
             self._offset = 0
         elif event.get("stage") == "train" and event["event"] == "started":
-            self._starts.append((seconds(event), event))
+            self._starts.append((event_timestamp(event), event))
             self.going = event
         elif event.get("stage") == "train" and event["event"] in (*ENDS, "stopping", "stop_requested"):
             self.going = None

@@ -27,7 +27,7 @@ from pipeline.data.manifest import steps_of
 from pipeline.evaluate.result import newest_result, result_words
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from tracking.run_reader import Line, Record, sha256
 from tracking.tracker import HOST, Memory, Sink, last_stage, names
 
@@ -77,7 +77,7 @@ class Webhook(Sink):
         if start is None or 2 * quiet_s < hang_s:
             return False
         steps = [*last_objects(self.run.metrics, lines.metric)]  # the newest first
-        if not steps or (steps[0].get("time") or 0.0) < seconds(start):  # none of this attempt
+        if not steps or (steps[0].get("time") or 0.0) < event_timestamp(start):  # none of this attempt
             longest_s, last = limits.start_s / 2, "since the start"
         else:
             pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]

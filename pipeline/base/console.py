@@ -12,7 +12,7 @@ from rich.segment import Segment
 from pipeline.base.errors import printable
 
 
-class Plain(Console):
+class PlainConsole(Console):
     """rich's console without markup, emoji and control characters."""
 
     def __init__(self, **options: Any) -> None:
@@ -24,6 +24,6 @@ class Plain(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
-def lively(console: Console) -> bool:
+def supports_live_output(console: Console) -> bool:
     """Whether lines can be overwritten: not in a pipe, nor with TERM=dumb, where rich shows nothing live."""
     return console.is_terminal and not console.is_dumb_terminal

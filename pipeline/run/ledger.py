@@ -41,18 +41,18 @@ from pipeline.run import attempts
 from pipeline.run.attempts import GOES_ON
 
 Event = Mapping[str, Any]
-PARTS = (
+CATEGORIES = (
     "idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "profiling", "lost",
     "ending",
 )  # fmt: skip
-PRODUCTIVE = ("compute", "data", "communication", "evaluation")
-WAITING = ("idle", "queue")
-_STEPS = (*PRODUCTIVE, "checkpoint", "profiling", "lost")
+PRODUCTIVE_CATEGORIES = ("compute", "data", "communication", "evaluation")
+WAITING_CATEGORIES = ("idle", "queue")
+_STEPS = (*PRODUCTIVE_CATEGORIES, "checkpoint", "profiling", "lost")
 _IN_STEP = {
     "data": "data_wait_s", "communication": "exposed_comm_s", "evaluation": "evaluate_s",
     "checkpoint": "checkpoint_s", "profiling": "profile_s",
 }  # fmt: skip
-STEP_KEYS = ("step", "step_time_s", *_IN_STEP.values())
+STEP_TIME_KEYS = ("step", "step_time_s", *_IN_STEP.values())
 """What the ledger asks of the line of a step."""
 _ASKS = ("submitted", "resumed")
 _SILENT = "no word of its end"
@@ -63,107 +63,107 @@ class JobRun:
     """One run of a Slurm job, as accounting knows it; times in seconds since 1970."""
 
     job_id: str
-    start: float
-    end: float | None
+    start_time: float
+    end_time: float | None
 
 
 @dataclass
-class Attempt:
+class AttemptTimes:
     """One attempt of a stage (of one task of an array); all times in seconds, `begin` and `end` since 1970."""
 
     stage: str
     task: int | None
     number: int
     ranks: int
-    begin: float
+    start_time: float
     """Where the account before it ended."""
-    end: float = 0.0
+    end_time: float = 0.0
     cause: str = ""
     """How it ended: done, or the cause."""
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     """Seconds by the names in `PARTS`; they add up to `end - begin`."""
 
 
-def seconds(event: Event) -> float:
+def event_timestamp(event: Event) -> float:
     """An event's time, in seconds since 1970."""
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
-def ledger(
+def build_ledger(
     events: Sequence[Event],
     metrics: Sequence[Event],
     stages: Sequence[str],
     now: float,
     going: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
-) -> list[Attempt]:
+) -> list[AttemptTimes]:
     """The attempts of these stages, in this order, tasks one by one.
 
     `going`: the stages that run at this moment; their last attempt lasts until `now`.
     """
-    found: list[Attempt] = []
+    found: list[AttemptTimes] = []
     for stage in stages:
         row = STAGES[stage]
         own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
-        since = [seconds(e) for e in events if e.get("stage") in row.needs and e["event"] == "done"]
+        since = [event_timestamp(e) for e in events if e.get("stage") in row.needs and e["event"] == "done"]
         tasks = {e.get("task") for e in own if e["event"] == "started"}
         for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
             mine = [e for e in own if "task" not in e or e["task"] == task]
             if task is None:  # the job behind an array waits for all of it
-                since += [attempt.end for attempt in found if attempt.stage == stage]
+                since += [attempt.end_time for attempt in found if attempt.stage == stage]
             found += _attempts(stage, task, mine, metrics if row.trains else (), max(since, default=0.0), jobs)
             last = found[-1]
             if stage in going and last.cause == _SILENT:
-                last.parts["compute" if last.parts["compute"] else "startup"] += max(0.0, now - last.end)
-                last.end, last.cause = max(now, last.end), "running"
+                last.seconds["compute" if last.seconds["compute"] else "startup"] += max(0.0, now - last.end_time)
+                last.end_time, last.cause = max(now, last.end_time), "running"
     return found
 
 
 def _attempts(
     stage: str, task: int | None, events: list[Event], metrics: Sequence[Event], ready_at: float, jobs: Sequence[JobRun]
-) -> list[Attempt]:
+) -> list[AttemptTimes]:
     """The attempts of a task; `ready_at`: when what it waits for was done."""
     chunks: list[list[Event]] = [[]]  # what came before the first attempt, then what each one began with and said
     for event in events:
         if event["event"] == "started":
             chunks.append([])
         chunks[-1].append(event)
-    found: list[Attempt] = []
+    found: list[AttemptTimes] = []
     for (before, own), (kept, lost) in zip(pairwise(chunks), _steps_of(chunks[1:], metrics), strict=True):
-        told = seconds(own[0])
-        asked = next((seconds(e) for e in before if e["event"] in _ASKS), told)
-        begin = found[-1].end if found else min(told, max(asked, ready_at))
+        told = event_timestamp(own[0])
+        asked = next((event_timestamp(e) for e in before if e["event"] in _ASKS), told)
+        begin = found[-1].end_time if found else min(told, max(asked, ready_at))
         job = _job_run(jobs, own[0], told)
-        start = max(begin, min(told, job.start) if job else told)
+        start = max(begin, min(told, job.start_time) if job else told)
         asked_at = min(max(_asked(before, begin), begin), start)
-        ready = next((seconds(e) for name in ("ready", "restored") for e in own if e["event"] == name), None)
+        ready = next((event_timestamp(e) for name in ("ready", "restored") for e in own if e["event"] == name), None)
         end = attempts.read(own).end
         if end is not None and not end.get("noticed_later"):
-            ends = [seconds(end)]
-        elif job and job.end:  # its supervisor died with it: Slurm's word
-            ends = [job.end]
+            ends = [event_timestamp(end)]
+        elif job and job.end_time:  # its supervisor died with it: Slurm's word
+            ends = [job.end_time]
         else:  # the last sign of life
-            ends = [seconds(e) for e in own if not e.get("noticed_later") and e["event"] not in _ASKS]
+            ends = [event_timestamp(e) for e in own if not e.get("noticed_later") and e["event"] not in _ASKS]
             ends.append(max(start, ready or 0.0) + sum(line["step_time_s"] for line in [*kept, *lost]))
-        attempt = Attempt(stage, task, len(found) + 1, own[0].get("ranks") or 1, begin, max(start, *ends))
+        attempt = AttemptTimes(stage, task, len(found) + 1, own[0].get("ranks") or 1, begin, max(start, *ends))
         attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
-        attempt.parts |= {"idle": asked_at - begin, "queue": start - asked_at}
+        attempt.seconds |= {"idle": asked_at - begin, "queue": start - asked_at}
         if STAGES[stage].trains and ready is not None:
-            _divide(attempt, start, min(max(start, ready), attempt.end), kept, lost, own)
+            _divide(attempt, start, min(max(start, ready), attempt.end_time), kept, lost, own)
         else:
-            attempt.parts["startup" if STAGES[stage].trains else "compute"] = attempt.end - start
+            attempt.seconds["startup" if STAGES[stage].trains else "compute"] = attempt.end_time - start
         found.append(attempt)
     return found
 
 
 def _divide(
-    attempt: Attempt, start: float, ready: float, kept: list[Event], lost: list[Event], own: Sequence[Event]
+    attempt: AttemptTimes, start: float, ready: float, kept: list[Event], lost: list[Event], own: Sequence[Event]
 ) -> None:
     """Divide the running time of an attempt with steps."""
-    parts, left = attempt.parts, attempt.end - ready
+    parts, left = attempt.seconds, attempt.end_time - ready
     parts["startup"] = ready - start
     for line in kept:
-        for part, spent in step_parts(line).items():
+        for part, spent in split_step_time(line).items():
             parts[part] += spent
     parts["lost"] = sum(line["step_time_s"] for line in lost)
     known = sum(parts[name] for name in _STEPS)
@@ -171,13 +171,13 @@ def _divide(
         for name in _STEPS:
             parts[name] *= left / known
         known = left
-    saved = max((seconds(e) for e in own if e["event"] == "saved"), default=0.0)
+    saved = max((event_timestamp(e) for e in own if e["event"] == "saved"), default=0.0)
     last_save = min(max(0.0, saved - (ready + known)), left - known)
     parts["checkpoint"] += last_save
     parts["ending"] = left - known - last_save
 
 
-def step_parts(line: Event) -> dict[str, float]:
+def split_step_time(line: Event) -> dict[str, float]:
     """Where the seconds of a step went, by part; they add up to its time."""
     parts, rest = {"compute": 0.0}, float(line["step_time_s"])
     for part, key in _IN_STEP.items():
@@ -215,8 +215,8 @@ def _asked(before: Sequence[Event], begin: float) -> float:
     for event in before:
         if event["event"] in GOES_ON:
             return begin
-        if event["event"] in _ASKS and event.get("kind") != "afternotok" and seconds(event) >= begin:
-            return seconds(event)
+        if event["event"] in _ASKS and event.get("kind") != "afternotok" and event_timestamp(event) >= begin:
+            return event_timestamp(event)
     return begin
 
 
@@ -226,18 +226,18 @@ def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | N
     One supervisor may make several attempts in one run of a job; then only the first began with it.
     """
     job_id = started.get("slurm_job") or started.get("job_id")
-    fitting = [job for job in jobs if job.job_id == job_id and job.start <= start + 2]
-    return max(fitting, key=lambda job: job.start, default=None)
+    fitting = [job for job in jobs if job.job_id == job_id and job.start_time <= start + 2]
+    return max(fitting, key=lambda job: job.start_time, default=None)
 
 
-def total(attempts: Sequence[Attempt]) -> dict[str, float]:
+def sum_categories(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
     """Seconds by part, over several attempts."""
-    return {part: sum(attempt.parts[part] for attempt in attempts) for part in PARTS}
+    return {part: sum(attempt.seconds[part] for attempt in attempts) for part in CATEGORIES}
 
 
-def ratios(parts: Mapping[str, float]) -> tuple[float, float]:
+def compute_ratios(parts: Mapping[str, float]) -> tuple[float, float]:
     """Effective training time ratio and forward progress, each from 0 to 1 (0 where no time has passed)."""
-    productive = sum(parts[name] for name in PRODUCTIVE)
-    scheduled = sum(spent for name, spent in parts.items() if name not in WAITING)
+    productive = sum(parts[name] for name in PRODUCTIVE_CATEGORIES)
+    scheduled = sum(spent for name, spent in parts.items() if name not in WAITING_CATEGORIES)
     available = scheduled + parts["queue"]
     return (productive / available if available else 0.0), (productive / scheduled if scheduled else 0.0)

@@ -34,7 +34,7 @@ from pipeline.run import points as sweep
 from pipeline.run.attempts import ENDS
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import LOOKS, gpus_behind
 from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, newly_submitted
 from slurm.query.last_stop import LastStop, find_last_stop
@@ -42,8 +42,8 @@ from slurm.query.run_jobs import Submitted, describe_stray, jobs_of, last_job, s
 from slurm.query.slurm_messages import HELD
 from slurm.query.stop_causes import leaving
 
-LOOK_S = 2.0
-PAUSE_S = (2.0, 30.0)
+POLL_INTERVAL_S = 2.0
+QUERY_INTERVALS_S = (2.0, 30.0)
 """The shortest and the longest time between two questions to Slurm."""
 GPU_LOOK_S, _MOST_GPUS = 120.0, 3
 """GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
@@ -62,14 +62,14 @@ _LEAST_WANTED = (
     "step",
 )
 """Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
-IDLE_LOOKS = 5
+MAX_IDLE_POLLS = 5
 _MORE = r"(?<=units): |; "
 """After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
 which without Slurm takes seconds on a busy machine, and while a file system shows the outputs late, it may seem so."""
 
 
 @dataclass(frozen=True)
-class Row:
+class StageStatus:
     """One stage in the table."""
 
     run: Run
@@ -77,37 +77,37 @@ class Row:
     state: str
     """done, running, pending …: a word of Slurm's while its job is active, else how it ended; held: until a person lets
     it go; never: waits in vain."""
-    why: str
+    problem: str
     """What is wrong, in words; empty where nothing is."""
-    going: bool
+    is_active: bool
     """Whether it runs, or waits in the queue for something that can happen."""
     cells: Mapping[str, str]
     """What the table shows besides stage and state, by the names of its columns."""
-    slow: str
+    slowdowns: str
     """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
     last_stop: LastStop | None = None
     """How it last stopped, if it is not done."""
-    lacking: str = ""
+    missing_jobs: str = ""
     """What of it is not in the queue, while other jobs of the run are, or is there without a record; else empty."""
 
     @property
-    def brief_stop(self) -> str:
+    def last_stop_summary(self) -> str:
         """How it last stopped and continues: `requeued after preemption`; "" as for `state_and_stop`."""
         stop = self.last_stop
-        if stop is None or self.state == "done" or (self.why and not self.going):
+        if stop is None or self.state == "done" or (self.problem and not self.is_active):
             return ""
         return _join(stop.continues or "stopped", stop.after)
 
     @property
-    def state_and_stop(self) -> str:
+    def last_stop_sentence(self) -> str:
         """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`; "" if it
         has not stopped, or `why` has more to say."""
         stop = self.last_stop
-        if stop is None or not self.brief_stop:
+        if stop is None or not self.last_stop_summary:
             return ""
-        if self.going:
+        if self.is_active:
             reason = f" ({self.cells['reason']})" if self.cells["reason"] else ""
-            return _join(f"{self.stage} {self.state}{reason},", self.brief_stop, stop.details)
+            return _join(f"{self.stage} {self.state}{reason},", self.last_stop_summary, stop.details)
         return _join(self.stage, self.state, "" if stop.cause == self.state else stop.after, stop.details)
 
 
@@ -115,7 +115,7 @@ def _join(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-def judge(
+def determine_state(
     missing: str | None, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
 ) -> tuple[str, str, bool]:
     """State, what is wrong, and whether it goes on, from a stage's outputs, lock, events and newest Slurm job.
@@ -155,20 +155,20 @@ def judge(
     return "waiting", "", False
 
 
-class Lookout:
+class StatusPoller:
     """Looks at a run again and again, and asks Slurm as seldom as will do."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.points: list[Row] = []
+        self.point_statuses: list[StageStatus] = []
         """For each point of a sweep the first of its stages that is not done, else its last one."""
         self._forgotten: dict[Claim, JobState] = {}
         self._jobs: Sequence[Submitted] = ()
-        self._done: dict[tuple[Path, str], Row] = {}
+        self._done: dict[tuple[Path, str], StageStatus] = {}
         self._seen: object = None
-        self._events, self._pause, self._ask_at = -1, PAUSE_S[0], 0.0
+        self._events, self._pause, self._ask_at = -1, QUERY_INTERVALS_S[0], 0.0
 
-    def look(self) -> list[Row]:
+    def poll(self) -> list[StageStatus]:
         """The stages as they stand now, with the config as it is now."""
         if self.run.refresh():
             self._done.clear()
@@ -176,36 +176,36 @@ class Lookout:
         if len(events) != self._events or time.monotonic() >= self._ask_at:
             self._events = len(events)
             self._ask_slurm()
-        return self.judged(self._jobs)
+        return self.statuses_from(self._jobs)
 
-    def judged(self, jobs: Sequence[Submitted]) -> list[Row]:
+    def statuses_from(self, jobs: Sequence[Submitted]) -> list[StageStatus]:
         """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
         self._jobs = jobs
         rows = self._rows(self.run, stages.own_stages(self.run), {})
         swept = [list(self._rows(point, stages.point_stages(), rows).values()) for point in sweep.points(self.run)]
         own = list(rows.values())
-        going = any(row.going for each in (own, *swept) for row in each)
+        going = any(row.is_active for each in (own, *swept) for row in each)
         paths = {self.run.path, *(each[0].run.path for each in swept)}
         mine = [job for job in jobs if job.run in paths]
         answers = not any(job.state.reason == SILENT for job in mine)
         if mine and answers and going and not self.run.is_being_submitted:
-            swept = [[replace(row, lacking=self._lacking(row)) for row in each] for each in swept]
-            own = [replace(row, lacking=self._lacking(row)) for row in own]
+            swept = [[replace(row, missing_jobs=self._lacking(row)) for row in each] for each in swept]
+            own = [replace(row, missing_jobs=self._lacking(row)) for row in own]
         strays = [describe_stray(job) for job in mine if job.is_stray and job.state.active]
-        own[0] = replace(own[0], lacking="; ".join(filter(None, [own[0].lacking, *strays])))
-        self.points = []
+        own[0] = replace(own[0], missing_jobs="; ".join(filter(None, [own[0].missing_jobs, *strays])))
+        self.point_statuses = []
         for each in swept:
             first = next((row for row in each if row.state != "done"), each[-1])
-            lacking = [f"{row.stage} {row.lacking}" for row in each if row.lacking]
-            self.points.append(replace(first, lacking="; ".join(lacking)))
+            lacking = [f"{row.stage} {row.missing_jobs}" for row in each if row.missing_jobs]
+            self.point_statuses.append(replace(first, missing_jobs="; ".join(lacking)))
         return own
 
-    def _lacking(self, row: Row) -> str:
+    def _lacking(self, row: StageStatus) -> str:
         """What of a stage is not in the queue: all of it, or a part."""
         jobs = [job for job in self._jobs if (job.run, job.stage) == (row.run.path, row.stage)]
         alive = [job for job in jobs if job.state.active and not job.is_stray]
         last = last_job(row.stage, [job for job in alive if job.step is None])
-        if row.state == "waiting" or (row.going and alive and last is None):
+        if row.state == "waiting" or (row.is_active and alive and last is None):
             events = row.run.read_events(row.stage, "submitted", "not_submitted")
             refused = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
             what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
@@ -216,21 +216,23 @@ class Lookout:
         return ""
 
     @property
-    def points_going(self) -> bool:
+    def has_active_point(self) -> bool:
         """Whether any point of a sweep goes on."""
-        return any(row.going for row in self.points)
+        return any(row.is_active for row in self.point_statuses)
 
-    def _rows(self, run: Run, names: Sequence[str], before: Mapping[str, Row]) -> dict[str, Row]:
+    def _rows(self, run: Run, names: Sequence[str], before: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
         """These stages of a run; `before`: those of the sweep that they wait for."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, StageStatus] = {}
         for stage in names:
             needed = {name: rows.get(name) or before[name] for name in STAGES[stage].needs}
             behind = next((name for name in needed if self._is_behind(name, needed[name])), None)
             row = self._done.get((run.path, stage)) or self._row(run, stage, behind)
-            vain = [name for name, other in needed.items() if other.state != "done" and not other.going]
-            if row.going and row.cells["reason"] == "Dependency" and vain:  # Slurm says so of the next in a chain only
+            vain = [name for name, other in needed.items() if other.state != "done" and not other.is_active]
+            if (
+                row.is_active and row.cells["reason"] == "Dependency" and vain
+            ):  # Slurm says so of the next in a chain only
                 why = f"job {row.cells['job']} waits for {', '.join(vain)}"
-                row = replace(row, state="never", going=False, why=why)
+                row = replace(row, state="never", is_active=False, problem=why)
             if row.state == "done":
                 self._done[run.path, stage] = row
             rows[stage] = row
@@ -239,17 +241,17 @@ class Lookout:
     def _ask_slurm(self) -> None:
         runs = (self.run, *sweep.points(self.run))
         self._jobs = jobs_of(runs, self._forgotten) if uses_slurm(self.run) else []
-        seen = (self._events, self._jobs, self.points_going)
-        self._pause = min(PAUSE_S[1], 1.5 * self._pause) if seen == self._seen else PAUSE_S[0]
+        seen = (self._events, self._jobs, self.has_active_point)
+        self._pause = min(QUERY_INTERVALS_S[1], 1.5 * self._pause) if seen == self._seen else QUERY_INTERVALS_S[0]
         self._seen, self._ask_at = seen, time.monotonic() + self._pause
 
     @staticmethod
-    def _is_behind(stage: str, row: Row) -> bool:
+    def _is_behind(stage: str, row: StageStatus) -> bool:
         """Whether what follows a stage cannot be done yet: the outputs so far may be of an earlier checkpoint."""
         follows_training = STAGES[stage].trains or any(STAGES[name].trains for name in STAGES[stage].needs)
         return follows_training and row.state != "done"
 
-    def _row(self, run: Run, stage: str, behind: str | None = None) -> Row:
+    def _row(self, run: Run, stage: str, behind: str | None = None) -> StageStatus:
         """The row of a stage. `behind`: a stage before it that has checkpoints still to come."""
         work, events = stages.load(stage), run.read_events(stage)
         missing = getattr(work, "missing_at_a_glance", work.missing)(run)
@@ -259,7 +261,7 @@ class Lookout:
         shown = _shown(jobs)
         job = shown.state if shown else None
         since = max(newly_submitted(events), default=-1)
-        state, why, going = judge(missing, holder is not None, events[since + 1 :], job)
+        state, why, going = determine_state(missing, holder is not None, events[since + 1 :], job)
         if state == "done" and behind:
             state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
         if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
@@ -273,7 +275,7 @@ class Lookout:
         spent = sum(e.get("seconds") or 0.0 for e in events if e["event"] in ENDS)
         told = attempts.read(events)
         if running and told.started is not None and told.end is None:
-            spent += time.time() - seconds(told.started)
+            spent += time.time() - event_timestamp(told.started)
         starts = Counter(e.get("task") for e in events if e["event"] == "started")
         cells = {
             "job": shown.job_id if shown else "",
@@ -290,7 +292,7 @@ class Lookout:
         slow = _slow(run, told.started, events) if running else ""
         waits = job.job_id if job and job.active and job.state == "PENDING" else None
         last = find_last_stop(events, waits) if state != "done" else None
-        return Row(run, stage, state, why, going, cells, slow, last)
+        return StageStatus(run, stage, state, why, going, cells, slow, last)
 
 
 def _judge_so_far(
@@ -298,7 +300,7 @@ def _judge_so_far(
 ) -> tuple[str, str, bool]:
     """Like `judge`, for a stage that is done as far as the training has come: the training itself is not done."""
     if held or (job is not None and (job.active or job.dead)):
-        return judge("the training is not done", held, events, job)
+        return determine_state("the training is not done", held, events, job)
     cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
     return "cancelled" if cancelled or run.cancelled_file.exists() else "waiting", "", False
 
@@ -313,16 +315,19 @@ def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
 
 def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
     """Ranks and GPUs that fall behind now, in an attempt that runs."""
-    ranks = [f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers" for e in stragglers(events)]
+    ranks = [
+        f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers"
+        for e in find_current_stragglers(events)
+    ]
     every_s = run.config.track.telemetry_s or GPU_LOOK_S / LOOKS
     span_s = max(GPU_LOOK_S, LOOKS * every_s)
-    begin = max(seconds(started) if started else 0.0, time.time() - span_s)
+    begin = max(event_timestamp(started) if started else 0.0, time.time() - span_s)
     gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / every_s))
     more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
     return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
 
 
-def stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def find_current_stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
     slow: dict[int, Mapping[str, Any]] = {}
     for event in events:
@@ -335,7 +340,7 @@ def stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
 
 
-def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
+def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
     """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right.
 
     What does not fit into `width` is left out, the least wanted column first; what then does not fit is not cut: print
@@ -358,10 +363,10 @@ def grid(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
     return drawn
 
 
-def point_table(run: Run, rows: Sequence[Row]) -> list[list[str]]:
+def tabulate_points(run: Run, rows: Sequence[StageStatus]) -> list[list[str]]:
     """The points of a sweep, header first: their values, how they stand, and what they came to; the best one first.
 
-    `rows`: one for each point (`Lookout.points`). Empty where the run is no sweep.
+    `rows`: one for each point (`StatusPoller.point_statuses`). Empty where the run is no sweep.
     """
     if run.config.sweep is None:
         return []
@@ -383,57 +388,61 @@ def point_table(run: Run, rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def describe_failures(rows: Sequence[StageStatus]) -> list[str]:
     """What is wrong with the points of a sweep, each reason once."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        if row.why:
-            reasons.setdefault(f"{row.stage} {row.state} {row.why}", []).append(row.run.path.name)
+        if row.problem:
+            reasons.setdefault(f"{row.stage} {row.state} {row.problem}", []).append(row.run.path.name)
     return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def stops_of_points(rows: Sequence[Row]) -> list[str]:
+def describe_point_stops(rows: Sequence[StageStatus]) -> list[str]:
     """How the points of a sweep last stopped, each way once."""
     ways: dict[str, list[str]] = {}
     for row in rows:
-        if row.brief_stop:
-            ways.setdefault(f"{row.stage} {row.state}, {row.brief_stop}", []).append(row.run.path.name)
+        if row.last_stop_summary:
+            ways.setdefault(f"{row.stage} {row.state}, {row.last_stop_summary}", []).append(row.run.path.name)
     return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {words}" for words, names in ways.items()]
 
 
-def describe_incomplete(run: Run, rows: Sequence[Row], of_points: Sequence[Row]) -> list[str]:
+def describe_missing_jobs(run: Run, rows: Sequence[StageStatus], of_points: Sequence[StageStatus]) -> list[str]:
     """What of the chain is not in the queue, or not as it should be, and the command that mends it."""
-    found = [f"{row.stage}: {row.lacking}" for row in rows if row.lacking]
+    found = [f"{row.stage}: {row.missing_jobs}" for row in rows if row.missing_jobs]
     by_reason: dict[str, list[str]] = {}
     for row in of_points:
-        if row.lacking:
-            by_reason.setdefault(row.lacking, []).append(row.run.path.name)
+        if row.missing_jobs:
+            by_reason.setdefault(row.missing_jobs, []).append(row.run.path.name)
     found += [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {lacking}" for lacking, names in by_reason.items()]
     return [*found, f"to complete the chain: {run.resume_command}"] if found else []
 
 
-def table(run: Run, rows: Sequence[Row], of_points: Sequence[Row] = (), width: int | None = None) -> Group:
+def render_status(
+    run: Run, rows: Sequence[StageStatus], of_points: Sequence[StageStatus] = (), width: int | None = None
+) -> Group:
     """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
     used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
     cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
-    lines = [Text(f"{row.stage} {row.state} {row.why}", style="red") for row in rows if row.why]
-    lines += [Text(words, style="red") for words in failures(of_points)]
-    lines += [Text(words) for words in [*(row.state_and_stop for row in rows), *stops_of_points(of_points)] if words]
-    lines += [Text(f"{row.stage}: {row.slow}", style="yellow") for row in rows if row.slow]
-    lines += [Text(words, style="yellow") for words in describe_incomplete(run, rows, of_points)]
+    lines = [Text(f"{row.stage} {row.state} {row.problem}", style="red") for row in rows if row.problem]
+    lines += [Text(words, style="red") for words in describe_failures(of_points)]
+    lines += [
+        Text(words) for words in [*(row.last_stop_sentence for row in rows), *describe_point_stops(of_points)] if words
+    ]
+    lines += [Text(f"{row.stage}: {row.slowdowns}", style="yellow") for row in rows if row.slowdowns]
+    lines += [Text(words, style="yellow") for words in describe_missing_jobs(run, rows, of_points)]
     everything = [*rows, *of_points]
-    if not any(row.going for row in everything) and any(row.state != "done" for row in everything):
+    if not any(row.is_active for row in everything) and any(row.state != "done" for row in everything):
         failed = [row for row in everything if row.state == "failed"]
-        cause, message = (failed[0].why[1:].partition(")")[0], failed[0].why) if failed else (None, "")
+        cause, message = (failed[0].problem[1:].partition(")")[0], failed[0].problem) if failed else (None, "")
         lines.append(Text(f"to go on: {retry_command(run, cause, message)}"))
     lines += [Text(words) for words in (run.describe_changes(),) if words]
     if words := known.odd(run.events, known.event):
         lines.append(Text(words, style="yellow"))
-    points = point_table(run, of_points)
-    return Group(Text(run.title), grid(cells, width), *lines, *([grid(points, width)] if points else []))
+    points = tabulate_points(run, of_points)
+    return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
-    lookout = Lookout(run)
-    console.print(table(run, lookout.look(), lookout.points, console.width), soft_wrap=True)
+    poller = StatusPoller(run)
+    console.print(render_status(run, poller.poll(), poller.point_statuses, console.width), soft_wrap=True)

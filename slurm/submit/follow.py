@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from pipeline.base.console import lively
+from pipeline.base.console import supports_live_output
 from pipeline.base.files import parse, whole_lines
 from pipeline.base.text import format_duration
 from pipeline.run import lines, stages
@@ -31,9 +31,9 @@ _NEWS = {
 """What a person is told of events as they come."""
 
 
-def follow(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
+def follow_stage(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
     """Show the stage's progress while `going()`; the seconds that it took."""
-    started, live = time.monotonic(), lively(console)
+    started, live = time.monotonic(), supports_live_output(console)
     said = TextColumn("{task.description}", markup=False)
     columns = (TextColumn("[bold]{task.fields[stage]:9}"), BarColumn(bar_width=24), said)
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)

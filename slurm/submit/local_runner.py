@@ -26,7 +26,7 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points
 from slurm.query.site_variables import SETUP_NOT_RUN
-from slurm.submit.follow import follow
+from slurm.submit.follow import follow_stage
 from tracking.report import outcome
 
 
@@ -88,7 +88,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
             say(f"{stage:9} is already running ({holder}); following it")
             say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
         job = None if holder else submit_local(run, stage)
-        seconds = follow(run, stage, going, console)
+        seconds = follow_stage(run, stage, going, console)
         run.refresh()
         if flag.count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")

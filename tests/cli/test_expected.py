@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 def told(target: Path, *overrides: str, nodes: str | None = None) -> str:
     file = io.StringIO()
-    print_goodput(target, overrides, nodes, Plain(file=file, width=200))
+    print_goodput(target, overrides, nodes, PlainConsole(file=file, width=200))
     return file.getvalue()
 
 
@@ -108,7 +108,7 @@ def test_the_config_comes_before_the_run(run: Run) -> None:
 
 def test_report_says_what_was_expected(run: Run) -> None:
     file = io.StringIO()
-    print_report(run, Plain(file=file, width=200))
+    print_report(run, PlainConsole(file=file, width=200))
     (line,) = [line for line in file.getvalue().splitlines() if line.startswith("expected ")]
     assert "0.011 failures, there were 3: 6.5 per 1,000 node-days (assumed" in line and "measured: 3 in" in line
     ratio = float(line.split()[1])
@@ -116,11 +116,11 @@ def test_report_says_what_was_expected(run: Run) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_goodput, "_node_days", lambda attempt, per_node: 0.24)
         file = io.StringIO()
-        print_report(run, Plain(file=file, width=200))
+        print_report(run, PlainConsole(file=file, width=200))
         assert "expected" not in file.getvalue(), "four attempts, and not a node-day"
     run.metrics.write_text("")
     file = io.StringIO()
-    print_report(run, Plain(file=file, width=200))
+    print_report(run, PlainConsole(file=file, width=200))
     assert "expected" not in file.getvalue(), "without steps nothing is known"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.submit import follow
@@ -23,7 +23,7 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("restored", "train", step=7, lost_steps=3)
     file = io.StringIO()
-    console = Plain(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
+    console = PlainConsole(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
 
     def going() -> Iterator[bool]:
         run.event("damaged", "train", step=28, reason="step-00000028/NOTES.txt is not listed")
@@ -38,7 +38,7 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
         yield False
 
     ticks = going()
-    follow.follow(run, "train", lambda: next(ticks), console)
+    follow.follow_stage(run, "train", lambda: next(ticks), console)
     shown = file.getvalue()
     told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
     assert [" ".join(words) for words in told] == [

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cli import overview
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
@@ -96,10 +96,10 @@ def test_status_names_the_last_stop(
     for event in events:
         run.event(event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
     reason = "Priority" if state == "PENDING" else "None"
-    lookout = status.Lookout(run)
-    rows = lookout.judged([Submitted(run.path, "train", "3", JobState("3", state, reason))])
+    poller = status.StatusPoller(run)
+    rows = poller.statuses_from([Submitted(run.path, "train", "3", JobState("3", state, reason))])
     console = Console(width=200, record=True)
-    console.print(status.table(run, rows, width=200), soft_wrap=True)
+    console.print(status.render_status(run, rows, width=200), soft_wrap=True)
     lines = [line for line in console.export_text().splitlines() if re.search(r"\(\d+ attempts?\)$", line)]
     assert lines == ([shown] if shown else [])
 
@@ -134,14 +134,14 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
         point.event("requeued", "train", task=None, cause="preempted")
     points[1].event("stopped", "train", task=None, cause="requeued")
     points[1].event("requeued", "train", task=None, cause="requeued")
-    lookout = status.Lookout(swept)
-    rows = lookout.judged(jobs)
+    poller = status.StatusPoller(swept)
+    rows = poller.statuses_from(jobs)
     console = Console(width=200, record=True)
-    console.print(status.table(swept, rows, lookout.points, width=200), soft_wrap=True)
+    console.print(status.render_status(swept, rows, poller.point_statuses, width=200), soft_wrap=True)
     text = console.export_text()
     assert "points 000, 002: train pending, requeued after preemption\n" in text
     assert "point 001: train pending, requeued\n" in text
     monkeypatch.setattr(overview, "jobs_of", lambda runs: jobs)
-    plain = Plain(width=160, record=True)
+    plain = PlainConsole(width=160, record=True)
     overview.print_runs(Path("runs"), plain)
     assert re.search("^runs/swept +train +pending .*requeued after preemption ", plain.export_text(), re.M)

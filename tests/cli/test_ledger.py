@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.run.ledger import PARTS, Attempt, JobRun, ledger, ratios, step_parts, total
+from pipeline.run.ledger import (
+    CATEGORIES,
+    AttemptTimes,
+    JobRun,
+    build_ledger,
+    compute_ratios,
+    split_step_time,
+    sum_categories,
+)
 from tracking.figures import timeline
 from tracking.html_page import page
 
@@ -47,7 +55,7 @@ class Simulated:
 
     def attempt(self, plan: dict[str, Any], first: bool, last: bool) -> None:
         """Queue, start, restore, train `plan["steps"]`, and end as planned."""
-        self.truth.append(dict.fromkeys(PARTS, 0.0))
+        self.truth.append(dict.fromkeys(CATEGORIES, 0.0))
         if first or plan["by_hand"]:
             if not first:
                 self.spend("idle", plan["idle"])
@@ -121,16 +129,16 @@ def test_every_second_is_where_it_was_spent(plan: list[dict[str, Any]]) -> None:
     run = Simulated()
     for number, part in enumerate(plan):
         run.attempt(part, number == 0, number == len(plan) - 1)
-    found = ledger(run.events, run.lines, STAGES, run.clock)
+    found = build_ledger(run.events, run.lines, STAGES, run.clock)
     assert len(found) == len(plan)
-    assert sum(a.end - a.begin for a in found) == pytest.approx(run.clock - T0, abs=0.01)
+    assert sum(a.end_time - a.start_time for a in found) == pytest.approx(run.clock - T0, abs=0.01)
     for attempt, truth, part in zip(found, run.truth, plan, strict=True):
-        assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin, abs=1e-6)
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time, abs=1e-6)
         slack = 0.01 * (2 + len(part["steps"]))
         expected = dict(truth)
-        if not part["steps"] and part["save"] and attempt.parts["ending"] < expected["ending"] - slack:
+        if not part["steps"] and part["save"] and attempt.seconds["ending"] < expected["ending"] - slack:
             raise AssertionError("an attempt without steps lost its ending")
-        assert attempt.parts == pytest.approx(expected, abs=slack)
+        assert attempt.seconds == pytest.approx(expected, abs=slack)
 
 
 anything = st.fixed_dictionaries(
@@ -159,15 +167,15 @@ job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), m
 def test_parts_add_up_whatever_the_events(
     events: list[dict[str, Any]], metrics: list[dict[str, Any]], jobs: list[JobRun], running: bool
 ) -> None:
-    found = ledger(events, metrics, STAGES, T0 + 20_000, ["train"] if running else [], jobs)
-    before: dict[tuple[str, int | None], Attempt] = {}
+    found = build_ledger(events, metrics, STAGES, T0 + 20_000, ["train"] if running else [], jobs)
+    before: dict[tuple[str, int | None], AttemptTimes] = {}
     for attempt in found:
-        assert set(attempt.parts) == set(PARTS) and min(attempt.parts.values()) >= -1e-9
-        assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin, abs=1e-5)
+        assert set(attempt.seconds) == set(CATEGORIES) and min(attempt.seconds.values()) >= -1e-9
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time, abs=1e-5)
         last = before.get((attempt.stage, attempt.task))
-        assert last is None or attempt.begin == last.end, "accounts follow each other without a gap"
+        assert last is None or attempt.start_time == last.end_time, "accounts follow each other without a gap"
         before[attempt.stage, attempt.task] = attempt
-    ettr, progress = ratios(total(found))
+    ettr, progress = compute_ratios(sum_categories(found))
     assert 0 <= ettr <= progress <= 1
     shown = page("<x>", "run <x>", {"<x>": "<x>"}, {"<x>": [timeline(found)]}, ["<x>"], "<x>")
     assert "<x>" not in shown and "nan" not in shown
@@ -175,8 +183,15 @@ def test_parts_add_up_whatever_the_events(
 
 def test_two_figures_of_a_known_run() -> None:
     """90 s of steps that count in 200 s, of which 60 s in the queue and 20 s idle."""
-    parts = dict.fromkeys(PARTS, 0.0) | {"idle": 20, "queue": 60, "startup": 10, "compute": 80, "data": 10, "lost": 20}
-    assert ratios(parts) == pytest.approx((90 / 180, 90 / 120))
+    parts = dict.fromkeys(CATEGORIES, 0.0) | {
+        "idle": 20,
+        "queue": 60,
+        "startup": 10,
+        "compute": 80,
+        "data": 10,
+        "lost": 20,
+    }
+    assert compute_ratios(parts) == pytest.approx((90 / 180, 90 / 120))
 
 
 def test_accounting_says_when_a_dead_job_began_and_ended() -> None:
@@ -185,21 +200,23 @@ def test_accounting_says_when_a_dead_job_began_and_ended() -> None:
     run.attempt({**common, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
     run.attempt({**common, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
     jobs = [JobRun("7", T0 + 15, T0 + 60), JobRun("7", T0 + 120, T0 + 150)]
-    first, second = ledger(run.events, run.lines, STAGES, run.clock, (), jobs)
-    assert first.parts["queue"] == pytest.approx(15) and first.parts["startup"] == pytest.approx(15)
-    assert first.end == T0 + 60 and first.parts["ending"] == pytest.approx(60 - 34, abs=0.01)
-    assert second.parts["queue"] == pytest.approx(60) and second.begin == T0 + 60
-    assert second.cause == "preempted" and first.parts["lost"] == pytest.approx(1)
+    first, second = build_ledger(run.events, run.lines, STAGES, run.clock, (), jobs)
+    assert first.seconds["queue"] == pytest.approx(15) and first.seconds["startup"] == pytest.approx(15)
+    assert first.end_time == T0 + 60 and first.seconds["ending"] == pytest.approx(60 - 34, abs=0.01)
+    assert second.seconds["queue"] == pytest.approx(60) and second.start_time == T0 + 60
+    assert second.cause == "preempted" and first.seconds["lost"] == pytest.approx(1)
 
 
 def test_the_last_attempt_goes_on_until_now() -> None:
     run = Simulated()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
-    (attempt,) = ledger(run.events, run.lines, STAGES, run.clock + 50, ["train"])
-    assert attempt.cause == "running" and attempt.end - attempt.begin == pytest.approx(2 + 3 + 1 + 50, abs=0.01)
-    (silent,) = ledger(run.events, run.lines, STAGES, run.clock + 50)
-    assert silent.cause == "no word of its end" and silent.end - silent.begin == pytest.approx(6, abs=0.01)
+    (attempt,) = build_ledger(run.events, run.lines, STAGES, run.clock + 50, ["train"])
+    assert attempt.cause == "running" and attempt.end_time - attempt.start_time == pytest.approx(
+        2 + 3 + 1 + 50, abs=0.01
+    )
+    (silent,) = build_ledger(run.events, run.lines, STAGES, run.clock + 50)
+    assert silent.cause == "no word of its end" and silent.end_time - silent.start_time == pytest.approx(6, abs=0.01)
 
 
 def test_steps_cannot_take_longer_than_there_was_time() -> None:
@@ -208,12 +225,12 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)
     run.events[-1]["time"] = stamp(run.clock - 2)
-    (attempt,) = ledger(run.events, run.lines, STAGES, run.clock)
-    assert attempt.end - attempt.begin == pytest.approx(7, abs=0.01)
-    assert sum(attempt.parts.values()) == pytest.approx(attempt.end - attempt.begin)
-    assert attempt.parts["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.parts["ending"] == 0
+    (attempt,) = build_ledger(run.events, run.lines, STAGES, run.clock)
+    assert attempt.end_time - attempt.start_time == pytest.approx(7, abs=0.01)
+    assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time)
+    assert attempt.seconds["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.seconds["ending"] == 0
 
 
 def test_what_profiling_took_is_no_computing() -> None:
-    found = step_parts({"step_time_s": 1.0, "profile_s": 0.4, "data_wait_s": 0.1, "profile": {"compute": 0.5}})
+    found = split_step_time({"step_time_s": 1.0, "profile_s": 0.4, "data_wait_s": 0.1, "profile": {"compute": 0.5}})
     assert found["profiling"] == 0.4 and found["compute"] == pytest.approx(0.5)

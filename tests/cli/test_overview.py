@@ -10,7 +10,7 @@ import pytest
 
 import submit
 from cli import overview
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
@@ -40,7 +40,7 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(overview, "jobs_of", jobs_of)
     monkeypatch.chdir(tmp_path)
-    console = Plain(width=120, record=True)
+    console = PlainConsole(width=120, record=True)
     overview.print_runs(Path("runs"), console)
     shown = console.export_text()
     assert asked == [{waits.path, also.path}], "once, and not for what is done or never was Slurm's"

@@ -20,7 +20,7 @@ from cli import watch as watching
 from data_prep.inputs.sources import Input
 from data_prep.shard import lacks
 from data_prep.text.tokenizer import train_bpe
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
@@ -59,7 +59,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
 def test_the_verdict(
     missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
 ) -> None:
-    found = status.judge(missing, held, events, JobState("9", job) if job else None)
+    found = status.determine_state(missing, held, events, JobState("9", job) if job else None)
     assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
 
 
@@ -71,9 +71,9 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
     ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
-    rows = {row.stage: row for row in status.Lookout(run).look()}
+    rows = {row.stage: row for row in status.StatusPoller(run).poll()}
     assert rows["train"].state == rows["evaluate"].state == "never"
-    assert rows["evaluate"].why == "job 4 waits for train"
+    assert rows["evaluate"].problem == "job 4 waits for train"
     console = Console(width=150, record=True)
     status.print_status(run, console)
     assert "to go on: python submit.py resume" in console.export_text()
@@ -81,7 +81,7 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", ", which takes an administrator")])
 def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
-    found = status.judge("x", False, [], JobState("9", "PENDING", reason))
+    found = status.determine_state("x", False, [], JobState("9", "PENDING", reason))
     assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
 
 
@@ -97,17 +97,17 @@ def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, mon
         return problem(one)
 
     monkeypatch.setattr(Input, "problem", ask)
-    found = status.Lookout(run).look()[:2]
-    assert [(row.state, row.why) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
+    found = status.StatusPoller(run).poll()[:2]
+    assert [(row.state, row.problem) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
     (corpus := tmp_path / "corpus.jsonl").unlink()
-    found = status.Lookout(run).look()[:2]
+    found = status.StatusPoller(run).poll()[:2]
     gone = f"input {corpus} is gone since it was prepared: put it back, or go on with what there is now: `"
-    assert [row.state for row in found] == ["done", "waiting"] and found[1].why.startswith(gone)
+    assert [row.state for row in found] == ["done", "waiting"] and found[1].problem.startswith(gone)
     assert str(load("prepare").missing(run)).startswith(gone)
     asked.clear()
     run.event("submitted", "shard", job_id="1", executor="local")
     run.event("started", "shard", job_id="1")
-    assert status.Lookout(run).look()[1].state == "died" and not asked, "one that began says so itself"
+    assert status.StatusPoller(run).poll()[1].state == "died" and not asked, "one that began says so itself"
 
 
 def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +152,16 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
         return real(entry, path, hashes)
 
     monkeypatch.setattr(FileEntry, "problem", problem)
-    row = status.Lookout(run).look()[1]
+    row = status.StatusPoller(run).poll()[1]
     assert (row.state, row.cells["step"]) == (
         "done",
         "21/21 units",
     ) and asked.count(path) == 1
     path.unlink()
-    row = status.Lookout(run).look()[1]
-    assert row.state == "waiting" and row.why.startswith(f"{path} is missing: put the file back as it was, or start a")
+    row = status.StatusPoller(run).poll()[1]
+    assert row.state == "waiting" and row.problem.startswith(
+        f"{path} is missing: put the file back as it was, or start a"
+    )
 
 
 def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +170,9 @@ def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monk
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
     hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
-    assert hint in status.Lookout(run).look()[2].why
+    assert hint in status.StatusPoller(run).poll()[2].problem
     (run.stage_folder("train") / "3_0_log.out").touch()
-    assert hint not in status.Lookout(run).look()[2].why
+    assert hint not in status.StatusPoller(run).poll()[2].problem
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -196,7 +198,7 @@ def test_no_cell_is_cut(width: int) -> None:
     parts = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
     cells = [["stage", "attempt", "ranks", "end", *parts], ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
     console = Console(width=width, record=True)
-    console.print(status.grid(cells, width), soft_wrap=True)
+    console.print(status.build_table(cells, width), soft_wrap=True)
     lines = console.export_text().splitlines()
     shown = [(name, cell) for name, cell in zip(*cells, strict=True) if name in lines[0]]
     assert lines[1].split() == " ".join(cell for _, cell in shown).split() and "…" not in "".join(lines)
@@ -221,7 +223,7 @@ def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
     monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
     monkeypatch.setattr(watching, "LOOK_S", 0.001)
     text = io.StringIO()
-    watching.watch(run, Plain(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    watching.watch(run, PlainConsole(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
     assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 
@@ -236,17 +238,17 @@ def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, mo
         return []
 
     monkeypatch.setattr(status, "jobs_of", jobs_of)
-    lookout = status.Lookout(run)
+    poller = status.StatusPoller(run)
     for _ in range(100):
-        lookout.look()
-        now += status.LOOK_S
+        poller.poll()
+        now += status.POLL_INTERVAL_S
     pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
     assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
     run.event("requeued", "train")
-    lookout.look()
+    poller.poll()
     assert asked[-1] == now, "the run directory shows something new"
-    now += status.LOOK_S
-    lookout.look()
+    now += status.POLL_INTERVAL_S
+    poller.poll()
     assert asked[-1] == now
 
 
@@ -294,21 +296,21 @@ def test_what_nobody_knows_is_asked_once_where_slurm_answers(
 def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
     slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
     worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}
-    assert status.stragglers([STARTED, slow]) == [slow]
-    assert status.stragglers([STARTED, slow, worse])[0] == worse
-    assert status.stragglers([STARTED, slow, {"event": "recovered", "rank": 2}]) == []
-    assert status.stragglers([STARTED, slow, STARTED]) == []
+    assert status.find_current_stragglers([STARTED, slow]) == [slow]
+    assert status.find_current_stragglers([STARTED, slow, worse])[0] == worse
+    assert status.find_current_stragglers([STARTED, slow, {"event": "recovered", "rank": 2}]) == []
+    assert status.find_current_stragglers([STARTED, slow, STARTED]) == []
 
 
 def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.events.unlink()  # killed between config.yaml and the first event
-    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "waiting", "waiting"]
+    assert [row.state for row in status.StatusPoller(run).poll()] == ["done", "done", "waiting", "waiting"]
     console = Console(width=150, record=True)
     print_report(run, console)
     assert "0/30" in console.export_text()
     run.request(run.cancelled_file)
-    assert [row.state for row in status.Lookout(run).look()] == ["done", "done", "cancelled", "cancelled"]
+    assert [row.state for row in status.StatusPoller(run).poll()] == ["done", "done", "cancelled", "cancelled"]
 
 
 @pytest.mark.parametrize(
@@ -330,13 +332,13 @@ def test_an_evaluation_is_not_done_before_the_training(
     monkeypatch.setattr(load("evaluate"), "missing", lambda run: None)
     trains = Submitted(run.path, "train", "3", JobState("3", "RUNNING"))
     jobs = [trains] if job is None else [trains, Submitted(run.path, "evaluate", "4", job)]
-    lookout = status.Lookout(run)
-    assert [row.state for row in lookout.judged(jobs)] == ["done", "done", "running", state]
+    poller = status.StatusPoller(run)
+    assert [row.state for row in poller.statuses_from(jobs)] == ["done", "done", "running", state]
     if job is None:
         run.request(run.cancelled_file)
-        assert [row.state for row in lookout.judged([])] == ["done", "done", "cancelled", "cancelled"]
+        assert [row.state for row in poller.statuses_from([])] == ["done", "done", "cancelled", "cancelled"]
         monkeypatch.setattr(load("train"), "missing", lambda run: None)
-        assert [row.state for row in lookout.judged([])] == ["done"] * 4
+        assert [row.state for row in poller.statuses_from([])] == ["done"] * 4
 
 
 def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:

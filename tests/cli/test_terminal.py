@@ -11,7 +11,7 @@ import pytest
 
 from cli.doctor import Finding, print_findings
 from cli.logs import show
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import printable
 from pipeline.base.files import append_line
 from pipeline.config.read import load_config
@@ -48,7 +48,7 @@ def harmless(text: str) -> None:
 
 def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
     file = io.StringIO()
-    console = Plain(file=file, width=200)
+    console = PlainConsole(file=file, width=200)
     print_status(run, console)
     print_report(run, console)
     said = partial(console.print, soft_wrap=True)

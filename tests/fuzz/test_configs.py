@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from cli.dry_run import print_plan
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError, storage_error
 from pipeline.config.read import dump_config, load_config
 from pipeline.run.code import CODE_ROOT
@@ -180,7 +180,7 @@ def refused_or_kept(folder: Path, number: int) -> bool:
     signal.alarm(120)
     try:
         config = load_config(path, overrides)
-        print_plan(config, "slurm", Plain(file=io.StringIO(), width=100), scripts=True)
+        print_plan(config, "slurm", PlainConsole(file=io.StringIO(), width=100), scripts=True)
         path.write_text(dump_config(config))
         assert load_config(path) == config, "the frozen config is another one"
         return True

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError, storage_error
 from pipeline.base.files import intact
@@ -84,7 +84,7 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
 
 def look(path: Path) -> str:
     """What status and report show of a run, or in which words they refuse it."""
-    console = Plain(file=io.StringIO(), width=200, record=True)
+    console = PlainConsole(file=io.StringIO(), width=200, record=True)
     try:
         print_status(Run.open(path), console)
         print_report(Run.open(path), console)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.base.yaml12 import parse
@@ -239,7 +239,7 @@ def test_it_goes_on_only_from_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_measurement_is_a_run_of_its_own(tmp_path: Path) -> None:
     """Of minutes, of a name that any FILE gives, and of which no tracker hears."""
-    path, shown = Path("configs/quickstart.yaml"), Plain(file=io.StringIO(), width=200)
+    path, shown = Path("configs/quickstart.yaml"), PlainConsole(file=io.StringIO(), width=200)
     words = ["stages.train.time=1-00:00:00", "track={mail: me@example.org, tensorboard: true}"]
     made = [config_of(path, words, tmp_path / at / "my box.yaml", None, shown) for at in "ab"]
     assert [one.stages.measure.time for one in made] == ["00:30:00"] * 2 and made[0].track == TrackConfig()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.changes import differences
@@ -110,8 +110,8 @@ def test_weights_of_steps_that_are_trained_are_no_correction(tmp_path: Path, run
 def shown(run: Run) -> tuple[str, str, str]:
     """Return what `status` and `report` print, and the page."""
     out = [io.StringIO(), io.StringIO()]
-    status.print_status(run, Plain(file=out[0], width=200))
-    print_report(run, Plain(file=out[1], width=200))
+    status.print_status(run, PlainConsole(file=out[0], width=200))
+    print_report(run, PlainConsole(file=out[1], width=200))
     return out[0].getvalue(), out[1].getvalue(), (run.path / "report.html").read_text()
 
 
@@ -126,26 +126,26 @@ def test_status_and_report_show_the_values_in_effect(run: Run) -> None:
 def test_followers_notice_a_change_from_another_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that had read the config before: a table that is watched, and the line of the stage that trains."""
     run.metrics.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
-    lookout, out = status.Lookout(run), io.StringIO()
+    poller, out = status.StatusPoller(run), io.StringIO()
     monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
-    assert [row.cells["step"] for row in lookout.look() if row.stage == "train"] == ["31/30"]
+    assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
     Run.open(run.path).change(["train.steps=40"])
     turns = iter([True, True, False])
-    follow.follow(Run.open(run.path), "train", lambda: next(turns), Plain(file=io.StringIO(), width=200))
-    assert [row.cells["step"] for row in lookout.look() if row.stage == "train"] == ["31/40"]
+    follow.follow_stage(Run.open(run.path), "train", lambda: next(turns), PlainConsole(file=io.StringIO(), width=200))
+    assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/40"]
     Run.open(run.path).change(["train.steps=50"])
     turns = iter([True, True, False])
-    follow.follow(run, "train", lambda: next(turns), Plain(file=out, width=200))
+    follow.follow_stage(run, "train", lambda: next(turns), PlainConsole(file=out, width=200))
     assert "train.steps: 40 → 50" in out.getvalue() and "step 31/50" in out.getvalue(), out.getvalue()
 
 
 def test_a_stage_that_was_done_is_asked_again_after_a_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_stage, "newest_step", lambda folder: 30)
-    lookout = status.Lookout(run)
-    before = {row.stage: row.state for row in lookout.look()}
+    poller = status.StatusPoller(run)
+    before = {row.stage: row.state for row in poller.poll()}
     Run.open(run.path).change(["train.steps=40"])
-    assert before["train"] == "done" != {row.stage: row.state for row in lookout.look()}["train"]
+    assert before["train"] == "done" != {row.stage: row.state for row in poller.poll()}["train"]
 
 
 def test_no_time_left_is_never_negative() -> None:

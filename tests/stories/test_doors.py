@@ -279,7 +279,7 @@ def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
     monkeypatch.setattr(follow, "POLL_S", 0.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=dumb, _environ={"TERM": "dumb"})
     ticks = iter([True, True, False])
-    follow.follow(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
+    follow.follow_stage(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
     shown = cast(io.StringIO, console.file).getvalue()
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 

@@ -19,7 +19,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, claims, query
-from slurm.query.status import Lookout
+from slurm.query.status import StatusPoller
 from slurm.supervise.launch import SrunRanks
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -179,10 +179,10 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     for name in runs:
         assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
     left = Run.open(runs["left"])
-    first, second = (a for a in gather(left, Lookout(left).look()).attempts if a.stage == "train")
-    assert first.cause != "done" == second.cause and second.parts["queue"] > 4, "it waits 6 s after a requeue"
-    assert sum(sum(a.parts.values()) for a in (first, second)) == pytest.approx(second.end - first.begin)
-    assert first.parts["compute"] > 1 and second.parts["compute"] > 3 and second.parts["startup"] > 0.5
+    first, second = (a for a in gather(left, StatusPoller(left).poll()).attempts if a.stage == "train")
+    assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, "it waits 6 s after a requeue"
+    assert sum(sum(a.seconds.values()) for a in (first, second)) == pytest.approx(second.end_time - first.start_time)
+    assert first.seconds["compute"] > 1 and second.seconds["compute"] > 3 and second.seconds["startup"] > 0.5
     report = submit(cluster, tmp_path, "report", "runs/left").stdout
     assert "effective training time ratio" in report and re.search(r"train +all", report), report
     page = (runs["left"] / "report.html").read_text()

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cli.submission_checks import rehearse
+from cli.submission_checks import check_submission
 from pipeline.base.errors import UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
@@ -394,7 +394,7 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
     registry.refuse_missing(config)
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"track.wandb needs wandb, which is not installed: pip install 'sluice\[wandb"):
-        rehearse(config, on_slurm=False)
+        check_submission(config, on_slurm=False)
     assert not config.run.root.exists()
 
 

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.files import seal
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.history import History
-from pipeline.run.ledger import PARTS, Attempt
+from pipeline.run.ledger import CATEGORIES, AttemptTimes
 from pipeline.run.lines import metric
 from pipeline.run.lines import read as read_lines
 from tests.support.tiny import write_config
@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def report(run: Run) -> tuple[str, Document]:
-    print_report(run, Plain(file=io.StringIO(), width=200))
+    print_report(run, PlainConsole(file=io.StringIO(), width=200))
     text = (run.path / "report.html").read_text()
     return text, Document(text)
 
@@ -218,14 +218,16 @@ def test_history_reads_each_line_once_and_all_again_after_a_restore(tmp_path: Pa
 
 
 def test_the_timeline_names_every_stop_and_many_lanes_stay_small() -> None:
-    spent = dict.fromkeys(PARTS, 0.0) | {"compute": 600.0}
+    spent = dict.fromkeys(CATEGORIES, 0.0) | {"compute": 600.0}
     causes = ["preempted", "hang", "time_limit", "done"]
-    attempts = [Attempt("train", None, n + 1, 2, 600.0 * n, 600.0 * n + 600, c, spent) for n, c in enumerate(causes)]
+    attempts = [
+        AttemptTimes("train", None, n + 1, 2, 600.0 * n, 600.0 * n + 600, c, spent) for n, c in enumerate(causes)
+    ]
     drawn = timeline(attempts)
     assert re.findall(r'<text class="in[^>]*>(\w+)', drawn) == causes[:-1]
     assert [f"train {n} ended: {c}" in drawn for n, c in enumerate(causes, 1)] == [True] * 3 + [False]
     assert re.findall(r'class="tick"[^>]*>(\d+)<', drawn)[-1] == "40" and "minutes since" in drawn
-    many = timeline([Attempt("shard", n, 1, 1, 0.0, 600.0, "done", spent) for n in range(5000)])
+    many = timeline([AttemptTimes("shard", n, 1, 1, 0.0, 600.0, "done", spent) for n in range(5000)])
     assert len(many) < 100_000 and "4900 more lanes" in many
     assert timeline([]) == "" == lanes("", None, [])  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.machines import energy_kwh, gpus_behind
@@ -335,8 +335,8 @@ def test_report_tells_of_the_training_though_other_stages_ran_long(going: Run, m
     assert "last 10 minutes of training: GPU 3 on n1: Xid 79" in shown(print_report, going)
 
 
-def shown(show: Callable[[Run, Plain], None], run: Run) -> str:
-    console = Plain(file=io.StringIO(), width=300)
+def shown(show: Callable[[Run, PlainConsole], None], run: Run) -> str:
+    console = PlainConsole(file=io.StringIO(), width=300)
     show(run, console)
     return cast(io.StringIO, console.file).getvalue()
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 import submit
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -261,7 +261,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     kinds = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
     assert kinds == ["warning: GPU memory:", "warning: host memory:"]
     out = io.StringIO()
-    monkeypatch.setattr(submit, "console", Plain(file=out, width=300))
+    monkeypatch.setattr(submit, "console", PlainConsole(file=out, width=300))
     monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(local_runner, "run_chain", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
@@ -61,7 +61,7 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     flag.count = signals
     if not batch:
         threading.Timer(2, supervisor.terminate).start()  # it reads the file
-    code = local_runner.run_stage(run, "prepare", flag, Plain(file=io.StringIO()))
+    code = local_runner.run_stage(run, "prepare", flag, PlainConsole(file=io.StringIO()))
     assert run.stop_file.exists() == (not batch)
     if batch or signals == 1:
         assert (supervisor.poll(), code) == (5, ExitCode.CRASHED), "it wrote no event"

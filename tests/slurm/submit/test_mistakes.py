@@ -25,7 +25,7 @@ from rich.console import Console
 
 import submit
 from cli.overview import print_runs
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
@@ -283,7 +283,7 @@ def test_runs_that_may_not_be_read_are_not_taken_for_none(folder: Path, capsys: 
     shown = answer(capsys)
     assert "runs: permission denied" in shown and "no runs" not in shown
     Path("runs").chmod(0o755)
-    console = Plain(width=160, record=True)
+    console = PlainConsole(width=160, record=True)
     with other_user(folder):
         print_runs(Path("runs"), console)
     shown = console.export_text()

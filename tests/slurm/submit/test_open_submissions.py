@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from pipeline.run.points import points
@@ -59,14 +59,14 @@ def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
 
 def submit(run: Run) -> str:
     """What `submit` prints."""
-    console = Plain(width=200, record=True)
+    console = PlainConsole(width=200, record=True)
     with run.alone():
         submit_chain(run, console, again=False)
     return str(console.export_text())
 
 
 def status(run: Run) -> str:
-    console = Plain(width=200, record=True)
+    console = PlainConsole(width=200, record=True)
     print_status(run, console)
     return str(console.export_text())
 

@@ -10,7 +10,7 @@ import pytest
 
 import submit as command_line
 from cli.resume_preview import print_resume
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -28,7 +28,7 @@ def files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool = False, scripts: bool = False) -> str:
     """What is printed, while nothing is written."""
-    console, before = Plain(width=200, record=True), files(run.path)
+    console, before = PlainConsole(width=200, record=True), files(run.path)
     print_resume(run, overrides, update_code, "slurm" if slurm else "local", bool(overrides), console, scripts=scripts)
     assert files(run.path) == before, "a dry run writes nothing"
     return console.export_text()

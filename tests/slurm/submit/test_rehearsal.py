@@ -11,7 +11,7 @@ import h5py
 import pytest
 
 import submit
-from cli.submission_checks import rehearse
+from cli.submission_checks import check_submission
 from examples import make_images
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
@@ -50,7 +50,7 @@ def refusal(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") 
     """What the rehearsal says; nothing is left of it."""
     before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(UserError) as refused:
-        rehearse(load_config(Path(config), overrides), on_slurm)
+        check_submission(load_config(Path(config), overrides), on_slurm)
     assert sorted(Path.cwd().rglob("*")) == before
     return str(refused.value)
 
@@ -72,7 +72,7 @@ def test_what_cannot_work_is_told_before_anything_is_made(folder: Path, override
 
 def test_jobs_that_cannot_be_written_are_told_before_the_first_is_queued(folder: Path) -> None:
     both = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
-    rehearse(load_config(Path("tiny.yaml"), both), False)
+    check_submission(load_config(Path("tiny.yaml"), both), False)
     assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in refusal(*both, on_slurm=True)
     assert "site.pass: NOT_THERE not set" in refusal("site.pass=[NOT_THERE]", on_slurm=True)
 
@@ -83,8 +83,8 @@ def test_jobs_that_no_node_can_run_are_told_before_the_first_is_queued(
     monkeypatch.setattr(capacity, "call", lambda *words, timeout_s: "low*|4|4|65536|(null)|(null)\n")
     monkeypatch.setattr(capacity, "settings", lambda timeout_s: {})
     assert "site.cpus_per_task: 8" in refusal("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
-    rehearse(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
-    rehearse(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)
+    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
+    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)
 
 
 def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
     os.seteuid(1234)
     try:
         with pytest.raises(UserError, match="cannot use /usr/none/tiny: permission denied"):
-            rehearse(config, False)
+            check_submission(config, False)
     finally:
         os.seteuid(0)
 
@@ -105,10 +105,10 @@ def test_a_folder_of_texts_that_may_not_be_read(folder: Path, source: str) -> No
     (folder / "texts").mkdir()
     (folder / "corpus.jsonl").rename(folder / "texts/corpus.jsonl")
     config = load_config(Path("tiny.yaml"), [f"data.source={folder}/{source}", "run.root=/tmp"])
-    rehearse(config, False)
+    check_submission(config, False)
     (folder / "texts").chmod(0o700)
     with other_user(folder), pytest.raises(UserError, match=r"texts.*ermission denied"):
-        rehearse(config, False)
+        check_submission(config, False)
 
 
 def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
@@ -121,11 +121,11 @@ def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
         file["tokens"] = [1, 2]
     assert "own wants samples in a dataset 'images'; there are: tokens" in refusal(config="own.yaml")
     make_images.main(folder / "images.h5", 20)
-    rehearse(load_config(folder / "own.yaml"), False)
+    check_submission(load_config(folder / "own.yaml"), False)
     (folder / "own.py").write_text(f"{MODULE}import not_there\n")
     assert "own cannot be imported or built here" in refusal(config="own.yaml")
     image = "site.container={runtime: apptainer, image: /x.sif}"
-    rehearse(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
+    check_submission(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
 
 
 def test_each_of_several_files_is_looked_at(folder: Path) -> None:
@@ -165,15 +165,15 @@ def test_code_for_another_python_is_compiled_all_the_same(folder: Path) -> None:
     assert "sib.py, which the jobs would run, is no Python" in said
     assert f'File "{folder}/sib.py", line 2' in said and "code/sib.py" not in said
     (folder / "sib.py").write_text("x = 1\n")
-    rehearse(load_config(Path("own.yaml"), [theirs]), False)
+    check_submission(load_config(Path("own.yaml"), [theirs]), False)
 
 
 def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
     """Inputs may go once they are shards."""
     run = make_run(folder)
     (folder / "corpus.jsonl").unlink()
-    rehearse(load_config(Path("tiny.yaml")), False)
-    assert rehearse(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), False).corrections
+    check_submission(load_config(Path("tiny.yaml")), False)
+    assert check_submission(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), False).corrections
     (run.checkpoints / "step-00000007").mkdir()
     assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in refusal("optimizer.lr=0.5")
     (run.data / "prepare.json").unlink()

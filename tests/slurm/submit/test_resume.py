@@ -20,7 +20,7 @@ from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import job_states, run_jobs
 from slurm.query.job_states import Claim, JobState
-from slurm.query.status import Lookout
+from slurm.query.status import StatusPoller
 from slurm.submit import chain, limits, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -236,9 +236,9 @@ def test_a_sweep_and_its_points_are_one_question(
         return found, []
 
     monkeypatch.setattr(run_jobs, "look_up", look_up)
-    lookout = Lookout(swept)
-    lookout.look()
-    assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and lookout.points_going
+    poller = StatusPoller(swept)
+    poller.poll()
+    assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and poller.has_active_point
 
 
 def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from cli.doctor import Facts, Finding, file_system, judge
 from cli.dry_run import print_plan
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import granted_tasks
 from pipeline.base.errors import UserError
 from pipeline.config.masking import exposed, mask, masked
@@ -229,7 +229,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     cfg = config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", own)
     out = io.StringIO()
     cfg = cfg.model_copy(update={"site": SiteConfig.model_validate(site)})
-    print_plan(cfg, "slurm", Plain(file=out, width=80), scripts=True)
+    print_plan(cfg, "slurm", PlainConsole(file=out, width=80), scripts=True)
     text = out.getvalue()
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
@@ -242,7 +242,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
 def planned(config: Config) -> dict[str, str]:
     """What a dry run prints for Slurm: the scripts by their headings."""
     out = io.StringIO()
-    print_plan(config, "slurm", Plain(file=out, width=80), scripts=True)
+    print_plan(config, "slurm", PlainConsole(file=out, width=80), scripts=True)
     _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
@@ -269,7 +269,7 @@ def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("time", "left"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
 def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str, left: str | None) -> None:
     out = io.StringIO()
-    print_plan(config(tmp_path, f"stages.train.time='{time}'"), "slurm", Plain(file=out, width=200))
+    print_plan(config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=out, width=200))
     told = re.findall(
         rf"^problem +stages.train.time: {time} is short: .*save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M
     )
@@ -279,7 +279,7 @@ def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str
 @pytest.mark.parametrize("stage", ["prepare", "evaluate"])
 def test_and_so_for_each_stage_that_gets_the_signal(tmp_path: Path, stage: str) -> None:
     out = io.StringIO()
-    print_plan(config(tmp_path, f"stages.{stage}.time='00:01:00'"), "slurm", Plain(file=out, width=200))
+    print_plan(config(tmp_path, f"stages.{stage}.time='00:01:00'"), "slurm", PlainConsole(file=out, width=200))
     assert re.search(
         rf"^problem +stages.{stage}.time: 00:01:00 is short: .*90 s before .* leaves 0 s", out.getvalue(), re.M
     )

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.dry_run import print_plan
-from pipeline.base.console import Plain
+from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.verify import verify
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
-from pipeline.run.ledger import seconds
+from pipeline.run.ledger import event_timestamp
 from pipeline.run.points import make_points, points
 from slurm.query import status
-from slurm.query.status import Lookout, Row, point_table, print_status
+from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
@@ -54,9 +54,9 @@ def swept(folder: Path, data: Path, *overrides: str) -> Run:
 
 
 def under_way(run: Run) -> bool:
-    lookout = Lookout(run)
-    lookout.look()
-    return lookout.points_going
+    poller = StatusPoller(run)
+    poller.poll()
+    return poller.has_active_point
 
 
 keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
@@ -112,10 +112,10 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
-    attempts = gather(run, Lookout(run).look()).attempts
+    attempts = gather(run, StatusPoller(run).poll()).attempts
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
     for point, attempt in zip(points(run), attempts, strict=True):
-        assert attempt.end == seconds(point.read_events("train", "done")[0])
+        assert attempt.end_time == event_timestamp(point.read_events("train", "done")[0])
 
 
 def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path
         point.event("started", "train", job_id="1", attempt=1, ranks=1)
         point.event("failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh")
     for show in (print_status, print_report):
-        console = Plain(width=150, record=True)
+        console = PlainConsole(width=150, record=True)
         show(run, console)
         text = console.export_text()
         assert "points 001, 002: train failed (crashed): [Errno 5] oh\n" in text
@@ -137,7 +137,7 @@ def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: P
     for number, point in enumerate(make_points(run)):
         lines = ({"step": s, "loss": 5 - s / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0} for s in range(1, 25))
         point.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
-    print_report(run, Plain(width=150, record=True))
+    print_report(run, PlainConsole(width=150, record=True))
     page = (run.path / "report.html").read_text()
     figure = re.search(r'<figure data-x="1.0 24.0 0" data-y="0.0 5.0 0">.*?</figure>', page)
     assert figure and "Loss of the points" in figure[0] and "optimizer step" in figure[0]
@@ -154,7 +154,7 @@ def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_dry_run_names_the_points(tmp_path: Path, data: Path) -> None:
-    console = Plain(width=150, record=True)
+    console = PlainConsole(width=150, record=True)
     print_plan(load_config(write_config(tmp_path), [SWEEP, *SMALL]), "local", console)
     assert "point 000 optimizer.lr 0.001, run.seed 4\n" in console.export_text()
 
@@ -165,8 +165,8 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
     run = swept(tmp_path, data)
     found = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
     monkeypatch.setattr(status, "newest_result", lambda point: found.get(point.path.name))
-    rows = [Row(point, "evaluate", "waiting", "", False, {}, "") for point in points(run)]
-    table = point_table(run, rows)
+    rows = [StageStatus(point, "evaluate", "waiting", "", False, {}, "") for point in points(run)]
+    table = tabulate_points(run, rows)
     assert table[0][-2:] == ["bits per byte", "accuracy"]
     assert [(row[0], *row[-2:]) for row in table[1:3]] == [("002", "1.0000", "0.7500"), ("000", "2.0000", "0.5000")]
     assert [row[-2:] for row in table[3:]] == [["-", "-"]] * 2
@@ -198,8 +198,8 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
-    training = [a for a in gather(run, Lookout(run).look()).attempts if a.stage == "train"]
-    assert sum(a.parts["compute"] for a in training) > 40, "96 steps of half a second"
+    training = [a for a in gather(run, StatusPoller(run).poll()).attempts if a.stage == "train"]
+    assert sum(a.seconds["compute"] for a in training) > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
     watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
     assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
@@ -238,7 +238,7 @@ def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_i
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
     shown = io.StringIO()
-    print_status(Run.open(moved.path), Plain(file=shown, width=160))
+    print_status(Run.open(moved.path), PlainConsole(file=shown, width=160))
     assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
     assert [one.config.optimizer.lr for one in make_points(moved)] == [0.1, 0.2]
     assert [one.path for one in points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
