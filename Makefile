@@ -4,7 +4,8 @@
 # make install   set up .venv only
 # make check     ruff and mypy         make format    let ruff format
 # make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
-# make count     lines of code by folder
+# make count     lines and files by package, config keys, commands
+# make generated write what is generated from the config's sections (configs/schema.json)
 # make test-long the full matrices (lm-eval in .venv-lm-eval, which it sets up), after them test-mpich, test-debian13: hours
 # make bench     the benchmarks, tables under benchmarks/results/
 # make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
@@ -20,7 +21,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt 
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run install test test-cluster test-long count test-gpu-fake test-mpich test-debian13 check format bench cluster cluster-down clean
+.PHONY: run install test test-cluster test-long count generated test-gpu-fake test-mpich test-debian13 check format bench cluster cluster-down clean
 
 run: install
 	$(BIN)/python submit.py $(CONFIG)
@@ -42,8 +43,11 @@ check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-count:
-	@$(PYTHON) -m tests.support.count
+count: $(VENV)/.installed
+	@$(BIN)/python -m tests.support.count
+
+generated: $(VENV)/.installed
+	$(BIN)/python submit.py schema > configs/schema.json
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .

@@ -1,55 +1,73 @@
-"""Lines of code of the product by folder: without docstrings (those under fields, too), comments and blank lines.
+"""Count what a reader meets: lines of code and files by package, config keys and commands.
 
-python -m tests.support.count
+    python -m tests.support.count
+
+Lines are lines with code: docstrings, the strings below fields, comments and blank lines do not count.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import json
 import tokenize
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import typer
+
+import submit
+from tests.architecture.imports import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-_NO_CODE = {
+NOT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
 
 
-def code_lines(text: str) -> int:
-    """Lines with code in Python source."""
+def count_code_lines(source: str) -> int:
+    """Return the number of lines of Python source that hold code."""
     documentation = {
         line
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    spans = (range(t.start[0], t.end[0] + 1) for t in tokens if t.type not in _NO_CODE)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
     return len({line for span in spans for line in span} - documentation)
 
 
+def iter_config_keys(schema: Mapping[str, Any], node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of each key that `node` of the JSON Schema of configs describes, sections excluded."""
+    for name, field in node.get("properties", {}).items():
+        branches = [field, *field.get("anyOf", ()), *field.get("allOf", ())]
+        references = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
+        sections = [schema["$defs"][one] for one in references if "properties" in schema["$defs"][one]]
+        if not sections:
+            yield prefix + name
+        for section in sections:
+            yield from iter_config_keys(schema, section, f"{prefix}{name}.")
+
+
 def main() -> None:
-    """Print the table."""
-    files = [
-        ROOT / "submit.py",
-        *(
-            p
-            for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
-            for p in (ROOT / name).rglob("*.py")
-        ),
-    ]
-    lines = {path: code_lines(path.read_text()) for path in files}
-    rooms: Counter[str] = Counter()
-    number: Counter[str] = Counter()
-    for path, count in lines.items():
-        room = path.parent.relative_to(ROOT).as_posix() if path.parent != ROOT else path.name
-        rooms[room] += count
-        number[room] += 1
-    for room in sorted(rooms):
-        print(f"{rooms[room]:6} in {number[room]:3} files  {room}")
-    print(f"{sum(rooms.values()):6} in {len(lines):3} files")
+    """Print lines and files by package, then the totals, the config keys and the commands."""
+    paths = [ROOT / "submit.py", *(path for name in MAY_IMPORT for path in (ROOT / name).rglob("*.py"))]
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in paths:
+        package = path.parent.relative_to(ROOT).as_posix() if path.parent != ROOT else path.name
+        lines[package] += count_code_lines(path.read_text())
+        files[package] += 1
+    for package in sorted(lines):
+        print(f"{lines[package]:6} lines in {files[package]:3} files  {package}")
+    schema = json.loads((ROOT / "configs/schema.json").read_text())
+    commands = sorted(typer.main.get_command(submit.app).commands)  # type: ignore[attr-defined]
+    print(f"{lines.total():6} lines in {files.total():3} files")
+    print(f"{len(set(iter_config_keys(schema, schema))):6} config keys")
+    print(f"{len(commands):6} commands: {' '.join(commands)}")
 
 
 if __name__ == "__main__":
