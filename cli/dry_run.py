@@ -187,13 +187,13 @@ def _training(config: Config, run: Run) -> Iterator[str]:
     if own is not None:
         arrays, unit, what = ", ".join(own.arrays), "samples", f"{own.target} ({own.root})"
     layout, nodes = resolve_layout(config), config.stages.train.most_nodes
-    each = f"{_count(layout.data, 'replica')} × {_count(layout.micro_batches, 'micro-batch')}".replace(
+    each = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')}".replace(
         "batchs", "batches"
     )
     yield f"data      {sources}: {arrays}"
     yield f"model     {what}, {train.precision}"
     yield f"training  {steps_words(config, run.data)} of {train.global_batch} {unit}: {each} of {train.micro_batch}"
-    yield f"layout    {_count(layout.world, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
+    yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
 
 
 def describe_stages(config: Config, points: int, on_slurm: bool, chosen: Container[str] | None = None) -> Iterator[str]:

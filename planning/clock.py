@@ -109,7 +109,7 @@ def _there_and_back(members: range, rank: int, tensor: Tensor) -> None:
 def step(config: Config, layout: Layout, world: World, work: Workload) -> Step:
     """Real steps of the engine that trains, on drawn tokens."""
     engine, numbers = Engine(config, layout, world, Task(config, work.vocab)), count(1)
-    rows = config.train.global_batch // layout.data
+    rows = config.train.global_batch // layout.dp
     drawn = torch.randint(0, work.vocab, (rows, work.sequence + 1), device=world.device)
 
     def call() -> None:

@@ -34,7 +34,10 @@ def figures(config: Config, machine: Machine | None) -> dict[str, Any]:
     parts = [{kind: getattr(held, kind) / GB for kind in kinds} | own for held in memories(config, layout, vocab)]
     found: dict[str, Any] = {
         "config": config.model_dump(mode="json", exclude_defaults=True),
-        "words": {"layout": layout.words(), "fullest rank": f"{max(sum(part.values()) for part in parts):.1f} GB"},
+        "words": {
+            "layout": layout.describe_sizes(),
+            "fullest rank": f"{max(sum(part.values()) for part in parts):.1f} GB",
+        },
         "memory": parts,
         "limit": None if size is None else size * 2**30 / GB,
     }

@@ -53,8 +53,8 @@ def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool, one_ma
         one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
     """
     starts, peaks = [], []
-    orders = [[] for _ in range(layout.pipeline)] if needs_torch(layout) or on_gpu else actions(layout)
-    batch = 8 * config.train.global_batch // layout.data * config.data.sequence_length
+    orders = [[] for _ in range(layout.pp)] if needs_torch(layout) or on_gpu else actions(layout)
+    batch = 8 * config.train.global_batch // layout.dp * config.data.sequence_length
     for rank, order in enumerate(orders):
         held = memory(config, layout, rank, vocab, order, on_cpu=not on_gpu)
         state = held.weights + held.optimizer
@@ -62,11 +62,11 @@ def host_memory(config: Config, layout: Layout, vocab: int, on_gpu: bool, one_ma
         at_start += state + held.gradients if config.parallel.offload or not on_gpu else 0
         starts.append(at_start)
         peaks.append(at_start + state + (0 if on_gpu else held.gathered + held.activations))
-    per_node, fullest = layout.world if one_machine else layout.ranks_per_node, (0, 0)
-    for first in range(0, layout.world, per_node):
-        stages = [layout.coordinates(rank).pipeline for rank in range(first, min(first + per_node, layout.world))]
+    per_node, fullest = layout.world_size if one_machine else layout.ranks_per_node, (0, 0)
+    for first in range(0, layout.world_size, per_node):
+        stages = [layout.coordinates(rank).pp for rank in range(first, min(first + per_node, layout.world_size))]
         fullest = max(fullest, (sum(peaks[at] for at in stages), sum(starts[at] for at in stages)))
-    return HostMemory(min(per_node, layout.world), fullest[1], fullest[0])
+    return HostMemory(min(per_node, layout.world_size), fullest[1], fullest[0])
 
 
 def memory_here() -> tuple[int, str]:

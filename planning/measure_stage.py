@@ -85,7 +85,8 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
         told = (
             f"Measured by `plan --measure` on {os.uname().nodename}, {now()}: torch {torch.__version__}, backend "
             f"{world.backend},",
-            f"{world.size} ranks, {layout.ranks_per_node} a node: {layout.words()}; load average {load:.1f} before.",
+            f"{world.size} ranks, {layout.ranks_per_node} a node: {layout.describe_sizes()}; "
+            f"load average {load:.1f} before.",
             "Figures are those that were reached, peaks too. Links are free where one rank measured; on one node those",
             "between nodes are said to be as those inside, with one rank on each node the other way round.",
         )

@@ -35,7 +35,7 @@ context and a first group of eight H100 were 1.06 GB together (issue 1685)."""
 
 def reserve(layout: Layout) -> int:
     """Bytes of a GPU that are there for no tensor. Groups: all ranks, and each dimension of the mesh."""
-    groups = sum(size > 1 for size in (layout.pipeline, layout.replicate, layout.shard, layout.tensor))
+    groups = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
     return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
 
 
@@ -105,7 +105,7 @@ def describe_overflow(config: Config, fit: GpuFit, whence: str) -> str:
 
 def needs_torch(layout: Layout) -> bool:
     """Return whether the actions of the layout's schedule are torch's own: `actions` imports torch for it."""
-    return layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+    return layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
 
 
 def describe_size(size: float) -> str:
@@ -127,7 +127,7 @@ def _updating(config: Config, layout: Layout, trained: Sequence[ParameterShape],
     optimizer = config.optimizer
     if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
         largest = max((weight.values for weight in trained if weight.columns and weight.block >= 0), default=0)
-        return largest * layout.tensor * (22 if ranks * layout.tensor > 1 else 10)
+        return largest * layout.tp * (22 if ranks * layout.tp > 1 else 10)
     if optimizer.state == StateConfig() or config.train.compile:
         return 0
     return 40 * min(1 << 24, max((weight.part(ranks) for weight in trained), default=0))
@@ -138,16 +138,14 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
 
     `kind`: of activation checkpointing. `on_cpu`: by its kernels, which share no heads and norm in several steps.
     """
-    model, compiled, cut_stream = config.model, config.train.compile, layout.tensor if layout.sequence else 1
+    model, compiled, cut_stream = config.model, config.train.compile, layout.tp if layout.sequence_parallel else 1
     low, wide = config.train.precision != "fp32", residual_stream_bytes(config, layout)
     width = 2 if low else 4
     query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
     seen = query + 2 * (
         shared if low and not on_cpu else query
     )  # keys and values for each query, but for flash kernels
-    casts = (
-        3 if low and wide == 4 and layout.tensor == 1 else 0
-    )  # of a wide input, for each matrix; compiled, made again
+    casts = 3 if low and wide == 4 and layout.tp == 1 else 0  # of a wide input, for each matrix; compiled, made again
     # of width wide: the stream; of the other: inputs of products, whole even where the stream is cut; what is cut
     streams, sums, whole, cut = {
         "none": (1, 0, 3, seen + query + 3 * model.ffn_size)
@@ -158,7 +156,7 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     }[kind]
     norms = 2 * 4 + 2 * (4 - wide) if on_cpu and kind == "none" else 0
     found = (wide * streams + width * sums + norms) * model.dim // cut_stream
-    found += width * (whole * model.dim + cut // layout.tensor) + (kind != "full") * 4 * model.heads // layout.tensor
+    found += width * (whole * model.dim + cut // layout.tp) + (kind != "full") * 4 * model.heads // layout.tp
     return config.train.micro_batch * config.data.sequence_length * found
 
 
@@ -188,8 +186,11 @@ def memory(
         stored_weight_bytes(config),
         residual_stream_bytes(config, layout),
     )
-    width, share, tensor = 2 if low else 4, layout.shard if layout.zero else 1, layout.tensor
-    tokens, cut_stream = config.train.micro_batch * config.data.sequence_length, tensor if layout.sequence else 1
+    width, share, tensor = 2 if low else 4, layout.dp_shard if layout.zero else 1, layout.tp
+    tokens, cut_stream = (
+        config.train.micro_batch * config.data.sequence_length,
+        tensor if layout.sequence_parallel else 1,
+    )
     table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(list_rank_parameters(config, layout, pipeline, vocab))
     parameters = sum(weight.values for weight in weights)
@@ -217,7 +218,7 @@ def memory(
             gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
             gathered_at_loss = table
         # what is reduced, in fp32; a pipeline does so at the end
-        passing += 4 * blockwise // width if layout.pipeline == 1 and layout.data > 1 else 0
+        passing += 4 * blockwise // width if layout.pp == 1 and layout.dp > 1 else 0
     tail = loss = 0
     if layout.stages - 1 in stages:  # of the log-softmax in fp32; for a while three times that, four where it is cut
         cut = tensor if config.parallel.loss_parallel else 1
@@ -231,12 +232,12 @@ def memory(
             loss -= tail
         tail += width * tokens * model.dim + stream + (tokens * (8 - wide) * model.dim // cut_stream if on_cpu else 0)
         tail += table if copy else 0
-        tail += width * tokens * vocab // cut if chunk is None and layout.pipeline > 1 else 0  # logits, its output
+        tail += width * tokens * vocab // cut if chunk is None and layout.pp > 1 else 0  # logits, its output
     if copies:  # made again by what is compiled; of others gone when backward begins
         gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
     every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
-    gradients = every if layout.data > 1 and not layout.fsdp else 0  # DDP's buckets stay
+    gradients = every if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets stay
     away, back = find_cross_rank_stages(layout, pipeline)
     wanted = [stage for stage in range(layout.stages) if layout.stage_layers[stage].start > first]  # by its inputs
     held = stream * layout.micro_batches * (len(back) + sum(stage + 1 in wanted for stage in away))  # what comes
@@ -245,7 +246,7 @@ def memory(
     for kind_of, stage, _ in order:
         count = sum(number >= first for number in layout.stage_layers[stage])
         at_end = stage == layout.stages - 1
-        through = tail * at_end + stream * (not at_end) * (layout.pipeline > 1) - stream * (stage in back)
+        through = tail * at_end + stream * (not at_end) * (layout.pp > 1) - stream * (stage in back)
         if kind_of == "F":
             held += count * block + through
             continue
@@ -269,7 +270,7 @@ def memory(
     peak, besides = _of_replicas(config, values, kept * values + moments, peak)
     copied = 0
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
-        copied = parameters // (layout.data if layout.zero == 3 or layout.pipeline * tensor > 1 else 1)
+        copied = parameters // (layout.dp if layout.zero == 3 or layout.pp * tensor > 1 else 1)
     held = kept * sum(weight.part(share) for weight in weights) + 4 * copied
     return Memory(
         parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments + besides,

@@ -31,7 +31,7 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
     import torch
 
     options = config.model.all_options
-    for rank in range(layout.pipeline):
+    for rank in range(layout.pp):
         try:
             module = facts.load(facts.root.parent)
             with torch.device("meta"):
@@ -61,7 +61,7 @@ def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> I
     """What a step takes on a machine."""
     found = predict(workload_of(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
     yield f"predicted for {machine.gpu}: a step in {found.step:.3g} s, {found.tokens_per_gpu:,.0f} tokens/s of a GPU,"
-    whole = found.tokens_per_gpu * layout.world
+    whole = found.tokens_per_gpu * layout.world_size
     yield f"{whole:,.0f} of all; MFU {100 * found.mfu:.1f} % (attention counted whole); how well: docs/planning.md"
     names = ("compute", "tensor", "pipeline", "data", "bubble", "optimizer")
     shares = {name: getattr(found, name) / found.step for name in names}
@@ -94,8 +94,9 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
-    zero = f", ZeRO {layout.zero} over {layout.shard}" if layout.zero else ""
-    yield f"{layout.world} ranks: {layout.words()}{zero}; {layout.micro_batches} micro-batches of a step each"
+    zero = f", ZeRO {layout.zero} over {layout.dp_shard}" if layout.zero else ""
+    layout_sizes = f"{layout.describe_sizes()}{zero}"
+    yield f"{layout.world_size} ranks: {layout_sizes}; {layout.micro_batches} micro-batches of a step each"
     batch, length = config.train.global_batch, config.data.sequence_length
     yield f"a step: {batch:,} samples" + (f" of {length:,} tokens: {batch * length:,}" if facts is None else "")
     if config.train.epochs is not None:
@@ -104,17 +105,17 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         yield f"the tokenizer's size is not known yet: {vocab} ids are assumed (data.tokenizer.vocab_size)"
     yield ""
     yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
-    for rank in range(layout.world):
-        if _SHOWN <= rank < layout.world - _SHOWN:
+    for rank in range(layout.world_size):
+        if _SHOWN <= rank < layout.world_size - _SHOWN:
             if rank == _SHOWN:
                 yield f"{'…':>5}"
             continue
         at = layout.coordinates(rank)
-        blocks = (layout.stage_layers[stage] for stage in layout.stages_on_rank(at.pipeline))
+        blocks = (layout.stage_layers[stage] for stage in layout.stages_on_rank(at.pp))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
-        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pipeline:>4} {at.data:>4} {at.tensor:>4}   {words}"
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pp:>4} {at.dp:>4} {at.tp:>4}   {words}"
     orders = actions(layout)
-    if layout.pipeline > 1:
+    if layout.pp > 1:
         rows = timeline(orders, layout.stages)
         idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
         yield ""
@@ -124,7 +125,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     if facts is not None:
         yield ""
         yield f"{facts.target}: memory and communication are not estimated"
-        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tensor > 1 else "")
+        yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism cuts them" if layout.tp > 1 else "")
         yield from (f"{rank:>5} {count:>15,}" for rank, count in enumerate(_own_parameters(config, layout, facts)))
         return
     yield ""

@@ -105,7 +105,7 @@ def print_plan(start: Callable[[str], typer.Exit], title: str, file: Path) -> ty
     made, step = config_from_mapping(found["config"], "plan --html"), found.get("step")
     batch, most = made.train.global_batch, max(sum(parts.values()) for parts in found["memory"])
     batch_words = f"{batch:,} sequences, {batch * made.data.sequence_length:,} tokens"
-    found["words"] = {"ranks": f"{resolve_layout(made).world:,}", "global batch": batch_words} | found["words"]
+    found["words"] = {"ranks": f"{resolve_layout(made).world_size:,}", "global batch": batch_words} | found["words"]
     if limit := found["limit"]:
         found["words"]["fullest rank"] += f" of {limit:.1f} GB: {'fits' if most <= limit else 'does not fit'}"
     drawn = {"Memory": [of_memory(found)], "The schedule": [of_schedule(found)]}

@@ -231,15 +231,15 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
-        real = ((engines, "make_mesh"), (device_mesh.DeviceMesh, "__init__"))  # ranks are numbers
-        meta = ((Task, "build"), (Task, "cut"), (data_parallel, "shard"))  # there are no values yet in any case
+        real = ((Layout, "build_device_mesh"), (device_mesh.DeviceMesh, "__init__"))  # ranks are numbers
+        meta = ((Task, "build"), (Task, "cut"), (data_parallel, "apply_fsdp"))  # there are no values yet in any case
         for owner, name in (*real, *meta):
             stack.enter_context(patch.object(owner, name, outside(getattr(owner, name))))
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
         stack.enter_context(patch.object(device_mesh, "new_group", own_group))
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
         stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
-        if layout.pipeline > 1:
+        if layout.pp > 1:
             stack.enter_context(_told_by_neighbours(config, layout))
         yield
 
@@ -252,7 +252,7 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     except ImportError as error:
         raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
-    length = config.data.sequence_length // (layout.tensor if layout.sequence else 1)
+    length = config.data.sequence_length // (layout.tp if layout.sequence_parallel else 1)
     shape = (config.train.micro_batch, length, config.model.dim)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
@@ -338,12 +338,12 @@ def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None
         with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
             world, stages = (
                 World(rank, size, torch.device("cpu"), "fake"),
-                layout.stages_on_rank(layout.coordinates(rank).pipeline),
+                layout.stages_on_rank(layout.coordinates(rank).pp),
             )
             task = Task(config, vocab)
             begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             engine = engines.Engine(config, layout, world, task, fresh=False)
-            rows = config.train.global_batch // layout.data
+            rows = config.train.global_batch // layout.dp
             batch = {
                 name: torch.zeros((rows, *shape), dtype=getattr(torch, kind))
                 for name, (shape, kind) in task.shapes.items()
@@ -365,12 +365,12 @@ def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None
 
 def group_name(layout: Layout, mesh: str) -> str:
     """Return what `plan` calls a group of ranks, by its name in torch's mesh; a group of all may have torch's own."""
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard, "replicate": layout.replicate}
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "shard": layout.dp_shard, "replicate": layout.dp_replicate}
     if mesh == "default_pg":
-        found = next((name for name, size in sizes.items() if size == layout.world), "all ranks")
+        found = next((name for name, size in sizes.items() if size == layout.world_size), "all ranks")
     else:
         found = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}.get(mesh, mesh)
-    return "data" if found == "replicate" and layout.shard == 1 else found
+    return "data" if found == "replicate" and layout.dp_shard == 1 else found
 
 
 def rehearse(config: Config, rank: int) -> Iterator[str]:
@@ -384,14 +384,14 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
         account = rehearsed(config, rank, vocab, progress.begin)
     at = layout.coordinates(rank)
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
-    yield f"rank {rank} of {layout.world:,}: pipeline {at.pipeline}, data {at.data}, tensor {at.tensor}"
+    yield f"rank {rank} of {layout.world_size:,}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
     yield f"two steps without values: {time.monotonic() - began:.0f} s and {taken:.1f} GB of memory here"
     if compiled:
         yield "train.compile is left out: compiled blocks keep less"
     yield ""
     yield "memory of its tensors in GB, when a step takes most"
     yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
-    said = memory(config, layout, at.pipeline, vocab, actions(layout)[at.pipeline], on_cpu=True)
+    said = memory(config, layout, at.pp, vocab, actions(layout)[at.pp], on_cpu=True)
     kinds = account.by_kind()
     for name, sizes in (
         ("rehearsed", [*kinds.values(), account.peak]),
@@ -399,9 +399,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    counted = [
-        f"{group} {size / GB:.3f} GB" for group, size, _ in count_rank_traffic(config, layout, vocab, at.pipeline)
-    ]
+    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in count_rank_traffic(config, layout, vocab, at.pp)]
     yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
     for (mesh, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):

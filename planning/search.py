@@ -69,13 +69,13 @@ class Choice:
         """The keys of a config that make it."""
         parallel, layout = self.config.parallel, self.layout
         data: Any = "auto"
-        if layout.replicate > 1 and layout.shard > 1:
-            data = {"replicate": layout.replicate, "shard": layout.shard}
+        if layout.dp_replicate > 1 and layout.dp_shard > 1:
+            data = {"replicate": layout.dp_replicate, "shard": layout.dp_shard}
         keys = ("tensor", "pipeline", "zero", "schedule", "virtual_stages", "activation_checkpointing")
         return {
             "parallel": {"data": data, **{key: getattr(parallel, key) for key in keys}},
             "train": {"micro_batch": self.config.train.micro_batch},
-            "stages": {"train": {"nodes": layout.world // layout.ranks_per_node}},
+            "stages": {"train": {"nodes": layout.world_size // layout.ranks_per_node}},
         }
 
 
@@ -104,7 +104,7 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
             train = config.train.model_copy(update={"micro_batch": micro})
             other = config.model_copy(update={"parallel": parallel, "train": train})
             with suppress(LayoutError):
-                layout = resolve_layout(other, world, per_node, vocab, near=False)
+                layout = resolve_layout(other, world, per_node, vocab, suggest=False)
                 work = workload_of(other, layout, vocab)
                 yield Choice(other, layout, work, predict(work, machine))
 
@@ -168,11 +168,11 @@ def search(
     if own is not None and not is_shown:
         lines += ["", line(own)]
     head = f"{'nodes':>5} {'step s':>8} {'tokens/s':>9} {'MFU':>5} {'GB':>6}   layout (what its step loses)"
-    return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world)
+    return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world_size)
 
 
 def _line(choice: Choice) -> str:
-    found, nodes = choice.found, choice.layout.world // choice.layout.ranks_per_node
+    found, nodes = choice.found, choice.layout.world_size // choice.layout.ranks_per_node
     size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
     return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
 

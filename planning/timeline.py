@@ -24,9 +24,9 @@ class Action(NamedTuple):
 
 def actions(layout: Layout) -> list[list[Action]]:
     """What each pipeline rank does in one step, in order; without a pipeline of two micro-batches, as all are."""
-    if layout.pipeline == 1:
+    if layout.pp == 1:
         return [[Action(kind, 0, micro) for micro in range(min(2, layout.micro_batches)) for kind in "FB"]]
-    return orders_of(layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
+    return orders_of(layout.schedule, layout.pp, layout.virtual_stages, layout.micro_batches)
 
 
 @lru_cache(maxsize=256)

@@ -180,15 +180,16 @@ def tasks(result: Mapping[str, float]) -> str:
 
 def mesh(layout: Layout) -> str:
     """Which rank does what: a lane for each node, a box for each of its ranks, coloured by pipeline stage."""
-    per_node, rows = min(layout.ranks_per_node, layout.world), dict[str, list[Bar]]()
-    for rank in range(layout.world):
-        (pipeline, data, tensor), (node, place) = layout.coordinates(rank), divmod(rank, per_node)
-        title = f"rank {rank}: pipeline {pipeline}, data {data}, tensor {tensor}"
-        box = Bar(place - 0.48, place + 0.48, pipeline % GREY, title, f"p{pipeline} d{data} t{tensor}")
+    per_node, rows = min(layout.ranks_per_node, layout.world_size), dict[str, list[Bar]]()
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        node, place = divmod(rank, per_node)
+        title = f"rank {rank}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
+        box = Bar(place - 0.48, place + 0.48, at.pp % GREY, title, f"p{at.pp} d{at.dp} t{at.tp}")
         rows.setdefault(f"node {node}", []).append(box)
-    keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pipeline)]
+    keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pp)]
     x = Scale(-0.5, per_node - 0.5, "rank on its node", whole=True)
-    return lanes(f"Layout: {layout.words()}", x, [*rows.items()], keys, rem=8 + 6 * per_node)
+    return lanes(f"Layout: {layout.describe_sizes()}", x, [*rows.items()], keys, rem=8 + 6 * per_node)
 
 
 def parallel(points: Sequence[Mapping[str, Any]], figure: str, results: Sequence[float]) -> str:

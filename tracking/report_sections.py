@@ -54,7 +54,7 @@ def summary(
     else:
         what.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
-        what.append(resolve_layout(run.config).words())
+        what.append(resolve_layout(run.config).describe_sizes())
     good, best = result_words(result) if (result := newest_result(run)) else "not evaluated yet", points[1:2]
     if best:
         good = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))

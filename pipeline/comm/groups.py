@@ -16,14 +16,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.host_memory import keep_freed_memory
 from pipeline.comm import gpu_assignment
 from pipeline.config.sections import Config
-from pipeline.parallel.mesh import Layout
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -188,47 +186,6 @@ def configure_determinism(config: Config) -> None:
         # filling costs time, and nothing here reads memory that it has not written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
-
-
-def make_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """The ranks as a mesh (pp, dp_replicate, dp_shard, tp); every rank must call it. Groups are made per dimension."""
-    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
-
-
-def describe_layout_identity(layout: Layout, config: Config, world: World) -> dict[str, object]:
-    """What "the same layout" means, for checkpoints and events (contract 3): equal values, equal bits."""
-    parallel = config.parallel
-    words: dict[str, object] = {
-        "data_parallel": layout.data,
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "zero": layout.zero,
-        "ranks_per_node": layout.ranks_per_node,
-        "micro_batch": config.train.micro_batch,
-    }
-    if layout.zero:
-        words |= {"shard": layout.shard, "reduce": "micro_batch" if layout.reduce_each_micro_batch else "step"}
-    if layout.tensor > 1:
-        words |= {"sequence": layout.sequence, "loss_parallel": parallel.loss_parallel}
-    if layout.pipeline > 1:
-        words |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
-    if parallel.hook.kind != "none":
-        words["hook"] = parallel.hook.model_dump()
-    if parallel.local_sgd is not None:
-        words["local_sgd"] = parallel.local_sgd.model_dump()
-    if parallel.accurate_sums:
-        words["accurate_sums"] = True
-    return words | {
-        "offload": parallel.offload,
-        "activation_checkpointing": parallel.activation_checkpointing,
-        "bucket_mb": parallel.bucket_mb,
-        "threads": config.train.threads,
-        "precision": config.train.precision,
-        "compile": config.train.compile,
-        "backend": world.backend,
-        "device": world.device.type,
-    }
 
 
 def all_gather_results(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:

@@ -127,7 +127,8 @@ def config_from_mapping(values: Mapping[str, Any], where: str, layout: bool = Tr
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, values, where))) from None
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        code = error.code if isinstance(error, UserError) else "config.conflict"
+        raise ConfigError(code, f"{where}: {error}") from error
 
 
 def point_configs(config: Config) -> list[Config]:

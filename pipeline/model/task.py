@@ -109,7 +109,7 @@ class Task:
 
         A compiled piece may not hold the step from a cut norm to its inputs: backward of torch 2.13 fails there.
         """
-        if layout.tensor == 1:
+        if layout.tp == 1:
             return self.blocks(part)
         return [piece for block in part.model.blocks for piece in (block.self_attn, block.mlp)]
 
@@ -125,7 +125,7 @@ class Task:
     def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
         """Cut the part for tensor parallelism, in place."""
         cut_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
-        apply_tensor_parallel(part, mesh, sequence=layout.sequence, keep_logits_cut=cut_logits)
+        apply_tensor_parallel(part, mesh, sequence=layout.sequence_parallel, keep_logits_cut=cut_logits)
 
     def fill(self, part: Any, device: torch.device, draw: bool = True) -> None:
         """Set all initial weights in place, or zeros where they need not be drawn; constant tables go to `device`."""

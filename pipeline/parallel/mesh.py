@@ -1,16 +1,13 @@
-"""Which rank does what: the layout of a training over pipeline stages, data parallel replicas and tensor shards.
+"""The device mesh: the named axes along which the ranks of a training split its work.
 
-A layout splits `world` ranks into a mesh of four dimensions, from outermost to innermost:
+    pp  ×  dp_replicate  ×  dp_shard  ×  tp        from outermost to innermost
 
-    pipeline  ×  replicate  ×  shard  ×  tensor
+This module owns the axes: their sizes, which sizes are allowed, each rank's coordinates and the process groups. Other
+modules ask for an axis by its name and never compute one rank from another. `tp` communicates most, so it is innermost:
+its ranks are neighbours on one node. `dp_replicate` and `dp_shard` together are data parallelism (`dp`). Ranks along
+`dp_shard` also split parameters, gradients or optimizer state (ZeRO, Rajbhandari et al., arXiv 1910.02054).
 
-`tensor` is innermost, since it talks most: neighbouring ranks, on one node. `replicate × shard` together are data
-parallel (each has its own part of every batch); ranks along `shard` also split parameters, gradients or optimizer
-state among them (ZeRO, Rajbhandari et al., arXiv 1910.02054), ranks along `replicate` keep whole copies of that.
-
-`resolve_layout` is a pure function of the config, the number of ranks and the ranks per node. It refuses what cannot
-work, with the numbers and the nearest layouts that can, before anything starts: `check`, the rules between sections,
-calls it on the login node (so no torch here), the trainer calls it again with the ranks that are really there.
+The login node validates configs with it, so torch is imported only by the function that creates process groups.
 """
 
 from __future__ import annotations
@@ -20,162 +17,269 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig, refuse_changed
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""The axes of the mesh, from outermost to innermost; also the names of torch's mesh dimensions."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
-"""Rank i holds stages i and 2·pipeline−1−i: the stages run down the ranks and up again, and the loss is on rank 0."""
-_MOST = 1024
-"""Sizes beyond this are not looked at when something that fits is sought."""
-_MOST_IN_SCHEDULE = 10_000
+"""Schedules in which rank i holds the stages i and 2·pp−1−i. The last stage, and the loss, is on pipeline rank 0."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that compute gradients of inputs and of weights apart, to fill bubbles with the latter."""
+"""Schedules that compute gradients of inputs and of weights separately, and fill bubbles with the latter."""
+_MAX_SUGGESTED_SIZE = 1024
+"""The largest size that a suggested layout may have."""
+_MAX_MICRO_BATCHES_IN_SCHEDULE = 10_000
 
 
 class LayoutError(UserError, ValueError):
-    """A layout that cannot work; the message has the numbers and what would fit."""
+    """A layout that cannot work; the message has the numbers and the nearest layouts that can."""
+
+
+class Problem(NamedTuple):
+    """One reason why a layout cannot work."""
+
+    code: str
+    message: str
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in the mesh; `data` counts replicate × shard."""
+    """Position of a rank along each axis."""
 
-    pipeline: int
-    data: int
-    tensor: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    dp: int
+    """Position among all data parallel ranks: which part of each batch the rank processes."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of one training split its work. Made by `resolve_layout`, which checks it."""
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of the axes, one field for each of `AXES`."""
 
-    pipeline: int
-    replicate: int
-    shard: int
-    tensor: int
+    pp: int = 1
+    """Pipeline parallel size."""
+    dp_replicate: int = 1
+    """Number of whole copies of the sharded state."""
+    dp_shard: int = 1
+    """Number of ranks that split parameters, gradients or optimizer state (ZeRO)."""
+    tp: int = 1
+    """Tensor parallel size."""
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along these axes together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size."""
+        return self.size("dp_replicate", "dp_shard")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.size(*AXES)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that process the same samples."""
+        return self.world_size // self.dp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the position of `rank` along each axis."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**found, dp=found["dp_replicate"] * self.dp_shard + found["dp_shard"])
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Create torch's mesh, with a process group for each axis. Every rank must call it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, tuple(self.size(axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Mesh):
+    """How the ranks of one training split its work: the mesh, and what each axis does. See :func:`resolve_layout`."""
+
     ranks_per_node: int
     micro_batches: int
-    """Micro-batches of one step on each data parallel rank."""
+    """Micro-batches per step on each data parallel rank."""
     virtual_stages: int
     """Pipeline stages per rank; 1 without a pipeline."""
     schedule: str
-    """Pipeline schedule; means nothing without a pipeline."""
+    """Pipeline schedule; ignored without a pipeline."""
     zero: int
-    """0 to 3."""
+    """ZeRO level, 0 to 3."""
     fsdp: bool
-    """Whether FSDP2 holds the weights, and gathers them in the precision's type: on one rank once per step."""
+    """Whether FSDP2 holds the weights. It gathers them in the type of the precision; on one rank, once per step."""
     reduce_each_micro_batch: bool
-    """Whether gradients are reduced after each micro-batch, and not once per step."""
-    sequence: bool
-    """Whether tensor parallel ranks split the sequence between attention and MLP; False without tensor parallelism."""
+    """Whether gradients are reduced after each micro-batch, not once per step."""
+    sequence_parallel: bool
+    """Whether tensor parallel ranks split the sequence between attention and MLP."""
     stage_layers: tuple[range, ...]
-    """The decoder blocks of each pipeline stage."""
-
-    @property
-    def data(self) -> int:
-        """Data parallel size."""
-        return self.replicate * self.shard
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.pipeline * self.data * self.tensor
+    """Decoder blocks of each pipeline stage."""
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages over all ranks."""
-        return self.pipeline * self.virtual_stages
+        """Number of pipeline stages on all ranks."""
+        return self.pp * self.virtual_stages
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether weights are gathered block by block: ZeRO 3; a pipeline's ranks keep them whole during a step."""
-        return self.zero == 3 and self.pipeline == 1
+        """Whether weights are gathered block by block: with ZeRO 3, unless a pipeline keeps them for the whole step."""
+        return self.zero == 3 and self.pp == 1
 
-    def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands."""
-        rest, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(rest, self.data)
-        return Coordinates(pipeline, data, tensor)
-
-    def stages_on_rank(self, pipeline: int) -> list[int]:
-        """The stages of one pipeline rank, in the order in which a sample passes them."""
-        if self.schedule in V_SCHEDULES and self.pipeline > 1:
-            return [pipeline, self.stages - 1 - pipeline]
-        return [pipeline + self.pipeline * turn for turn in range(self.virtual_stages)]
+    def stages_on_rank(self, pp_rank: int) -> list[int]:
+        """Return the stages of a pipeline rank, in the order in which a sample passes them."""
+        if self.schedule in V_SCHEDULES and self.pp > 1:
+            return [pp_rank, self.stages - 1 - pp_rank]
+        return [pp_rank + self.pp * turn for turn in range(self.virtual_stages)]
 
     @property
     def last_stage_rank(self) -> int:
         """The pipeline rank that holds the last stage, and with it the loss."""
-        return next(rank for rank in range(self.pipeline) if self.stages - 1 in self.stages_on_rank(rank))
+        return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_rank(rank))
 
-    def words(self) -> str:
-        """Sizes in words: `pipeline 2 × data 2 × tensor 2`."""
-        return f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
+    def random_stream(self, rank: int) -> int:
+        """Return which stream of random numbers a rank uses during a step.
+
+        Tensor parallel ranks that compute the same activations use the same stream.
+        """
+        return rank if self.sequence_parallel else rank // self.tp
+
+    def describe_sizes(self) -> str:
+        """Return the sizes as text: `pipeline 2 × data 2 × tensor 2`."""
+        return _describe_sizes(self.pp, self.dp, self.tp)
+
+
+def _describe_sizes(pp: int, dp: int, tp: int) -> str:
+    return f"pipeline {pp} × data {dp} × tensor {tp}"
 
 
 def describe_layout(layout: Layout) -> str:
-    """Return what the ranks are: `2 data-parallel replicas × pipeline 2 (1f1b) × tensor 2, ZeRO 1 over 2 ranks`."""
-    parts = [f"{layout.data} data-parallel replica{'s' * (layout.data > 1)}"]
-    if layout.pipeline > 1:
+    """Return a layout as text: `2 data-parallel replicas × pipeline 2 (1f1b) × tensor 2, ZeRO 1 over 2 ranks`."""
+    parts = [f"{layout.dp} data-parallel replica{'s' * (layout.dp > 1)}"]
+    if layout.pp > 1:
         stages = f", {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""
-        parts.append(f"pipeline {layout.pipeline} ({layout.schedule}{stages})")
-    if layout.tensor > 1:
-        parts.append(f"tensor {layout.tensor}")
-    zero = f", ZeRO {layout.zero} over {layout.shard} ranks" if layout.zero else ""
+        parts.append(f"pipeline {layout.pp} ({layout.schedule}{stages})")
+    if layout.tp > 1:
+        parts.append(f"tensor {layout.tp}")
+    zero = f", ZeRO {layout.zero} over {layout.dp_shard} ranks" if layout.zero else ""
     return " × ".join(parts) + zero
 
 
-def resolve_layout(
-    config: Config, world: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
-    near: bool = True,
-) -> Layout:  # fmt: skip
-    """The layout of a training on `world` ranks; without it, on those that `stages.train` asks for.
+def describe_layout_identity(layout: Layout, config: Config, backend: str, device_type: str) -> dict[str, object]:
+    """Return what checkpoints and events record of a layout: equal values mean bit-identical results."""
+    parallel = config.parallel
+    identity: dict[str, object] = {
+        "data_parallel": layout.dp,
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "zero": layout.zero,
+        "ranks_per_node": layout.ranks_per_node,
+        "micro_batch": config.train.micro_batch,
+    }
+    if layout.zero:
+        identity |= {"shard": layout.dp_shard, "reduce": "micro_batch" if layout.reduce_each_micro_batch else "step"}
+    if layout.tp > 1:
+        identity |= {"sequence": layout.sequence_parallel, "loss_parallel": parallel.loss_parallel}
+    if layout.pp > 1:
+        identity |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+    if parallel.hook.kind != "none":
+        identity["hook"] = parallel.hook.model_dump()
+    if parallel.local_sgd is not None:
+        identity["local_sgd"] = parallel.local_sgd.model_dump()
+    if parallel.accurate_sums:
+        identity["accurate_sums"] = True
+    return identity | {
+        "offload": parallel.offload,
+        "activation_checkpointing": parallel.activation_checkpointing,
+        "bucket_mb": parallel.bucket_mb,
+        "threads": config.train.threads,
+        "precision": config.train.precision,
+        "compile": config.train.compile,
+        "backend": backend,
+        "device": device_type,
+    }
 
-    `vocab_size` is the tokenizer's, once it is known; without it, the one that the config asks for.
-    Raises LayoutError, naming everything that does not fit, and with `near`, which takes long, what of as many does.
+
+def resolve_layout(
+    config: Config, world_size: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
+    suggest: bool = True,
+) -> Layout:  # fmt: skip
+    """Return the layout that a config describes. A pure function of its arguments.
+
+    Args:
+        config: the run's config.
+        world_size: number of ranks; by default those that `stages.train` requests.
+        ranks_per_node: by default `stages.train.tasks_per_node`.
+        vocab_size: the tokenizer's, if it exists; by default the one that the config requests.
+        suggest: whether the error suggests layouts that fit, which takes long.
+
+    Raises:
+        LayoutError: if the layout cannot work; the message has every reason.
     """
-    train, wanted, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
-    world, per_node = world or train.ranks, ranks_per_node or train.tasks_per_node
-    pipeline, tensor, precision = wanted.pipeline, wanted.tensor, config.train.precision
+    train, parallel, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
+    world_size = world_size or train.ranks
+    per_node = ranks_per_node or train.tasks_per_node
+    pp, tp = parallel.pipeline, parallel.tensor
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
-    elif pipeline * tensor > 1 and config.model.vocab_size is None:  # else it changes nothing here
+    elif pp * tp > 1 and config.model.vocab_size is None:  # otherwise the size changes nothing here
         vocab_size = vocab_size or tokenizer_ids(tokenizer.path.expanduser())
     rows = config.model.vocab_size or vocab_size
     if (vocab_size or 0) > (rows or 0):
-        raise LayoutError(f"model.vocab_size ({rows}) is less than the {vocab_size} ids of the tokenizer: raise it")
-    if misfits := list(_misfits(config, world, per_node, rows)):
-        misfits += [_nearest(config, world, per_node, rows)] if near else []
-        if world != train.ranks:
-            asked = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
-            misfits.append(f"stages.train asks for {train.ranks} ranks ({asked}), and these are {world}")
-    if problems := [*_contradictions(config), *misfits]:
-        raise LayoutError("; ".join(problems))
-    data = world // (pipeline * tensor)
-    if wanted.data != "auto":
-        replicate, shard = wanted.data.replicate, wanted.data.shard
+        raise LayoutError(
+            "model.vocab_too_small",
+            f"model.vocab_size ({rows}) is less than the {vocab_size} ids of the tokenizer: raise it",
+        )
+    problems = list(_find_conflicts(config))
+    if misfits := list(_find_misfits(config, world_size, per_node, rows)):
+        problems += misfits
+        if suggest:
+            problems.append(Problem("", _suggest_layouts(config, world_size, per_node, rows)))
+        if world_size != train.ranks:
+            nodes = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
+            problems.append(Problem("", f"stages.train requests {train.ranks} ranks ({nodes}), but {world_size} run"))
+    _raise_problems(problems)
+    dp = world_size // (pp * tp)
+    if parallel.data != "auto":
+        replicate, shard = parallel.data.replicate, parallel.data.shard
     else:
-        replicate, shard = (1, data) if wanted.zero else (data, 1)
-    virtual = wanted.virtual_stages if pipeline > 1 else 1
+        replicate, shard = (1, dp) if parallel.zero else (dp, 1)
+    virtual = parallel.virtual_stages if pp > 1 else 1
+    splits_state = (world_size > dp or parallel.zero > 0) and dp > 1
+    casts_on_one_rank = (world_size > dp or parallel.zero > 0) and world_size == 1 and config.train.precision != "fp32"
     return Layout(
-        pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor, ranks_per_node=per_node,
-        micro_batches=config.train.global_batch // (data * config.train.micro_batch),
-        virtual_stages=virtual, schedule=wanted.schedule, zero=wanted.zero,
-        fsdp=wanted.offload
-        or ((world > data or wanted.zero > 0) and (data > 1 or (world == 1 and precision != "fp32"))),
-        reduce_each_micro_batch=wanted.zero >= 2 and pipeline == 1 and wanted.reduce != "step",
-        sequence=wanted.sequence and tensor > 1 and config.model.target is None,
-        stage_layers=split_layers(config, pipeline * virtual, rows or 0),
+        pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp, ranks_per_node=per_node,
+        micro_batches=config.train.global_batch // (dp * config.train.micro_batch),
+        virtual_stages=virtual, schedule=parallel.schedule, zero=parallel.zero,
+        fsdp=parallel.offload or splits_state or casts_on_one_rank,
+        reduce_each_micro_batch=parallel.zero >= 2 and pp == 1 and parallel.reduce != "step",
+        sequence_parallel=parallel.sequence and tp > 1 and config.model.target is None,
+        stage_layers=split_layers(config, pp * virtual, rows or 0),
     )  # fmt: skip
 
 
-def count_usable_nodes(config: Config, granted: int) -> int:
-    """How many of `granted` nodes a training uses: the most that `stages.train.nodes` allows and whose ranks fit.
+def _raise_problems(problems: list[Problem]) -> None:
+    if problems:
+        raise LayoutError(problems[0].code, "; ".join(problem.message for problem in problems))
 
-    The fewest it may have where none fits.
+
+def count_usable_nodes(config: Config, granted: int) -> int:
+    """Return how many of `granted` nodes a training uses: the largest number that `stages.train.nodes` allows.
+
+    Only numbers whose ranks form a valid layout count. If none does, the result is the smallest allowed number.
     """
     train = config.stages.train
     for nodes in range(min(granted, train.most_nodes), train.fewest_nodes, -1):
@@ -185,84 +289,128 @@ def count_usable_nodes(config: Config, granted: int) -> int:
     return train.fewest_nodes
 
 
-def check_config(config: Config, layout: bool = True) -> None:
-    """The rules between sections. Raises ValueError for what cannot work together, naming the keys.
+def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
+    """Raise UserError if the launcher spread a tensor parallel group over nodes, as `srun -m cyclic` does.
 
-    `layout`: whether the ranks must be right for it.
+    A group has `tp` consecutive ranks. All are on one node if each rank's local number counts along with its rank.
+    """
+    if rank_info.local_rank % tp != rank_info.rank % tp:
+        first = rank_info.rank - rank_info.rank % tp
+        raise UserError(
+            "parallel.group_on_several_nodes",
+            f"rank {rank_info.rank} is number {rank_info.local_rank} on its node, but ranks {first} to "
+            f"{first + tp - 1} (parallel.tensor={tp}) must share a node: distribute ranks in blocks, as "
+            "`srun --distribution=block` does",
+        )
+
+
+def check_config(config: Config, layout: bool = True) -> None:
+    """Check the rules between sections of a config.
+
+    Args:
+        config: a config whose sections are valid on their own.
+        layout: whether the numbers of ranks must fit, too.
+
+    Raises:
+        LayoutError: names the keys that cannot work together.
     """
     if config.model.target is not None:
         if "python-stdlib" in config.data.sources:
-            raise ValueError("model.target: name the HDF5 files with its samples as data.source")
+            raise LayoutError(
+                "config.conflict", "model.target: name the HDF5 files that contain its samples as data.source"
+            )
         refuse_changed(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
     elif "own" in (config.optimizer.name, config.optimizer.schedule):
-        raise ValueError(
-            "optimizer.name and optimizer.schedule: own is for a model of your own: name model.target, too"
+        raise LayoutError(
+            "config.conflict",
+            "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also",
         )
     train = config.stages.train
     for nodes in {train.most_nodes, train.fewest_nodes} if layout else ():
         resolve_layout(config, nodes * train.tasks_per_node)
-    if wrong := "; ".join(_contradictions(config)):
-        raise LayoutError(wrong)
+    _raise_problems(list(_find_conflicts(config)))
     for name, row in config.rows.items():
         stage, gpus = config.stages.of(name), config.site_of(name).gpus_per_node
         if row.joined and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.per_node:
             key = "site" if stage.gpus_per_node is None else f"stages.{name}"
-            raise ValueError(
+            raise LayoutError(
+                "parallel.too_few_gpus",
                 f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
-                "each rank needs a GPU of its own; lower it, or use parallel.backend gloo"
+                "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
             )
     if config.train.steps is not None:
         check_warmup(config, config.train.steps)
     if config.evaluate.task_files and (config.data.held_out == 0 or config.model.target is not None):
-        raise ValueError("evaluate.tasks goes with held-out text: not with data.held_out 0, and not with model.target")
+        raise LayoutError(
+            "config.conflict",
+            "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target",
+        )
     if config.publish is not None and config.sweep is not None:
-        raise ValueError("publish is for one training, not for a sweep: leave it out, and `export` the best point")
+        raise LayoutError(
+            "config.conflict",
+            "publish is for one training, not for a sweep: remove it, and `export` the best sweep point",
+        )
     if config.train.evaluate_every is not None and config.data.held_out == 0:
-        raise ValueError("train.evaluate_every has nothing to look at: data.held_out is 0; hold some out, or leave it")
+        raise LayoutError(
+            "config.conflict",
+            "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other",
+        )
 
 
 def check_warmup(config: Config, steps: int) -> None:
-    """Raise LayoutError where the warm-up is longer than the training."""
+    """Raise LayoutError if the warm-up is longer than a training of `steps` steps."""
     warmup, train = config.optimizer.warmup_steps, config.train
     if warmup > steps:
-        told = f"train.steps ({steps})"
+        length = f"train.steps ({steps})"
         if train.epochs is not None:
-            told = f"the {steps} steps of train.epochs ({train.epochs}): resume with more of them, or start a new run"
-        raise LayoutError(f"optimizer.warmup_steps ({warmup}) is more than {told}")
+            length = f"the {steps} steps of train.epochs ({train.epochs}): resume with more epochs, or start a new run"
+        raise LayoutError("config.out_of_range", f"optimizer.warmup_steps ({warmup}) is more than {length}")
 
 
-def _between_replicas(config: Config) -> str | None:
-    """The option that changes what whole replicas send each other, in words; None where there is none."""
+def _replica_sync_option(config: Config) -> str | None:
+    """Return the option that changes what whole replicas exchange, with its value; None if there is none."""
     if config.parallel.local_sgd is not None:
         return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
     return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
 
 
-def _contradictions(config: Config) -> Iterator[str]:
-    """What is wrong on any number of ranks."""
-    wanted, data = config.parallel, config.parallel.data
-    if data != "auto" and data.shard > 1 and not wanted.zero:
+def _find_conflicts(config: Config) -> Iterator[Problem]:
+    """Yield what cannot work on any number of ranks."""
+    for message in _describe_conflicts(config):
+        yield Problem("config.conflict", message)
+
+
+def _describe_conflicts(config: Config) -> Iterator[str]:
+    parallel, data = config.parallel, config.parallel.data
+    if data != "auto" and data.shard > 1 and not parallel.zero:
         yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
-    if data != "auto" and data.shard == 1 and data.replicate > 1 and wanted.zero:
-        yield f"parallel.zero {wanted.zero} has nothing to split: parallel.data.shard is 1"
-    if (option := _between_replicas(config)) is not None:
-        if wanted.zero or wanted.offload:
+    if data != "auto" and data.shard == 1 and data.replicate > 1 and parallel.zero:
+        yield f"parallel.zero {parallel.zero} has nothing to shard: parallel.data.shard is 1"
+    if (option := _replica_sync_option(config)) is not None:
+        if parallel.zero or parallel.offload:
             yield f"{option} is for whole replicas: parallel.zero must be 0 and parallel.offload false"
-        if wanted.local_sgd is not None and wanted.hook.kind != "none":
-            yield f"{option} does not go with parallel.hook.kind {wanted.hook.kind}: gradients stay at home"
-        if wanted.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
-            yield f"{option} does not go with train.precision fp16, whose gradients change their scale: take bf16"
+        if parallel.local_sgd is not None and parallel.hook.kind != "none":
+            yield (
+                f"{option} cannot be combined with parallel.hook.kind {parallel.hook.kind}: local SGD sends no "
+                "gradients"
+            )
+        if parallel.hook.kind in ("powersgd", "topk") and config.train.precision == "fp16":
+            yield (
+                f"{option} cannot be combined with train.precision fp16, which changes the scale of gradients: use bf16"
+            )
     if config.optimizer.name == "own":
-        cutting = {"zero": wanted.zero, "tensor": wanted.tensor > 1, "pipeline": wanted.pipeline > 1}
-        cutting |= {"offload": wanted.offload, "local_sgd": wanted.local_sgd is not None}
-        if found := ", ".join(f"parallel.{key}" for key, value in cutting.items() if value):
-            yield f"optimizer.name own is for whole replicas, without {found}: leave that out, or take another"
+        splits = {"zero": parallel.zero, "tensor": parallel.tensor > 1, "pipeline": parallel.pipeline > 1}
+        splits |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
+        if used := ", ".join(f"parallel.{key}" for key, value in splits.items() if value):
+            yield f"optimizer.name own is for whole replicas, without {used}: remove that, or use another optimizer"
         if config.train.precision == "fp16":
-            yield "optimizer.name own does not go with train.precision fp16, which leaves first steps out: take bf16"
+            yield (
+                "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
+            )
     if config.train.loss_chunk is not None and config.model.target is not None:
-        yield "train.loss_chunk is for the decoder, whose output layer it knows: leave it out with model.target"
+        yield "train.loss_chunk is for the decoder, whose output layer it needs: remove it with model.target"
     if config.train.loss_chunk is not None and config.train.precision == "fp16":
-        yield "train.loss_chunk does not go with train.precision fp16, whose gradients need their scale: take bf16"
+        yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
     window, length = config.model.sliding_window, config.data.sequence_length
     if window is not None and length > window:
         yield f"data.sequence_length ({length}) is more than model.sliding_window ({window}): lower it"
@@ -270,129 +418,173 @@ def _contradictions(config: Config) -> Iterator[str]:
     if state.master == "none" and config.train.precision not in ("bf16", "fp8"):
         yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {config.train.precision}"
     if state != StateConfig() and option is not None:
-        yield f"optimizer.state (master {state.master}, moments {state.moments}) does not go with {option}"
-    if wanted.accurate_sums and wanted.backend != "mpi":
-        yield f"parallel.accurate_sums is for parallel.backend mpi, not {wanted.backend}"
-    if wanted.reduce == "micro_batch" and wanted.zero < 2:
-        yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {wanted.zero} gradients stay whole"
+        yield f"optimizer.state (master {state.master}, moments {state.moments}) cannot be combined with {option}"
+    if parallel.accurate_sums and parallel.backend != "mpi":
+        yield f"parallel.accurate_sums is for parallel.backend mpi, not {parallel.backend}"
+    if parallel.reduce == "micro_batch" and parallel.zero < 2:
+        yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {parallel.zero} gradients stay whole"
 
 
-def _misfits(config: Config, world: int, per_node: int, vocab_size: int | None) -> Iterator[str]:
-    """Everything that the wanted sizes do not divide or reach on `world` ranks."""
-    model, train, wanted = config.model, config.train, config.parallel
-    pipeline, tensor = wanted.pipeline, wanted.tensor
-    ranks, sizes = pipeline * tensor, f"parallel.pipeline ({pipeline}) × parallel.tensor ({tensor})"
-    if wanted.data != "auto":
-        ranks *= wanted.data.replicate * wanted.data.shard
-        sizes += f" × parallel.data.replicate ({wanted.data.replicate}) × parallel.data.shard ({wanted.data.shard})"
-    if world % ranks or (wanted.data != "auto" and world != ranks):
-        fails = "does not divide" if wanted.data == "auto" else "is not"
-        yield f"{sizes} = {ranks} {fails} the number of training ranks, {world} (stages.train: nodes × tasks_per_node)"
-        return
-    data, batch, micro = world // (pipeline * tensor), train.global_batch, train.micro_batch
-    if batch % (data * micro):
-        fits = [n for n in range(1, min(batch // micro, _MOST) + 1) if batch % (n * micro) == 0]
-        yield (
-            f"train.global_batch ({batch}) is no multiple of train.micro_batch ({micro}) × {data} data parallel "
-            f"ranks; with these batches there may be {', '.join(map(str, fits))}"
+def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
+    """Yield every configured size that does not divide its dimension or fit `world_size` ranks."""
+    train, parallel = config.train, config.parallel
+    pp, tp = parallel.pipeline, parallel.tensor
+    ranks, sizes = pp * tp, f"parallel.pipeline ({pp}) × parallel.tensor ({tp})"
+    if parallel.data != "auto":
+        ranks *= parallel.data.replicate * parallel.data.shard
+        sizes += f" × parallel.data.replicate ({parallel.data.replicate}) × parallel.data.shard ({parallel.data.shard})"
+    if world_size % ranks or (parallel.data != "auto" and world_size != ranks):
+        relation = "does not divide" if parallel.data == "auto" else "is not"
+        yield Problem(
+            "parallel.wrong_world_size",
+            f"{sizes} = {ranks} {relation} the number of training ranks, {world_size} "
+            "(stages.train: nodes × tasks_per_node)",
         )
         return
-    if (option := _between_replicas(config)) is not None and pipeline * tensor > 1:
-        yield f"{option} is for whole replicas: parallel.pipeline ({pipeline}) and parallel.tensor ({tensor}) must be 1"
-    if tensor > 1:
-        divided: dict[str, float] = {
-            "model.heads": model.heads,
-            "model.kv_heads": model.num_kv_heads,
-            "model.intermediate_size": model.ffn_size,
-            _vocabulary(config, vocab_size): vocab_size or 0,
-            "data.sequence_length": config.data.sequence_length if wanted.sequence else 0,
-        }
-        if config.optimizer.state.moments == "int8":
-            rows = {"model.heads × size": model.heads * model.head_size, "model.intermediate_size": model.ffn_size}
-            divided |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in rows.items()}
-        for name, size in divided.items() if model.target is None else ():
-            if size % tensor:
-                yield f"{name}, {size}, is no multiple of parallel.tensor ({tensor})"
-        if train.compile and model.target is not None:
-            yield f"parallel.tensor ({tensor}) does not go with train.compile on a model of your own: torch fails in it"
-        if world > per_node and per_node % tensor:
-            yield (
-                f"parallel.tensor ({tensor}) does not divide the {per_node} ranks of a node "
-                "(stages.train.tasks_per_node): tensor parallel ranks must share a node"
-            )
-    if pipeline > 1:
-        yield from _pipeline_misfits(config, batch // (data * micro))
+    dp, batch, micro = world_size // (pp * tp), train.global_batch, train.micro_batch
+    if batch % (dp * micro):
+        sizes_that_fit = [n for n in range(1, min(batch // micro, _MAX_SUGGESTED_SIZE) + 1) if batch % (n * micro) == 0]
+        yield Problem(
+            "parallel.indivisible_batch",
+            f"train.global_batch ({batch}) is not a multiple of train.micro_batch ({micro}) × {dp} data parallel "
+            f"ranks; with these batches there may be {', '.join(map(str, sizes_that_fit))}",
+        )
+        return
+    if (option := _replica_sync_option(config)) is not None and pp * tp > 1:
+        yield Problem(
+            "config.conflict",
+            f"{option} is for whole replicas: parallel.pipeline ({pp}) and parallel.tensor ({tp}) must be 1",
+        )
+    if tp > 1:
+        yield from _find_tensor_misfits(config, world_size, per_node, vocab_size)
+    if pp > 1:
+        yield from _find_pipeline_misfits(config, batch // (dp * micro))
 
 
-def _vocabulary(config: Config, size: int | None) -> str:
+def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
+    """Yield what the tensor parallel size does not divide."""
+    model, parallel, tp = config.model, config.parallel, config.parallel.tensor
+    divided: dict[str, float] = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.num_kv_heads,
+        "model.intermediate_size": model.ffn_size,
+        _describe_vocabulary(config, vocab_size): vocab_size or 0,
+        "data.sequence_length": config.data.sequence_length if parallel.sequence else 0,
+    }
+    if config.optimizer.state.moments == "int8":
+        columns = {"model.heads × size": model.heads * model.head_size, "model.intermediate_size": model.ffn_size}
+        divided |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in columns.items()}
+    for name, size in divided.items() if model.target is None else ():
+        if size % tp:
+            yield Problem("parallel.indivisible_size", f"{name}, {size}, is not a multiple of parallel.tensor ({tp})")
+    if config.train.compile and model.target is not None:
+        yield Problem(
+            "config.conflict",
+            f"parallel.tensor ({tp}) cannot be combined with train.compile on a custom model: torch fails there",
+        )
+    if world_size > per_node and per_node % tp:
+        yield Problem(
+            "parallel.group_on_several_nodes",
+            f"parallel.tensor ({tp}) does not divide the {per_node} ranks of a node "
+            "(stages.train.tasks_per_node): tensor parallel ranks must share a node",
+        )
+
+
+def _describe_vocabulary(config: Config, size: int | None) -> str:
+    """Return where the size of the vocabulary comes from."""
     tokenizer = config.data.tokenizer
     if config.model.vocab_size is not None:
         return "model.vocab_size"
     if tokenizer.path is not None:
         return f"the vocabulary (of data.tokenizer.path {tokenizer.path})"
-    fewer = f" {tokenizer.vocab_size}: the text gave fewer" if size is not None and size < tokenizer.vocab_size else ""
-    return f"the vocabulary (data.tokenizer.vocab_size{fewer})"
+    is_smaller = size is not None and size < tokenizer.vocab_size
+    requested = f" {tokenizer.vocab_size}: the text has fewer tokens" if is_smaller else ""
+    return f"the vocabulary (data.tokenizer.vocab_size{requested})"
 
 
-def _pipeline_misfits(config: Config, micro_batches: int) -> Iterator[str]:
-    """What the schedule asks for. The rules are those of torch.distributed.pipelining."""
-    wanted, pipeline, virtual = config.parallel, config.parallel.pipeline, config.parallel.virtual_stages
-    schedule = f"parallel.schedule {wanted.schedule}"
-    have = f"there are {micro_batches} (train.global_batch / data parallel ranks / train.micro_batch)"
-    if micro_batches > _MOST_IN_SCHEDULE:
-        yield f"a pipeline's schedule names each micro-batch, and may have {_MOST_IN_SCHEDULE:,}; {have}"
-    if pipeline * virtual > config.model.layers:
-        yield (
-            f"{pipeline} pipeline ranks × parallel.virtual_stages ({virtual}) = {pipeline * virtual} stages are more "
-            f"than model.layers ({config.model.layers}): each stage needs a layer"
+def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Problem]:
+    """Yield what the pipeline schedule requires. The rules are those of torch.distributed.pipelining."""
+    parallel, pp, virtual = config.parallel, config.parallel.pipeline, config.parallel.virtual_stages
+    schedule, actual = f"parallel.schedule {parallel.schedule}", _describe_micro_batches(micro_batches)
+    if micro_batches > _MAX_MICRO_BATCHES_IN_SCHEDULE:
+        yield Problem(
+            "parallel.schedule_mismatch",
+            f"a pipeline schedule may have at most {_MAX_MICRO_BATCHES_IN_SCHEDULE:,} micro-batches; {actual}",
         )
-    if wanted.reduce == "micro_batch":
-        yield f"parallel.reduce micro_batch does not go with a pipeline ({pipeline}): that reduces once per step"
-    if wanted.schedule.startswith("interleaved"):
+    if pp * virtual > config.model.layers:
+        yield Problem(
+            "parallel.too_many_stages",
+            f"{pp} pipeline ranks × parallel.virtual_stages ({virtual}) = {pp * virtual} stages are more "
+            f"than model.layers ({config.model.layers}): each stage needs a layer",
+        )
+    if parallel.reduce == "micro_batch":
+        yield Problem(
+            "config.conflict",
+            f"parallel.reduce micro_batch cannot be combined with a pipeline ({pp}), which reduces once per step",
+        )
+    for message in _describe_schedule_misfits(parallel.schedule, pp, virtual, micro_batches):
+        yield Problem("parallel.schedule_mismatch", f"{schedule} needs {message}")
+    if parallel.schedule in SPLIT_BACKWARD:
+        conflicts = {
+            "train.compile": config.train.compile,
+            "optimizer.freeze (torch would lose gradients): use 1f1b or interleaved_1f1b": config.optimizer.freeze,
+            "parallel.activation_checkpointing selective: use full or none": parallel.activation_checkpointing
+            == "selective",
+            "parallel.zero 3 (torch would lose gradients): use 1 or 2": parallel.zero == 3,
+        }
+        for option, is_set in conflicts.items():
+            if is_set:
+                yield Problem(
+                    "config.conflict",
+                    f"{schedule} computes gradients of weights separately, which cannot be combined with {option}",
+                )
+
+
+def _describe_micro_batches(count: int) -> str:
+    return f"there are {count} (train.global_batch / data parallel ranks / train.micro_batch)"
+
+
+def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batches: int) -> Iterator[str]:
+    """Yield what the schedule needs of stages and micro-batches, and does not have."""
+    actual = _describe_micro_batches(micro_batches)
+    if schedule.startswith("interleaved"):
         if virtual < 2:
-            yield f"{schedule} needs two or more stages per rank: parallel.virtual_stages must not be {virtual}"
-        rounds = max(1, micro_batches // pipeline)
+            yield f"two or more stages per rank: parallel.virtual_stages must not be {virtual}"
+        rounds = max(1, micro_batches // pp)
         if micro_batches % rounds:
-            divide = f"divide into {rounds} rounds (micro-batches // pipeline {pipeline})"
-            yield f"{schedule} needs micro-batches that {divide}; {have}"
-    elif virtual != (stages := 2 if wanted.schedule in V_SCHEDULES else 1):
-        yield f"{schedule} needs parallel.virtual_stages (stages per rank) to be {stages}, not {virtual}"
-    least = {"1f1b": pipeline, "dualpipe_v": 2 * pipeline}.get(wanted.schedule, 0)
-    if micro_batches < least:
-        yield f"{schedule} needs at least {least} micro-batches with {pipeline} pipeline ranks; {have}"
-    if wanted.schedule in SPLIT_BACKWARD:
-        splits = f"{schedule} computes gradients of weights apart, which does not go with"
-        if config.train.compile:
-            yield f"{splits} train.compile"
-        if config.optimizer.freeze:
-            yield f"{splits} optimizer.freeze (torch would lose gradients): take 1f1b or interleaved_1f1b"
-        if wanted.activation_checkpointing == "selective":
-            yield f"{splits} parallel.activation_checkpointing selective: take full or none"
-        if wanted.zero == 3:
-            yield f"{splits} parallel.zero 3 (torch would lose gradients): take 1 or 2"
+            yield (f"micro-batches that divide into {rounds} rounds (micro-batches // pipeline {pp}); {actual}")
+    elif virtual != (required := 2 if schedule in V_SCHEDULES else 1):
+        yield f"parallel.virtual_stages (stages per rank) to be {required}, not {virtual}"
+    minimum = {"1f1b": pp, "dualpipe_v": 2 * pp}.get(schedule, 0)
+    if micro_batches < minimum:
+        yield f"at least {minimum} micro-batches with {pp} pipeline ranks; {actual}"
 
 
-def _nearest(config: Config, world: int, per_node: int, vocab_size: int | None) -> str:
-    """Up to three layouts of `world` ranks that fit, the most similar first, in words; a model of one's own uncut."""
+def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> str:
+    """Return up to three layouts of `world_size` ranks that fit, the most similar first.
+
+    A custom model is never split in suggestions, because only its author knows whether it can be.
+    """
     found = []
-    sizes = [n for n in range(1, _MOST + 1 if config.model.target is None else 2) if world % n == 0]
-    for pipeline, tensor in product(sizes, sizes):
-        parallel = config.parallel.model_copy(update={"pipeline": pipeline, "tensor": tensor, "data": "auto"})
-        if not any(_misfits(config.model_copy(update={"parallel": parallel}), world, per_node, vocab_size)):
-            away = abs(math.log(pipeline / config.parallel.pipeline)) + abs(math.log(tensor / config.parallel.tensor))
-            words = f"pipeline {pipeline} × data {world // pipeline // tensor} × tensor {tensor}"
-            found.append((round(away, 6), pipeline, tensor, words))
+    largest = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
+    sizes = [n for n in range(1, largest + 1) if world_size % n == 0]
+    for pp, tp in product(sizes, sizes):
+        parallel = config.parallel.model_copy(update={"pipeline": pp, "tensor": tp, "data": "auto"})
+        if not any(_find_misfits(config.model_copy(update={"parallel": parallel}), world_size, per_node, vocab_size)):
+            distance = abs(math.log(pp / config.parallel.pipeline)) + abs(math.log(tp / config.parallel.tensor))
+            found.append((round(distance, 6), pp, tp, _describe_sizes(pp, world_size // pp // tp, tp)))
     if not found:
-        return f"no layout of {world} ranks fits this model, batch and schedule"
-    return f"layouts of {world} ranks that fit: {', or '.join(words for *_, words in sorted(found)[:3])}"
+        return f"no layout of {world_size} ranks fits this model, batch and schedule"
+    return f"layouts of {world_size} ranks that fit: {', or '.join(text for *_, text in sorted(found)[:3])}"
 
 
 def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, ...]:
-    """Consecutive decoder blocks for each stage, so that the most expensive stage is as cheap as it can be.
+    """Assign consecutive decoder blocks to stages so that the most expensive stage is as cheap as possible.
 
-    Cost is the number of values that multiply for each token: a block's weights and its attention over half the
-    sequence; the output layer for the last stage; for the first, the embedding's width, as it is only looked up.
-    Every stage has at least one block; each further one goes to the cheapest stage, which is optimal for equal blocks.
+    The cost of a stage is the number of multiplications per token: the weights of its blocks and their attention over
+    half the sequence. The last stage adds the output layer. The first adds only the width of the embedding, because
+    that is a lookup. Every stage has at least one block. Each further block goes to the cheapest stage, which is
+    optimal for equal blocks.
     """
     model = config.model
     heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
@@ -401,7 +593,7 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     if model.target is None:
         extra[0] += model.dim
         extra[-1] += model.dim * vocab_size
-    # so many blocks every stage gets in any case; only the rest is handed out one by one
+    # each stage gets this many blocks in any case; only the rest is assigned one at a time
     sizes = [max(1, model.layers // stages - max(extra) // block - 2)] * stages if stages > 1 else [model.layers]
     costs = [size * block + more for size, more in zip(sizes, extra, strict=True)]
     for _ in range(model.layers - sum(sizes)):

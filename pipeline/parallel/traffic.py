@@ -45,7 +45,7 @@ class ParameterShape(NamedTuple):
 
 def list_rank_parameters(config: Config, layout: Layout, pipeline: int, vocab: int) -> Iterator[ParameterShape]:
     """What one tensor parallel rank of this pipeline position holds."""
-    model, tensor = config.model, layout.tensor
+    model, tensor = config.model, layout.tp
     for stage in layout.stages_on_rank(pipeline):
         first, last = stage == 0, stage == layout.stages - 1
         if first:
@@ -114,7 +114,7 @@ def residual_stream_bytes(config: Config, layout: Layout) -> int:
 def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
     """Group, bytes that one rank sends in a step (of the pipeline's the one that sends most), and what it sends."""
     found: dict[str, tuple[int, str]] = {}
-    for rank in range(layout.pipeline):
+    for rank in range(layout.pp):
         for group, size, words in count_rank_traffic(config, layout, vocab, rank):
             found[group] = max((size, words), found.get(group, (0, "")))
     yield from ((group, *made) for group, made in found.items())
@@ -126,26 +126,26 @@ def count_rank_traffic(config: Config, layout: Layout, vocab: int, pipeline: int
     names, _, started = find_trained_parameters(config)
     trained = [weight for weight in weights if weight.name in names]
     width, wide = 4 if config.train.precision == "fp32" else 2, residual_stream_bytes(config, layout)
-    micro, zero, shard = layout.micro_batches, layout.zero, layout.shard
+    micro, zero, shard = layout.micro_batches, layout.zero, layout.dp_shard
     values = config.train.micro_batch * config.data.sequence_length * config.model.dim
     hook, local = config.parallel.hook, config.parallel.local_sgd
     parameters = sum(weight.values for weight in trained)
     first, last = 0 in stages, layout.stages - 1 in stages
-    if layout.data > 1 and not zero:
-        size, words = _ring(2 * stored_weight_bytes(config) * parameters, layout.data), "gradients, all-reduced once"
+    if layout.dp > 1 and not zero:
+        size, words = _ring(2 * stored_weight_bytes(config) * parameters, layout.dp), "gradients, all-reduced once"
         if local is not None:
             size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
         elif hook.kind in ("fp16", "bf16"):
             size, words = size // 2, f"gradients, all-reduced once in {hook.kind}"
-        elif hook.kind == "topk" and hook.ratio * layout.data < 1:
-            size, words = round(8 * hook.ratio * parameters) * (layout.data - 1), "places and values, gathered by all"
+        elif hook.kind == "topk" and hook.ratio * layout.dp < 1:
+            size, words = round(8 * hook.ratio * parameters) * (layout.dp - 1), "places and values, gathered by all"
         elif hook.kind == "powersgd":
             words += ", where PowerSGD does not send less"
         yield "data", size, words
     orthogonal = [each for each in trained if config.optimizer.name == "muon" and each.columns and each.block >= 0]
-    whole = 3 * 4 * layout.tensor  # bytes of such a weight, its gradient and momentum, gathered for the update
+    whole = 3 * 4 * layout.tp  # bytes of such a weight, its gradient and momentum, gathered for the update
     rows = [each for each in orthogonal if each.name.endswith(ROWWISE)]  # over tensor first, the others at last
-    if layout.data > 1 and zero:
+    if layout.dp > 1 and zero:
         times = micro if layout.reduce_each_micro_batch else 1
         gathers, gathered = micro if layout.gathers_blocks else 1, 0
         for weight in weights:
@@ -157,28 +157,28 @@ def count_rank_traffic(config: Config, layout: Layout, vocab: int, pipeline: int
         size += sum((whole if each in rows else 12) * each.part(shard) for each in orthogonal)
         words = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {times}×"
         yield "shard", size * (shard - 1), words
-        if layout.replicate > 1:
-            size = _ring(2 * 4 * sum(weight.part(shard) for weight in trained), layout.replicate)
+        if layout.dp_replicate > 1:
+            size = _ring(2 * 4 * sum(weight.part(shard) for weight in trained), layout.dp_replicate)
             yield "replicate", size, "shards of gradients, all-reduced once"
-    if layout.tensor > 1:
-        kind = "gathered and reduce-scattered" if layout.sequence else "all-reduced"
+    if layout.tp > 1:
+        kind = "gathered and reduce-scattered" if layout.sequence_parallel else "all-reduced"
         more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
         blocks = [number for stage in stages for number in layout.stage_layers[stage]]
         trained_on = sum(number >= started for number in blocks)
-        times = 4 * len(blocks) + (4 + more[not layout.sequence]) * trained_on
+        times = 4 * len(blocks) + (4 + more[not layout.sequence_parallel]) * trained_on
         each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
         tokens = config.train.micro_batch * config.data.sequence_length
         if last:  # the largest logit, the sum of exponentials, the target's logit
             cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
             each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
-        norms = sum(weight.values for weight in trained if not weight.columns) if layout.sequence else 0
+        norms = sum(weight.values for weight in trained if not weight.columns) if layout.sequence_parallel else 0
         update = whole * sum(each.part(shard if zero and each in rows else 1) for each in orthogonal)
-        size = _ring(each * micro + 2 * 4 * norms + update, layout.tensor)
+        size = _ring(each * micro + 2 * 4 * norms + update, layout.tp)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
-    if layout.pipeline > 1:
+    if layout.pp > 1:
         away, back = find_cross_rank_stages(layout, pipeline)
         times = len(away) + sum(layout.stage_layers[stage].start > started for stage in back)
-        size = values * wide // (layout.tensor if layout.sequence else 1) * micro * times
+        size = values * wide // (layout.tp if layout.sequence_parallel else 1) * micro * times
         if config.model.tie_word_embeddings and first != last and EMBEDDING in names:  # both ends add up
             size += stored_weight_bytes(config) * weights[0 if first else -1].part(shard if zero else 1)
         yield "pipeline", size, "hidden states to the next stage, their gradients back"

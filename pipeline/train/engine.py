@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from pipeline.checkpoint.save import State
-from pipeline.comm.groups import World, all_gather_results, make_mesh
+from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import EMBEDDING, HEAD, full_tensor, local_tensor, parameter_seed, write_parameter
@@ -74,19 +74,21 @@ class Engine:
         self.own: AbstractContextManager[None] = own or nullcontext()
         self.config, self.layout, self.world, self.task = config, layout, world, task
         parallel = config.parallel
-        uncut = layout.pipeline == 1 and layout.tensor == 1
-        mesh = None if uncut and layout.zero == 0 and not parallel.offload else make_mesh(layout, world)
+        uncut = layout.pp == 1 and layout.tp == 1
+        mesh = (
+            None if uncut and layout.zero == 0 and not parallel.offload else layout.build_device_mesh(world.device.type)
+        )
         self._split = mesh is not None
-        self._cut_logits = layout.tensor > 1 and parallel.loss_parallel and config.model.target is None
+        self._cut_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
         # seeds randomness: the same on ranks that compute the same activations
-        self._place = world.rank if layout.sequence else world.rank // layout.tensor
+        self._place = layout.random_stream(world.rank)
         self._entries = task.per_step  # what the loss of the global batch is a sum over
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
         self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._frozen = frozen_names(config.optimizer.freeze, task)
-        numbers = layout.stages_on_rank(layout.coordinates(world.rank).pipeline)
+        numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
             self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
@@ -103,7 +105,7 @@ class Engine:
         self.replicas = ReplicaSync()
         trained = {name: parameter for name, parameter in task.weights(self.parts[0]) if parameter.requires_grad}
         self._pipeline: PipelineRunner | None = None
-        if layout.pipeline > 1 and mesh is not None:
+        if layout.pp > 1 and mesh is not None:
             from pipeline.parallel.pipeline_parallel import PipelineRunner
 
             self._stage_group = mesh.get_group("pp")
@@ -127,8 +129,8 @@ class Engine:
             for parameter in part.parameters():
                 parameter.data = parameter.data.bfloat16()
         if config.train.precision == "fp8":
-            float8.convert_to_float8(task.blocks(part), self.world.device, layout.tensor, config.train.fp8_scales)
-        if mesh is not None and layout.tensor > 1:
+            float8.convert_to_float8(task.blocks(part), self.world.device, layout.tp, config.train.fp8_scales)
+        if mesh is not None and layout.tp > 1:
             task.cut(part, mesh["tp"], layout)
         for name, parameter in task.weights(part):
             parameter.requires_grad_(name not in self._frozen)
@@ -137,7 +139,7 @@ class Engine:
         for piece in task.compiled(part, layout) if config.train.compile else ():
             piece.compile()
         if mesh is not None and layout.fsdp:
-            over = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+            over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
             groups = task.shard_groups(part)
             data_parallel.apply_fsdp(
@@ -168,7 +170,7 @@ class Engine:
         """
         if (entries := self.task.entries(batch)) is not None:
             dist.all_reduce(entries)
-            self._entries = max(1, int(entries.item()) // (self.layout.pipeline * self.layout.tensor))
+            self._entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
         self.replicas.begin(step)
         with loss_parallel() if self._cut_logits else nullcontext():  # cross-entropy on logits that are cut
             run = self._run_pipeline if self._pipeline else self._accumulate
@@ -176,7 +178,7 @@ class Engine:
         enter("reduce")
         self.replicas.reduce()
         loss = self._mean(self._loss * math.nan if hand() else self._loss)
-        if self.layout.tensor > 1:
+        if self.layout.tp > 1:
             self._settle_gradients()
         self._join_tied_gradients()
         return loss
@@ -189,7 +191,7 @@ class Engine:
         """All ranks' parts of a summed loss as the mean over the global batch."""
         total = part.clone()
         dist.all_reduce(total)
-        return total / (self.layout.tensor * self._entries)
+        return total / (self.layout.tp * self._entries)
 
     def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""
@@ -230,7 +232,7 @@ class Engine:
 
     def _weight(self) -> float:
         """Factor of a micro-batch's summed loss before backward."""
-        return self.layout.data / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
+        return self.layout.dp / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _settle_gradients(self) -> None:
         """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""
@@ -355,7 +357,7 @@ class Engine:
         """
         state, _ = self.saved_state()
         owners: dict[str, int] = {}
-        if self.layout.pipeline > 1:  # each stage has its own: the first rank that has one sends it to all
+        if self.layout.pp > 1:  # each stage has its own: the first rank that has one sends it to all
             for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
                 owners |= dict.fromkeys(names, rank)
         for name, parameter in self.task.weights(model):

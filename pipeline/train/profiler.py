@@ -195,9 +195,10 @@ class Profiler:
             events.append({"name": what, "cat": "communication", "args": more, **times})
         begin, step_us, spans = read(events)
         error, offset = self._clock
+        position = self.layout.coordinates(self.world.rank)
         told = {
             "rank": self.world.rank, "host": os.uname().nodename, "clock_error_ns": error,
-            "place": self.layout.coordinates(self.world.rank)._asdict(),
+            "place": {"pipeline": position.pp, "data": position.dp, "tensor": position.tp},
             "step_us": step_us, "begin_ns": base + round(1000 * begin) + offset,
             "spans": sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS],
         }  # fmt: skip

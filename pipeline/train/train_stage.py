@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import gone, newest_step
 from pipeline.data.manifest import amount_words, steps_of, steps_words
+from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import ask_child
 from pipeline.run.directory import Run
 from pipeline.run.lines import metric
@@ -71,22 +72,9 @@ def look(run: Run) -> None:
         ask_child("pipeline.train.freeze", "check_freeze", patterns, model)
 
 
-def check_place(place: RankInfo, tensor: int) -> None:
-    """Raise UserError where a launcher tore a tensor parallel group apart, as `srun -m cyclic` does by hand.
-
-    Groups are `tensor` consecutive ranks. All share a node if each rank's number there counts along with its own one.
-    """
-    if place.local_rank % tensor != place.rank % tensor:
-        first = place.rank - place.rank % tensor
-        raise UserError(
-            f"rank {place.rank} is number {place.local_rank} on its node, and ranks {first} to {first + tensor - 1} "
-            f"(parallel.tensor={tensor}) must share one: deal ranks out in blocks, as `srun --distribution=block` does"
-        )
-
-
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
-    check_place(place, run.config.parallel.tensor)
+    check_tensor_group_on_one_node(place, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
     since = flag.since
 

@@ -36,7 +36,7 @@ from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
 from pipeline.model.task import Batch, make_task
-from pipeline.parallel.mesh import check_warmup, resolve_layout
+from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.publish.open_weights import open_weights
 from pipeline.resilience.guard import Guard, recent
@@ -84,7 +84,7 @@ class Trainer:
             self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
         self.own = OwnTime(world.device)
-        peers = [self.layout.coordinates(rank).pipeline for rank in range(world.size)]
+        peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
         self.stragglers = Stragglers(run, self.agreement.group, peers)
         self.checkpointer = Checkpointer(
             run.checkpoints,
@@ -92,7 +92,7 @@ class Trainer:
             keep=config.checkpoint.keep,
             background=config.checkpoint.mode == "async",
             describe={
-                "layout": groups.describe_layout_identity(self.layout, config, world),
+                "layout": describe_layout_identity(self.layout, config, world.backend, world.device.type),
                 **identity(config, manifest),
             },
             on_saved=self._log_saved,
@@ -178,8 +178,8 @@ class Trainer:
             seed=self.config.run.seed,
             samples_consumed=self.samples_consumed,
             left_out=self.guard.left_out,
-            num_replicas=self.layout.data,
-            rank=self.layout.coordinates(self.world.rank).data,
+            num_replicas=self.layout.dp,
+            rank=self.layout.coordinates(self.world.rank).dp,
             order=self.mixture.indices if self.mixture else None,
         )
         key = groups.broadcast_from_rank0(self.agreement.group, secrets.token_hex(8))

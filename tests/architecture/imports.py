@@ -47,7 +47,7 @@ def sources(root: Path = ROOT) -> dict[str, Path]:
 def imported(path: Path, *, at_start: bool = False) -> Iterator[str]:
     """Yield the modules, and the names in them, that a file imports.
 
-    Imports under `if TYPE_CHECKING` count. at_start: leave out imports inside functions.
+    at_start: only those that run when the file is imported, without those in functions or under `if TYPE_CHECKING`.
     """
     tree = ast.parse(path.read_text())
     nodes: Iterator[ast.AST] = _outside_functions(tree) if at_start else ast.walk(tree)
@@ -62,7 +62,8 @@ def imported(path: Path, *, at_start: bool = False) -> Iterator[str]:
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.Lambda):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.Lambda):
             yield child
             yield from _outside_functions(child)
 

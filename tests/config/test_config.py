@@ -382,7 +382,7 @@ def test_bounds(tmp_path: Path, override: str, says: str) -> None:
 def test_a_pipeline_names_a_bounded_number_of_micro_batches(tmp_path: Path) -> None:
     deep = ("parallel.pipeline=2", "stages.train.tasks_per_node=2", "train.micro_batch=1")
     load(tmp_path, SMALL, *deep, "train.global_batch=10000")
-    with pytest.raises(ConfigError, match=r"may have 10,000; there are 10001"):
+    with pytest.raises(ConfigError, match=r"10,000 .*there are 10001"):
         load(tmp_path, SMALL, *deep, "train.global_batch=10001")
 
 
@@ -397,18 +397,18 @@ def test_rules_between_keys_name_them(tmp_path: Path) -> None:
         (line,) = problems(tmp_path, SMALL, override)
         assert line.endswith(f"train: steps and epochs are {says}"), line
     (line,) = problems(tmp_path, SMALL, "train.evaluate_every=5", "data.held_out=0")
-    assert "train.evaluate_every has nothing to look at: data.held_out is 0" in line
+    assert "train.evaluate_every" in line and "data.held_out is 0" in line
     unused = {"sgd": "eps=1", "adamw": "momentum=0.5"}
     for name, override in unused.items():
         (line,) = problems(tmp_path, SMALL, f"optimizer.name={name}", f"optimizer.{override}")
         assert f"{override.split('=')[0]} (" in line and f"means nothing here: optimizer.name is {name}" in line
     (line,) = problems(tmp_path, SMALL, "optimizer.name=own")
-    assert "own is for a model of your own: name model.target, too" in line
+    assert "optimizer.name" in line and "model.target" in line
     own = ("optimizer.name=own", "model.target=mine", "data.source=x.h5")
     (line,) = problems(tmp_path, SMALL, *own, "parallel.zero=1", "parallel.offload=true")
-    assert "without parallel.zero, parallel.offload: leave that out, or take another" in line
+    assert "without parallel.zero, parallel.offload" in line
     assert problems(tmp_path, text, "train.micro_batch=5", "stages.train.nodes=4") == [
-        "run.yaml, command line: train.global_batch (10) is no multiple of train.micro_batch (5) × 4 data parallel "
+        "run.yaml, command line: train.global_batch (10) is not a multiple of train.micro_batch (5) × 4 data parallel "
         "ranks; with these batches there may be 1, 2; no layout of 4 ranks fits this model, batch and schedule"
     ]
 

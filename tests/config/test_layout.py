@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from data_prep.text.tokenizer import load_encoder
-from pipeline.base.errors import UserError
-from pipeline.parallel.mesh import LayoutError, resolve_layout, split_layers
+from pipeline.base.errors import ConfigError, UserError
+from pipeline.parallel.mesh import AXES, LayoutError, resolve_layout, split_layers
 from tests.support.layouts import tiny_config
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
@@ -33,8 +33,10 @@ def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path:
         tokenizer.save(str(path := tmp_path / f"{name}.json"))
         assert load_encoder(path, "<|endoftext|>").vocab_size == 33
         data = {"sequence_length": 16, "tokenizer": {"kind": "file", "path": str(path)}}
-        with pytest.raises(UserError, match=rf"{name}\.json\), 33, is no multiple of parallel\.tensor \(2\)"):
+        with pytest.raises(UserError) as raised:
             tiny_config(2, parallel={"tensor": 2}, data=data)
+        assert raised.value.code == "parallel.indivisible_size"
+        assert all(fact in str(raised.value) for fact in (f"{name}.json", "33", "parallel.tensor (2)"))
     (tmp_path / "broken.json").write_text("{}")
     data["tokenizer"] = {"kind": "file", "path": str(tmp_path / "broken.json")}
     tiny_config(2, parallel={"tensor": 2}, data=data)  # what is wrong with it is for prepare to say
@@ -42,62 +44,96 @@ def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path:
 
 def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, data={"sequence_length": 16, "tokenizer": {"vocab_size": 512}})
-    with pytest.raises(
-        LayoutError, match=r"vocab_size 512: the text gave fewer\), 511, is no multiple .* that fit: pipe"
-    ):
+    with pytest.raises(LayoutError) as raised:
         resolve_layout(config, vocab_size=511)
+    assert raised.value.code == "parallel.indivisible_size"
+    assert all(fact in str(raised.value) for fact in ("data.tokenizer.vocab_size 512", "511", "pipeline 1 × data 2"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sections", "says"),
+    ("ranks", "sections", "code", "facts"),
     [
-        (4, {"parallel": {"tensor": 3}}, "parallel.tensor (3) = 3 does not divide the number of training ranks, 4"),
-        (4, {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, "model.kv_heads, 2, is no multiple of parallel.ten"),
-        (2, {"parallel": {"tensor": 2}, "model": {"heads": 1, "kv_heads": 1}}, "model.heads, 1, is no multiple of"),
-        (2, {"parallel": {"tensor": 2}, "data": {"sequence_length": 15}}, "data.sequence_length, 15, is no multiple"),
+        (4, {"parallel": {"tensor": 3}}, "parallel.wrong_world_size", ["parallel.tensor (3)", "4"]),
+        (
+            4,
+            {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}},
+            "parallel.indivisible_size",
+            ["model.kv_heads", "2", "parallel.ten"],
+        ),
+        (
+            2,
+            {"parallel": {"tensor": 2}, "model": {"heads": 1, "kv_heads": 1}},
+            "parallel.indivisible_size",
+            ["model.heads", "1"],
+        ),
+        (
+            2,
+            {"parallel": {"tensor": 2}, "data": {"sequence_length": 15}},
+            "parallel.indivisible_size",
+            ["data.sequence_length", "15"],
+        ),
         (
             2,
             {"parallel": {"tensor": 2}, "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 511}}},
-            "the vocabulary (data.tokenizer.vocab_size), 511, is no multiple of parallel.tensor (2)",
+            "parallel.indivisible_size",
+            ["data.tokenizer.vocab_size", "511", "parallel.tensor (2)"],
         ),
-        (8, {"parallel": {"pipeline": 8}}, "8 stages are more than model.layers (4): each stage needs a layer"),
-        (4, {"train": {"steps": 1, "global_batch": 6, "micro_batch": 2}}, "there may be 1, 3; layouts of 4 ranks that"),
+        (8, {"parallel": {"pipeline": 8}}, "parallel.too_many_stages", ["8", "model.layers (4)"]),
+        (
+            4,
+            {"train": {"steps": 1, "global_batch": 6, "micro_batch": 2}},
+            "parallel.indivisible_batch",
+            ["1", "3", "4"],
+        ),
         (
             2,
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
-            "1f1b needs parallel.virtual_stages (stages per rank) to be 1, not 2",
+            "parallel.schedule_mismatch",
+            ["1f1b", "parallel.virtual_stages (stages per rank)", "2"],
         ),
         (
             4,
             {"parallel": {"hook": {"kind": "topk"}, "tensor": 2}},
-            "parallel.hook.kind topk is for whole replicas: parallel.pipeline (1) and parallel.tensor (2) must be 1; "
-            "layouts of 4 ranks that fit: pipeline 1 × data 4 × tensor 1",
+            "config.conflict",
+            [
+                "parallel.hook.kind",
+                "topk",
+                "parallel.pipeline (1)",
+                "parallel.tensor (2)",
+                "4",
+                "pipeline 1 × data 4 × tensor 1",
+            ],
         ),
         (
             2,
             {"parallel": {"local_sgd": {"every": 8}, "pipeline": 2}},
-            "parallel.local_sgd (every 8) is for whole replicas: parallel.pipeline (2) and parallel.tensor (1) must be",
+            "config.conflict",
+            ["parallel.local_sgd (every 8)", "parallel.pipeline (2)", "parallel.tensor (1)"],
         ),
         (
             2,
             {"parallel": {"hook": {"kind": "bf16"}, "zero": 1}},
-            "parallel.hook.kind bf16 is for whole replicas: parallel.zero must be 0 and parallel.offload false",
+            "config.conflict",
+            ["parallel.hook.kind", "bf16", "parallel.zero", "0", "parallel.offload"],
         ),
         (
             2,
             {"parallel": {"hook": {"kind": "fp16"}, "local_sgd": {"every": 8}}},
-            "parallel.local_sgd (every 8) does not go with parallel.hook.kind fp16: gradients stay at home",
+            "config.conflict",
+            ["parallel.local_sgd (every 8)", "parallel.hook.kind", "fp16"],
         ),
         (
             2,
             {"parallel": {"hook": {"kind": "powersgd"}}, "train": {"precision": "fp16"}},
-            "parallel.hook.kind powersgd does not go with train.precision fp16, whose gradients change their scale",
+            "config.conflict",
+            ["parallel.hook.kind", "powersgd", "train.precision", "fp16"],
         ),
-        (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "needs two or more stages per rank"),
+        (2, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}}, "parallel.schedule_mismatch", []),
         (
             2,
             {"parallel": {"pipeline": 2, "schedule": "zbv"}},
-            "zbv needs parallel.virtual_stages (stages per rank) to be 2",
+            "parallel.schedule_mismatch",
+            ["zbv", "parallel.virtual_stages (stages per rank)", "2"],
         ),
         (
             2,
@@ -105,12 +141,14 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
                 "parallel": {"pipeline": 2, "schedule": "dualpipe_v", "virtual_stages": 2},
                 "train": {"global_batch": 3, "micro_batch": 1, "steps": 1},
             },
-            "dualpipe_v needs at least 4 micro-batches with 2 pipeline ranks; there are 3",
+            "parallel.schedule_mismatch",
+            ["dualpipe_v", "4", "2", "3"],
         ),
         (
             4,
             {"parallel": {"pipeline": 4}, "train": {"global_batch": 3, "micro_batch": 1, "steps": 1}},
-            "1f1b needs at least 4 micro-batches with 4 pipeline ranks; there are 3",
+            "parallel.schedule_mismatch",
+            ["1f1b", "4", "3"],
         ),
         (
             2,
@@ -118,59 +156,75 @@ def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
                 "parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
                 "train": {"global_batch": 5, "micro_batch": 1, "steps": 1},
             },
-            "micro-batches that divide into 2 rounds (micro-batches // pipeline 2); there are 5",
+            "parallel.schedule_mismatch",
+            ["2", "5"],
         ),
-        (2, {"parallel": {"data": {"shard": 2}}}, "parallel.data.shard (2) is for parallel.zero 1 to 3"),
-        (2, {"parallel": {"data": {"replicate": 2}, "zero": 3}}, "zero 3 has nothing to split: parallel.data.shard is"),
+        (
+            2,
+            {"parallel": {"data": {"shard": 2}}},
+            "config.conflict",
+            ["parallel.data.shard (2)", "parallel.zero", "1", "3"],
+        ),
+        (2, {"parallel": {"data": {"replicate": 2}, "zero": 3}}, "config.conflict", ["3", "parallel.data.shard"]),
         (
             4,
             {"parallel": {"data": {"replicate": 2}}},
-            "= 2 is not the number of training ranks, 4 (stages.train: nodes × tasks_per_node); layouts of 4 ranks "
-            "that fit: pipeline 1 × data 4 × tensor 1",
+            "parallel.wrong_world_size",
+            ["2", "4", "stages.train", "pipeline 1 × data 4 × tensor 1"],
         ),
-        (1, {"train": {"loss_chunk": 8, "precision": "fp16"}}, "does not go with train.precision fp16"),
-        (1, {"optimizer": {"state": {"master": "none"}}}, "master none is for train.precision bf16 and fp8, not fp32"),
+        (1, {"train": {"loss_chunk": 8, "precision": "fp16"}}, "config.conflict", ["train.precision", "fp16"]),
+        (1, {"optimizer": {"state": {"master": "none"}}}, "config.conflict", ["train.precision", "bf16", "fp32"]),
         (
             2,
             {"optimizer": {"state": {"moments": "int8"}}, "parallel": {"tensor": 2}},
-            "model.heads × size / 64 (moments: int8), 0.25, is no multiple of parallel.tensor (2)",
+            "parallel.indivisible_size",
+            ["model.heads", "64", "0.25", "parallel.tensor (2)"],
         ),
-        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "muon"}}, "nothing here: optimizer.name is muon"),
-        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "sgd"}}, "nothing here: optimizer.name is sgd"),
+        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "muon"}}, None, ["optimizer.name", "muon"]),
+        (1, {"optimizer": {"state": {"moments": "bf16"}, "name": "sgd"}}, None, ["optimizer.name", "sgd"]),
         (
             2,
             {"optimizer": {"state": {"moments": "bf16"}}, "parallel": {"local_sgd": {"every": 4}}},
-            "(master fp32, moments bf16) does not go with parallel.local_sgd",
+            "config.conflict",
+            ["fp32", "bf16", "parallel.local_sgd"],
         ),
         (
             2,
             {"optimizer": {"state": {"moments": "bf16"}}, "parallel": {"hook": {"kind": "powersgd"}}},
-            "does not go with parallel.hook.kind powersgd",
+            "config.conflict",
+            ["parallel.hook.kind", "powersgd"],
         ),
-        (2, {"parallel": {"accurate_sums": True}}, "accurate_sums is for parallel.backend mpi, not auto"),
-        (2, {"parallel": {"reduce": "micro_batch"}}, "reduce micro_batch is for parallel.zero 2 and 3; with 0"),
-        (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "does not go with a pipeline (2)"),
+        (2, {"parallel": {"accurate_sums": True}}, "config.conflict", ["parallel.backend", "auto"]),
+        (2, {"parallel": {"reduce": "micro_batch"}}, "config.conflict", ["parallel.zero", "2", "3", "0"]),
+        (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "config.conflict", ["2"]),
     ],
 )
-def test_what_cannot_work_is_refused(ranks: int, sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=re.escape(says)):
+def test_a_config_that_cannot_work_is_rejected(
+    ranks: int, sections: dict[str, Any], code: str | None, facts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
         tiny_config(ranks, **sections)
+    assert code in (None, raised.value.code)
+    assert [fact for fact in facts if fact not in str(raised.value)] == []
 
 
 def test_a_cut_model_of_ones_own_is_not_compiled() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
-    assert resolve_layout(config, 2, 2, 64).tensor == 2, "the decoder is"
+    assert resolve_layout(config, 2, 2, 64).tp == 2, "the decoder is"
     own = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
-    with pytest.raises(UserError, match=re.escape("does not go with train.compile on a model of your own")):
+    with pytest.raises(LayoutError, match=r"train\.compile") as raised:
         resolve_layout(own, 2, 2, None)
+    assert raised.value.code == "config.conflict"
 
 
 def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
     for stage, more in (("train", {}), ("evaluate", {"backend": "nccl"})):
         sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": more}
-        said = rf"stages\.{stage}\.tasks_per_node \(4\) is more than site\.gpus_per_node \(2\): .*backend gloo"
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError) as raised:
             tiny_config(1, site={"gpus_per_node": 2}, **sections)
+        assert raised.value.code == "parallel.too_few_gpus"
+        for fact in (f"stages.{stage}.tasks_per_node (4)", "site.gpus_per_node (2)", "parallel.backend"):
+            assert fact in str(raised.value)
         for good in ({"site": {"gpus_per_node": 4}}, {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}}):
             tiny_config(1, **sections | good)
 
@@ -188,15 +242,17 @@ def test_schedules_that_split_the_backward_pass_refuse_what_that_breaks(schedule
     both = {"parallel": {"pipeline": 2, "schedule": schedule, "virtual_stages": 2}}
     tiny_config(2, **both)
     merged = sections | {"parallel": sections.get("parallel", {}) | both["parallel"]}
-    with pytest.raises(UserError, match=f"schedule {schedule} computes gradients of weights apart"):
+    with pytest.raises(UserError) as raised:
         tiny_config(2, **merged)
+    assert raised.value.code == "config.conflict" and f"parallel.schedule {schedule}" in str(raised.value)
 
 
 def test_tensor_parallel_ranks_share_a_node() -> None:
     config = tiny_config(4, parallel={"tensor": 4})
-    assert resolve_layout(config, 4, 4).tensor == 4
-    with pytest.raises(LayoutError, match="does not divide the 2 ranks of a node"):
+    assert resolve_layout(config, 4, 4).tp == 4
+    with pytest.raises(LayoutError, match=r"stages\.train\.tasks_per_node") as raised:
         resolve_layout(config, 4, 2)
+    assert raised.value.code == "parallel.group_on_several_nodes"
 
 
 def test_without_a_pipeline_its_schedule_means_nothing() -> None:
@@ -233,13 +289,13 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
     except LayoutError as error:
         for pipeline, data_size, tensor in re.findall(r"pipeline (\d+) × data (\d+) × tensor (\d+)", str(error)):
             offered = wanted(pipeline=int(pipeline), tensor=int(tensor))
-            assert offered.data == int(data_size)
+            assert offered.dp == int(data_size)
         return
-    assert layout.world == ranks
-    assert layout.micro_batches * layout.data == plain.train.global_batch
+    assert layout.world_size == ranks
+    assert layout.micro_batches * layout.dp == plain.train.global_batch
     blocks = [number for part in layout.stage_layers for number in part]
     assert blocks == list(range(plain.model.layers)) and all(layout.stage_layers)
-    stages = [stage for rank in range(layout.pipeline) for stage in layout.stages_on_rank(rank)]
+    stages = [stage for rank in range(layout.pp) for stage in layout.stages_on_rank(rank)]
     assert sorted(stages) == list(range(layout.stages))
     assert layout.stages - 1 in layout.stages_on_rank(layout.last_stage_rank)
 
@@ -273,7 +329,6 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pipeline.comm.groups import World, make_mesh
     from pipeline.model.decoder import select_local_part
 
     pipeline, replicate, shard, tensor = sizes
@@ -293,19 +348,18 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     values = type(config.parallel).model_validate(parallel)
     train = config.train.model_copy(update={"micro_batch": 1, "global_batch": replicate * shard})
     layout = resolve_layout(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
-    assert (layout.replicate, layout.shard) == (replicate, shard)
+    assert (layout.dp_replicate, layout.dp_shard) == (replicate, shard)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        mesh = make_mesh(layout, World(rank, world, torch.device("cpu"), "fake"))
+        mesh = layout.build_device_mesh("cpu")
         at = layout.coordinates(rank)
         where = {other: layout.coordinates(other) for other in range(world)}
         expected = {
-            "pp": [r for r, there in where.items() if there[1:] == at[1:]],
-            "tp": [r for r, there in where.items() if there[:2] == at[:2]],
+            axis: [
+                r for r, there in where.items() if all(getattr(there, a) == getattr(at, a) for a in AXES if a != axis)
+            ]
+            for axis in AXES
         }
-        copies = [r for r, there in where.items() if (there.pipeline, there.tensor) == (at.pipeline, at.tensor)]
-        expected["dp_shard"] = [r for r in copies if where[r].data // shard == at.data // shard]
-        expected["dp_replicate"] = [r for r in copies if where[r].data % shard == at.data % shard]
         assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
         rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
         cut, whole = data.draw(st.sampled_from([0, 1, None])), torch.arange(rows * columns).view(rows, columns)
@@ -323,8 +377,9 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
 
 def test_ranks_that_are_not_the_configs_are_named() -> None:
     config = tiny_config(1, stages={"train": {"nodes": 2, "tasks_per_node": 2}}, train={"global_batch": 8})
-    with pytest.raises(LayoutError, match=r"stages.train asks for 4 ranks \(2 nodes × 2\), and these are 3"):
+    with pytest.raises(LayoutError) as raised:
         resolve_layout(config, 3)
+    assert all(fact in str(raised.value) for fact in ("stages.train", "4 ranks", "2 nodes × 2", "3 run"))
 
 
 def test_absurd_sizes_take_no_time() -> None:
@@ -332,7 +387,7 @@ def test_absurd_sizes_take_no_time() -> None:
     assert resolve_layout(huge).stage_layers == (range(2**62),)
     first, second = split_layers(huge, 2, 64)
     assert (first.start, first.stop, second.stop) == (0, second.start, 2**62)
-    with pytest.raises(LayoutError, match="no layout of"):
+    with pytest.raises(LayoutError):
         resolve_layout(tiny_config(1, train={"global_batch": 3 * 2**22, "micro_batch": 2}), 2**61, 2**61)
 
 

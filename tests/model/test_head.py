@@ -62,5 +62,7 @@ def test_in_bf16_it_is_as_near_as_whole_logits() -> None:
 def test_a_model_of_ones_own_has_another_head() -> None:
     config = tiny_config(1, train={"loss_chunk": 8})
     own = config.model_copy(update={"model": config.model.model_copy(update={"target": "my.model"})})
-    with pytest.raises(LayoutError, match=r"leave it out with model\.target"):
+    with pytest.raises(LayoutError) as raised:
         resolve_layout(own)
+    assert raised.value.code == "config.conflict"
+    assert "train.loss_chunk" in str(raised.value) and "model.target" in str(raised.value)

@@ -109,9 +109,9 @@ def packed_rank(where: RankInfo, configs: list[Config]) -> list[list[tuple[float
     for config in configs:
         layout = resolve_layout(config, world.size, where.local_world_size, VOCAB)
         engine = Engine(config, layout, world, Task(config, VOCAB, EOS))
-        part, found = layout.coordinates(where.rank).data, []
+        part, found = layout.coordinates(where.rank).dp, []
         for step, batch in enumerate(packed(config), 1):
-            own = {name: array.chunk(layout.data)[part] for name, array in batch.items()}
+            own = {name: array.chunk(layout.dp)[part] for name, array in batch.items()}
             loss = engine.backward(own, step)
             norm = engine.clip(config.optimizer.clip_norm)
             engine.update(norm.item())

@@ -529,7 +529,7 @@ def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any
     for config in configs:
         engine, _ = train(place, config, world, 0)
         engine.backward(
-            {"tokens": batches(config)[0].chunk(engine.layout.data)[engine.layout.coordinates(place.rank).data]}, 1
+            {"tokens": batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
         )
         engine.clip(None)  # takes the scale of fp16 out
         weights = [named for part in engine.parts for named in engine.task.weights(part)]
@@ -570,8 +570,8 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     engine, _ = train(place, config, world, 1)
     from tests.support.layouts import batches
 
-    part = engine.layout.coordinates(world.rank).data
-    engine.backward({"tokens": batches(config)[1].chunk(engine.layout.data)[part]}, 2)
+    part = engine.layout.coordinates(world.rank).dp
+    engine.backward({"tokens": batches(config)[1].chunk(engine.layout.dp)[part]}, 2)
     weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad

@@ -64,11 +64,11 @@ def differences(cases: list[tuple[Config, int]], low: float, high: float) -> lis
     for (config, rank), (peak, sent) in zip(cases, found, strict=True):
         layout = resolve_layout(config)
         at = layout.coordinates(rank)
-        told = memory(config, layout, at.pipeline, VOCAB, actions(layout)[at.pipeline], on_cpu=True).total
+        told = memory(config, layout, at.pp, VOCAB, actions(layout)[at.pp], on_cpu=True).total
         what = config.parallel.model_dump(exclude_defaults=True), config.train.model_dump(exclude_defaults=True), rank
         if not low <= told / peak - 1 <= high:
             wrong.append(f"peak {told / peak - 1:+.3f}: {what}")
-        for group, size, _ in count_rank_traffic(config, layout, VOCAB, at.pipeline):
+        for group, size, _ in count_rank_traffic(config, layout, VOCAB, at.pp):
             name = GROUPS[group] if GROUPS[group] in sent else "default_pg"
             if abs(size - sent.get(name, 0)) > max(SENT_FOR_LOSS_AND_NORM, 1e-3 * size):
                 wrong.append(f"{group} {size}, sent {sent.get(name, 0)}: {what}")
@@ -126,7 +126,7 @@ def any_case(draw: random.Random) -> tuple[Config, int] | None:
         layout = resolve_layout(config)
     except (ConfigError, LayoutError):
         return None
-    return config, draw.randrange(layout.pipeline) * layout.data * layout.tensor
+    return config, draw.randrange(layout.pp) * layout.dp * layout.tp
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     for number, config in enumerate(configs):
         layout = resolve_layout(config, 4, 4, VOCAB)
         for rank in range(4):
-            expected = memory(config, layout, layout.coordinates(rank).pipeline, VOCAB, [])
+            expected = memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
             weights, moments = held[rank][number]
             assert (weights, moments) == (expected.weights, expected.optimizer), (config.parallel, rank)
 

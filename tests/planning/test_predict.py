@@ -221,7 +221,9 @@ def test_a_config_is_translated_whole() -> None:
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
     layout = resolve_layout(config)
     work = workload_of(config, layout, config.data.tokenizer.vocab_size)
-    assert work.world == layout.world == 32 and sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
+    assert (
+        work.world == layout.world_size == 32 and sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
+    )
     assert (work.zero, work.recompute, work.precision, work.fused) == (3, "selective", "bf16", True)
 
 

@@ -64,7 +64,7 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         with WithoutGloos() as account:
             engine = Engine(config, layout, world, Task(config, VOCAB))
-            own = batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data].clone()
+            own = batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
             for step in (1, 2):
                 with Sent() as sent:
                     one_step(engine, account, step, {"tokens": own})

@@ -102,7 +102,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
     _, first = search(load_config(path, more), H100, VOCAB, [1, 2, 4])
     written = write_choice(first, path, more)
     made = load_config(written)
-    assert resolve_layout(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world
+    assert resolve_layout(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world_size
     assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
         64, 4, first.config.train.micro_batch,
     )  # fmt: skip

@@ -80,7 +80,7 @@ def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
     from pipeline.model.decoder import full_tensor
 
     task, seen = engine.task, []
-    loss, part = task.loss, engine.layout.coordinates(where.rank).data
+    loss, part = task.loss, engine.layout.coordinates(where.rank).dp
 
     def watched(outputs: Any, batch: Any) -> Any:
         seen.append(full_tensor(outputs.detach()).clone())  # its memory is taken for other things
@@ -88,13 +88,13 @@ def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
 
     task.loss = watched
     batch = batches(engine.config)
-    engine.backward({"tokens": batch[0].chunk(engine.layout.data)[part]}, 1)
+    engine.backward({"tokens": batch[0].chunk(engine.layout.dp)[part]}, 1)
     task.loss = loss
     named = [each for piece in engine.parts for each in task.weights(piece)]
     gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in named}
     engine.optimizer.zero_grad(set_to_none=True)
     engine.replicas.end(good=False)
-    rows = len(batch[0]) // engine.layout.data  # a pipeline tries one micro-batch out before
+    rows = len(batch[0]) // engine.layout.dp  # a pipeline tries one micro-batch out before
     return torch.cat(seen)[-rows:].numpy() if seen else None, gradients
 
 

@@ -75,7 +75,7 @@ def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, 
     for config in configs:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         engine = Engine(config, layout, world, Task(config, VOCAB))
-        mine = {"tokens": batches(config)[0].chunk(layout.data)[layout.coordinates(place.rank).data]}
+        mine = {"tokens": batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
         found.append([])
         for up in HANDS:
             loss = engine.backward(mine, 1, hand=lambda up=up: place.rank in up)  # type: ignore[misc]

@@ -121,10 +121,10 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
 def train_on(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
     limit = engine.config.optimizer.clip_norm
-    part = engine.layout.coordinates(place.rank).data
+    part = engine.layout.coordinates(place.rank).dp
     results = []
     for step, batch in list(enumerate(batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
-        loss = engine.backward({"tokens": batch.chunk(engine.layout.data)[part]}, step)
+        loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[part]}, step)
         norm = engine.clip(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
         clipped *= getattr(engine.optimizer, "factor", 1.0)  # of one that clips in its update

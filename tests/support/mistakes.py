@@ -172,13 +172,13 @@ AT_THE_DOOR = [
     Mistake(
         "more tensor parallel ranks than heads",
         "tiny.yaml parallel.tensor=8 stages.train.tasks_per_node=8 train.micro_batch=1",
-        "model.heads, 4, is no multiple of parallel.tensor (8) … layouts of 8 ranks that fit: pipeline 1 × data",
+        "model.heads, 4, is not a multiple of parallel.tensor (8) … layouts of 8 ranks that fit: pipeline 1 × data",
         back="tiny.yaml parallel.tensor=2 stages.train.tasks_per_node=2",
     ),
     Mistake(
         "more ranks than GPUs",
         "tiny.yaml site.gpus_per_node=1 stages.train.tasks_per_node=2",
-        "each rank needs a GPU of its own; lower it, or use parallel.backend gloo",
+        "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
         back="tiny.yaml site.gpus_per_node=1 stages.train.tasks_per_node=2 parallel.backend=gloo",
     ),
     Mistake(

@@ -247,9 +247,9 @@ def test_the_points_of_a_sweep_cross_their_values() -> None:
 def test_the_layout_shows_each_rank_on_its_node() -> None:
     from pipeline.parallel.mesh import Layout
 
-    sizes = {"pipeline": 2, "replicate": 1, "shard": 2, "tensor": 2, "ranks_per_node": 4}
+    sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 2, "ranks_per_node": 4}
     rest = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {"schedule": "1f1b", "stage_layers": ()}
-    drawn = mesh(Layout(**sizes, **rest, fsdp=False, reduce_each_micro_batch=False, sequence=False))  # type: ignore[arg-type]
+    drawn = mesh(Layout(**sizes, **rest, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False))  # type: ignore[arg-type]
     assert re.findall(r"rank (\d): pipeline (\d), data (\d), tensor (\d)", drawn) == [
         tuple(map(str, (rank, rank // 4, rank // 2 % 2, rank % 2))) for rank in range(8)
     ]

@@ -38,7 +38,7 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
     meter = Meter(engine.model, world)
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
-        engine.backward({"tokens": batch.chunk(layout.data)[layout.coordinates(place.rank).data]}, step, enter)
+        engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(place.rank).dp]}, step, enter)
         meter.reduced()
         engine.update(engine.clip(1.0).item())
 
