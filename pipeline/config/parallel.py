@@ -78,7 +78,8 @@ class ParallelConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: nothing, all but matrix products and attention, or all."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Communication: `auto` is NCCL where there are GPUs, else Gloo. `mpi` needs mpi4py and an MPI (docs/mpi.md)."""
+    """Communication library. `auto`: NCCL on GPUs, otherwise Gloo. `mpi` needs mpi4py and an MPI library
+    (docs/communication.md)."""
     accurate_sums: bool = False
     """Over MPI: add fp16 and bf16 up in fp32 and round once, for twice the bytes, instead of rounding at every hop."""
     bucket_mb: PositiveInt = 25
