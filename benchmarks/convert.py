@@ -100,8 +100,8 @@ def measured(results: dict[str, float], name: str) -> Iterator[None]:
 def import_and_save(path: Path, results: dict[str, float]) -> None:
     import torch
 
-    from pipeline.checkpoint.identity import source_identity
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
+    from pipeline.checkpoint.identity import compute_source_identity
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of
     from pipeline.model.task import make_task
@@ -120,7 +120,7 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         source.fill(task.weights(part))
         source.note()
     saver = Checkpointer(
-        run.checkpoints, group, keep=1, background=False, describe={"layout": {}, **source_identity(run)},
+        run.checkpoints, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
         on_saved=lambda *_: None,
     )  # fmt: skip
     with measured(results, "save"):

@@ -47,12 +47,12 @@ def agree(where: RankInfo, steps: int) -> tuple[list[float], list[float], list[f
 
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
-    from pipeline.resilience.stop import Agreement
+    from pipeline.resilience.stop import StopCoordinator
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", where.master_port, where.world_size, where.rank == 0)
     dist.init_process_group("gloo", store=store, rank=where.rank, world_size=where.world_size)
-    agreement = Agreement(StopFlag(), groups.new_control_group())
+    agreement = StopCoordinator(StopFlag(), groups.new_control_group())
     a_MM, gradients_P = torch.randn(256, 256), torch.zeros(100_000)
 
     def reduced(number: float) -> float:

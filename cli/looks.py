@@ -30,9 +30,9 @@ def verify(run: RunPath, step: Step = None) -> None:
     from pipeline.run.directory import Run
 
     opened = Run.open(run)
-    from pipeline.checkpoint.verify import verify
+    from pipeline.checkpoint.checkpointer import verify_checkpoint
 
-    verify(opened, step)
+    verify_checkpoint(opened, step)
 
 
 @app.command()

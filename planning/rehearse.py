@@ -46,7 +46,7 @@ from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic, find_trained_parameters
 from pipeline.train import engine as engines
-from pipeline.train import norm
+from pipeline.train import optimizer as optimizer_module
 from planning.memory import GB, MEMORY_KINDS, memory
 from planning.timeline import actions
 
@@ -238,7 +238,7 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
         stack.enter_context(patch.object(device_mesh, "new_group", own_group))
         stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
-        stack.enter_context(patch.object(norm, "_PIECE", 1 << 62))  # pieces are for values
+        stack.enter_context(patch.object(optimizer_module, "_CHUNK_ENTRIES", 1 << 62))  # pieces are for values
         if layout.pp > 1:
             stack.enter_context(_told_by_neighbours(config, layout))
         yield

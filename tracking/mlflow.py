@@ -17,7 +17,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from pipeline.evaluate.result import HELD_OUT, result_file
+from pipeline.evaluate.result import HELD_OUT_PREFIX, result_file
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
 from tracking.run_reader import Line, Record, late
@@ -78,7 +78,7 @@ class Mlflow(Sink):
     def event(self, event: Line) -> None:
         """Follow how the run stands; take what is said late of a step."""
         if late(event) and event["step"] <= self.memory.step:
-            told = self._client.get_metric_history(self._id, f"{HELD_OUT}loss")
+            told = self._client.get_metric_history(self._id, f"{HELD_OUT_PREFIX}loss")
             if event["step"] not in [one.step for one in told]:
                 self._log(
                     [{key: value for key, value in event.items() if key != "time"} | {"time": event_timestamp(event)}],

@@ -23,7 +23,7 @@ from pipeline.base.text import format_duration
 from pipeline.base.yaml12 import dump
 from pipeline.config.masking import masked
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import all_results, newest_result, result_words
+from pipeline.evaluate.result import format_result, read_all_results, read_newest_result
 from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
@@ -65,8 +65,8 @@ def outcome(run: Run) -> RenderableType:
 
 def judgement(run: Run) -> str:
     """What the newest evaluation says, in words."""
-    if result := newest_result(run):
-        return result_words(result)
+    if result := read_newest_result(run):
+        return format_result(result)
     return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words
 
 
@@ -179,7 +179,7 @@ def _told(run: Run, found: Gathered, training: Sequence[AttemptTimes]) -> Iterat
     if run.config.sweep is None:
         yield judgement(run)
     if profiled := found.steps.values("profile.compute"):
-        parts = {name: fmean(found.steps.values(f"profile.{name}")) for name in step_trace.PARTS}
+        parts = {name: fmean(found.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
         yield f"{len(profiled)} profiled steps: {profile.words(parts)}"
     if ratio_of := own_times(run):
         slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
@@ -201,7 +201,7 @@ def print_report(run: Run, console: Console) -> None:
     training = [a for a in found.attempts if a.stage == "train"]
     accounts, causes = _accounts(found.attempts), _causes(training) if len(training) > 1 else []
     points = tabulate_points(run, poller.point_statuses)
-    results, odd = all_results(run)
+    results, odd = read_all_results(run)
     told = [
         *filter(None, [run.describe_changes()]),
         *describe_failures(poller.point_statuses),

@@ -17,7 +17,13 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.base.plot import Points, means
 from pipeline.base.text import format_duration
-from pipeline.evaluate.result import HELD_OUT, figure, metrics_of, newest_result, result_words
+from pipeline.evaluate.result import (
+    HELD_OUT_PREFIX,
+    format_result,
+    get_extra_metrics,
+    get_main_metric,
+    read_newest_result,
+)
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run.directory import Run
@@ -26,7 +32,7 @@ from pipeline.run.ledger import PRODUCTIVE_CATEGORIES, WAITING_CATEGORIES, Attem
 from pipeline.run.machines import SENSORS, energy_kwh, look, readings
 from pipeline.run.metrics import own_times
 from pipeline.run.points import points as points_of
-from pipeline.train.step_trace import PARTS
+from pipeline.train.step_trace import STEP_PARTS
 from slurm.query.status import StageStatus
 from tracking.figures import curves, hosts, layers, mesh, parallel, tasks, unit_of
 
@@ -55,7 +61,7 @@ def summary(
         what.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
         what.append(resolve_layout(run.config).describe_sizes())
-    good, best = result_words(result) if (result := newest_result(run)) else "not evaluated yet", points[1:2]
+    good, best = format_result(result) if (result := read_newest_result(run)) else "not evaluated yet", points[1:2]
     if best:
         good = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))
     sums, causes = sum_categories(attempts), Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
@@ -101,17 +107,17 @@ def of_training(run: Run, steps: History) -> list[str]:
         divided = [split_step_time(row) for row in rows]
         for part in divided[0]:
             parts[part].append(fmean(one[part] for one in divided))
-    shares = {name: dict(steps.curve(f"profile.{name}")) for name in PARTS}
+    shares = {name: dict(steps.curve(f"profile.{name}")) for name in STEP_PARTS}
     at = sorted({step for of_step in shares.values() for step in of_step})
     whole = {step: sum(of.get(step, 0.0) for of in shares.values()) or 1.0 for step in at}
     profiled = {name: [100 * of.get(step, 0.0) / whole[step] for step in at] for name, of in shares.items()}
-    losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT}loss")]
+    losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT_PREFIX}loss")]
     late = [[point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses if losses[0]]
     # what the first steps, and spikes, hide
     zoomed = {"training": smooth, "held out": late[1]} if late and (smooth := means(late[0])) else {}
-    more = [name for name in steps.names if name.startswith(HELD_OUT) and name != f"{HELD_OUT}loss"]
+    more = [name for name in steps.names if name.startswith(HELD_OUT_PREFIX) and name != f"{HELD_OUT_PREFIX}loss"]
     return [
-        over_steps("Loss", of, {"loss": "training", f"{HELD_OUT}loss": "held out"}),
+        over_steps("Loss", of, {"loss": "training", f"{HELD_OUT_PREFIX}loss": "held out"}),
         curves("Loss in the second half", _STEP, f"{of}, mean", zoomed, marks=marks),
         *(over_steps(name.replace("_", " "), "on held-out data", {name: name}) for name in more),
         over_steps("Gradient norm", "of the whole model, before clipping", {"grad_norm": "gradient norm"}, log="y"),
@@ -127,11 +133,13 @@ def of_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Evaluations over the checkpoints, and the tasks of the newest one."""
     if not results:
         return []
-    words, key = figure(results[-1])[0], "bits_per_byte" if "bits_per_byte" in results[-1] else "loss"
+    words, key = get_main_metric(results[-1])[0], "bits_per_byte" if "bits_per_byte" in results[-1] else "loss"
     named = {words: [(one["step"], one[key]) for one in results if key in one]}
     if "bits_per_byte" in results[-1]:
         named["of the unigram"] = [(one["step"], one["unigram_bits_per_byte"]) for one in results if key in one]
-    own = {name: [(one["step"], one[name]) for one in results if name in one] for name in metrics_of(results[-1])}
+    own = {
+        name: [(one["step"], one[name]) for one in results if name in one] for name in get_extra_metrics(results[-1])
+    }
     more = [curves(name, _STEP, name, {name: points}) for name, points in own.items() if "." not in name]
     of_tasks = {name: points for name, points in own.items() if "." in name}
     more.append(curves("Tasks over the checkpoints", _STEP, "share that is right", of_tasks))
@@ -142,9 +150,9 @@ def of_sweep(run: Run, rows: Sequence[StageStatus], found: Mapping[str, Mapping[
     """The points across their values, and the curve of each, the best in front."""
     if run.config.sweep is None:
         return []
-    newest = [newest_result(row.run) for row in rows]
-    results = [figure(result)[1] if result else inf for result in newest]
-    name = next((figure(result)[0] for result in newest if result), "")
+    newest = [read_newest_result(row.run) for row in rows]
+    results = [get_main_metric(result)[1] if result else inf for result in newest]
+    name = next((get_main_metric(result)[0] for result in newest if result), "")
     names = [row.run.path.name for _, row in sorted(zip(results, rows, strict=True), key=lambda one: one[0])]
     order = {key: {n: of[n] for n in names if n in of} for key, of in found.items()}
     return [

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from pipeline.base.files import parse, whole_lines
-from pipeline.evaluate.result import HELD_OUT, all_results
+from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines
 from pipeline.run.attempts import ENDS
 from pipeline.run.directory import Run
@@ -57,7 +57,7 @@ class Record:
             self._lost, self._offset = {sha256(line): line["step"] for line in event["lines"]}, 0
             self._late = {step: more for step, more in self._late.items() if step not in event["steps"]}
         elif late(event):
-            self._late[event["step"]] = {key: value for key, value in event.items() if key.startswith(HELD_OUT)}
+            self._late[event["step"]] = {key: value for key, value in event.items() if key.startswith(HELD_OUT_PREFIX)}
             self._offset = 0
         elif event.get("stage") == "train" and event["event"] == "started":
             self._starts.append((event_timestamp(event), event))
@@ -99,7 +99,7 @@ class Record:
         names = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation.glob("step-*[0-9].json")}
         if names <= set(told):
             return []
-        fresh = [result for result in all_results(self.run)[0] if result["step"] not in told]
+        fresh = [result for result in read_all_results(self.run)[0] if result["step"] not in told]
         return [{key: value for key, value in one.items() if lines.number(value)} for one in islice(fresh, MOST)]
 
     def start_of(self, line: Line) -> Line:

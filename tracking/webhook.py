@@ -24,7 +24,7 @@ from pipeline.base.files import last_objects
 from pipeline.base.text import format_duration
 from pipeline.config.track import URL
 from pipeline.data.manifest import steps_of
-from pipeline.evaluate.result import newest_result, result_words
+from pipeline.evaluate.result import format_result, read_newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
@@ -133,8 +133,8 @@ class Webhook(Sink):
         if event["event"] == "cancelled":
             return f"{stage} was cancelled"
         if event["event"] == "done" and stage == last_stage(self.run) and self.run.config.sweep is None:
-            result = newest_result(self.run)
-            return f"done. {result_words(result)}" if result else "done"
+            result = read_newest_result(self.run)
+            return f"done. {format_result(result)}" if result else "done"
         return None
 
 

@@ -256,7 +256,7 @@ def saves(small: bool = False) -> dict[str, Any]:
     """
     import torch
 
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.comm import groups
     from pipeline.train.optimizer import set_learning_rate
 

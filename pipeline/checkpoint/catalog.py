@@ -21,18 +21,19 @@ from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import intact, read_json, sha256_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
+from pipeline.run.points import points
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
+MANIFEST_FILE = "manifest.json"
+METADATA_FILE = ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
-def step_name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Directory name of a step, such as `step-00000100`."""
     return f"step-{step:08d}"
 
 
-def saved_steps(folder: Path) -> list[int]:
+def list_checkpoint_steps(folder: Path) -> list[int]:
     """Steps whose directories bear their final name, newest first."""
     try:
         names = [entry.name for entry in folder.iterdir()]
@@ -41,21 +42,21 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
 
 
-def newest_step(folder: Path) -> int:
+def find_newest_step(folder: Path) -> int:
     """The newest saved step whose files have their recorded sizes; 0 where there is none."""
-    for step in saved_steps(folder):
+    for step in list_checkpoint_steps(folder):
         try:
-            manifest = read_manifest(folder / step_name(step))
-            check_files(folder / step_name(step), manifest, hashes=False)
+            manifest = read_checkpoint_manifest(folder / checkpoint_name(step))
+            verify_checkpoint_files(folder / checkpoint_name(step), manifest, hashes=False)
         except CheckpointError:
             continue
         return step
     return 0
 
 
-def gone(run: Run) -> str | None:
+def describe_missing_checkpoints(run: Run) -> str | None:
     """Which checkpoint was saved where none is left, and the ways out; None where one is, or its metrics went, too."""
-    if saved_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
+    if list_checkpoint_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
         return None
     step = 0
     for event in run.read_events("train", "saved", "restored", "began_anew"):  # by their order: nodes' clocks differ
@@ -68,9 +69,9 @@ def gone(run: Run) -> str | None:
     )
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn, altered or of another shape."""
-    path = checkpoint / MANIFEST
+    path = checkpoint / MANIFEST_FILE
     try:
         manifest = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +85,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check_files(
+def verify_checkpoint_files(
     checkpoint: Path, manifest: Mapping[str, Any], *, hashes: bool = True, part: int = 0, parts: int = 1
 ) -> None:
     """Compare files with the manifest; of `parts` checkers each reads every `parts`-th file.
@@ -111,35 +112,69 @@ def check_files(
 def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the manifest lists other files than there are, or not the one that is a pickle."""
     try:
-        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST_FILE}
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is missing") from None
     listed = manifest["files"]
-    if METADATA not in listed:
-        raise CheckpointError(f"{checkpoint / MANIFEST} does not list {METADATA}: no training wrote it")
+    if METADATA_FILE not in listed:
+        raise CheckpointError(f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}: no training wrote it")
     if missing := sorted(listed.keys() - there):  # also a name with a separator: it is none of a file here
         raise CheckpointError(f"{checkpoint}/{missing[0]} is missing")
     if unknown := sorted(there - listed.keys()):
-        raise CheckpointError(f"{checkpoint / unknown[0]} is not listed in {MANIFEST}: no save wrote it; move it away")
+        raise CheckpointError(
+            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}: no save wrote it; move it away"
+        )
 
 
-def set_aside(folder: Path, step: int) -> None:
+def set_checkpoint_aside(folder: Path, step: int) -> None:
     """Rename a damaged checkpoint so that nothing takes it again."""
     number = 0
-    while (target := folder / f"damaged-{step_name(step)}{f'-{number}' if number else ''}").exists():
+    while (target := folder / f"damaged-{checkpoint_name(step)}{f'-{number}' if number else ''}").exists():
         number += 1
-    (folder / step_name(step)).rename(target)
+    (folder / checkpoint_name(step)).rename(target)
 
 
-def remove_temporary(folder: Path) -> None:
+def remove_partial_checkpoints(folder: Path) -> None:
     """Remove what a crash left half-written. Call it only when nobody is saving."""
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(folder: Path, keep: int) -> None:
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, each renamed first so that none is ever half there."""
-    for step in saved_steps(folder)[keep:]:
-        trash = folder / f".tmp-old-{step_name(step)}"
-        (folder / step_name(step)).rename(trash)
+    for step in list_checkpoint_steps(folder)[keep:]:
+        trash = folder / f".tmp-old-{checkpoint_name(step)}"
+        (folder / checkpoint_name(step)).rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of the step `which` (None: the newest) with its manifest, each file compared with its hash.
+
+    Raises CheckpointError naming what is damaged, and what `find_checkpoint` does.
+    """
+    checkpoint, manifest = find_checkpoint(run, which)
+    verify_checkpoint_files(checkpoint, manifest)
+    return checkpoint, manifest
+
+
+def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
+    """The same, its files not looked at.
+
+    Raises CheckpointError where there is none, UserError for a sweep and for a step that is not there.
+    """
+    if found := points(run):
+        raise UserError(
+            f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
+            f"{found[-1].path.name}"
+        )
+    steps = list_checkpoint_steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError(f"{run.checkpoints} holds no checkpoint")
+    step = steps[0]
+    if which not in (None, "newest"):
+        if not which.isdecimal() or int(which) not in steps:
+            raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
+        step = int(which)
+    checkpoint = run.checkpoints / checkpoint_name(step)
+    return checkpoint, read_checkpoint_manifest(checkpoint)

@@ -16,18 +16,18 @@ from pipeline.data.sample_order import ORDER_VERSION
 from pipeline.run.changes import flatten
 from pipeline.run.directory import Run
 
-LOOKING = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
+OBSERVATION_KEYS = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
 """Keys of `train` that change nothing of what is trained."""
-SOURCE = "source.json"
+SOURCE_FILE = "source.json"
 """In the run directory: what the weights of an open model were that the training began with."""
 
 
-def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
+def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Hashes of the config and the data, the values that the first is of, and the version of the order of samples."""
     adds = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}  # the tokens have their hash
     config = config.model_copy(update={"data": config.data.model_copy(update=adds)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    unlike = {"train": ("steps", "epochs", *LOOKING), "data": ("verify", "max_rejected", "source")}
+    unlike = {"train": ("steps", "epochs", *OBSERVATION_KEYS), "data": ("verify", "max_rejected", "source")}
     unlike["model"] = ("init_from", "init_files")
     mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
     weights = {"weights": mixture.pop("weights")} if mixture else {}
@@ -46,30 +46,30 @@ def identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, A
     }
 
 
-def source_of(run: Run) -> dict[str, Any]:
+def read_source(run: Run) -> dict[str, Any]:
     """What `source.json` says that the training began with; nothing where its weights were drawn.
 
     Raises CheckpointError where it is missing or damaged.
     """
     if run.config.model.init_from is None:
         return {}
-    file = run.path / SOURCE
+    file = run.path / SOURCE_FILE
     found: Any = read_json(file) if file.exists() else None
     if not intact(found):
         raise CheckpointError(f"{file} is missing or damaged: put it back as it was, or start a new run")
     return dict(found)
 
 
-def source_identity(run: Run) -> dict[str, Any]:
+def compute_source_identity(run: Run) -> dict[str, Any]:
     """The hash of what a training began with, of files that nobody asks again; nothing where its weights were drawn.
 
     Raises CheckpointError as `source_of` does.
     """
-    source = source_of(run)
+    source = read_source(run)
     return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
-def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the manifest of a checkpoint is not of the training with the identity `now`."""
     was = saved.get("config") or now["config"]  # older ones have none
     both = {key: (was.get(key, "unset"), now["config"].get(key, "unset")) for key in sorted({**was, **now["config"]})}
@@ -89,7 +89,7 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def other_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """In words what a checkpoint was made with and this start has otherwise, by which last digits may differ."""
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.base.files import parse, read_json
-from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.identity import read_source
 from pipeline.data.chat_template import ChatTemplate, find_template, token_names
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import EndOfTurn, added_tokens, end_of_turn
@@ -78,7 +78,7 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
     as in training. If it does not use the name: the token that the config gives explicitly, or the one that closes
     answers.
     """
-    source, eos_token = source_of(run), run.config.data.tokenizer.eos_token
+    source, eos_token = read_source(run), run.config.data.tokenizer.eos_token
     along: Mapping[str, str] = source.get("along", {})
     settings, mapping, generation = (_object(along.get(name)) for name in (*_NAMES, GENERATION))
     chat = read_json(run.data / CHAT) if run.config.data.records == "messages" else None

@@ -1,6 +1,6 @@
 """The `checkpoint:`, `evaluate:` and `publish:` sections of the config: what becomes of a training's weights.
 
-See pipeline/checkpoint/save.py, pipeline/evaluate/evaluate_stage.py and pipeline/publish/publish_stage.py.
+See pipeline/checkpoint/checkpointer.py, pipeline/evaluate/evaluate_stage.py and pipeline/publish/publish_stage.py.
 """
 
 from __future__ import annotations

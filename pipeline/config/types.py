@@ -103,7 +103,7 @@ INT8_BLOCK = 64
 
 class StateConfig(Section):
     """Types of what is kept from step to step. What is bf16 or int8 is rounded up or down at random, so that on average
-    nothing is lost: a function of seed, parameter and step (pipeline/train/lean_adamw.py)."""
+    nothing is lost: a function of seed, parameter and step (pipeline/train/optimizer.py)."""
 
     master: Literal["fp32", "none"] = "fp32"
     """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their

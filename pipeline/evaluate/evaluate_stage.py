@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import newest_step, saved_steps
-from pipeline.evaluate.result import figure, newest_result, read_result
-from pipeline.evaluate.task_files import names, read_task
+from pipeline.checkpoint.catalog import find_newest_step, list_checkpoint_steps
+from pipeline.evaluate.result import get_main_metric, read_newest_result, read_result
+from pipeline.evaluate.task_files import derive_task_names, read_task_file
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
@@ -22,13 +22,13 @@ def wanted(run: Run, which: str | None) -> list[int]:
 
     Raises UserError where it is none of these, or there is no such checkpoint.
     """
-    steps = saved_steps(run.checkpoints)
+    steps = list_checkpoint_steps(run.checkpoints)
     if which is None:
         which = "every" if run.config.evaluate.every == "checkpoint" else "newest"
     if which == "every":
         return steps
     if which == "newest":
-        return [newest] if (newest := newest_step(run.checkpoints)) else []
+        return [newest] if (newest := find_newest_step(run.checkpoints)) else []
     if not which.isdecimal():
         raise UserError(f"--step {which}: give a step's number, newest or every")
     if int(which) not in steps:
@@ -51,18 +51,18 @@ def missing(run: Run) -> str | None:
 def look(run: Run) -> None:
     """Raise UserError for tasks that are none."""
     files = run.config.evaluate.task_files
-    for _, file in zip(names(files), files, strict=True):
-        read_task(file)
+    for _, file in zip(derive_task_names(files), files, strict=True):
+        read_task_file(file)
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
     if run.config.data.held_out == 0:
         return Progress("nothing is held out (data.held_out: 0)")
-    result = newest_result(run)
+    result = read_newest_result(run)
     if result is None:
         return Progress("-")
-    name, value = figure(result)
+    name, value = get_main_metric(result)
     return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 

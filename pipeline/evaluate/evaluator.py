@@ -16,30 +16,41 @@ frequencies of tokens, and nothing of their order, could reach at best.
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipeline.base.errors import CheckpointError
+from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import seal, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import catalog
-from pipeline.checkpoint.identity import identity, refuse_other, source_identity
+from pipeline.checkpoint.checkpointer import load_checkpoint, load_verified_manifest
+from pipeline.checkpoint.identity import check_identity, compute_identity, compute_source_identity
 from pipeline.checkpoint.model_tokens import model_tokens
-from pipeline.checkpoint.save import load, verified
 from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER
-from pipeline.data.manifest import Manifest, SampleManifest
-from pipeline.data.special_tokens import load_tokenizer
+from pipeline.data.manifest import LEARNED, Manifest, SampleManifest, ShardEntry
+from pipeline.data.samples import SampleDataset, map_file, map_whole
+from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
-from pipeline.evaluate.held_out import SampleHeldOut, TextHeldOut
-from pipeline.evaluate.result import result_file, result_words
-from pipeline.evaluate.tasks import TaskFile
-from pipeline.model.task import DTYPES, make_task
+from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
+from pipeline.evaluate.task_files import Item, read_task_file
+from pipeline.model.decoder import cross_entropy_sum
+from pipeline.model.head import IGNORE_INDEX
+from pipeline.model.task import DTYPES, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
-from pipeline.resilience.stop import Agreement
+from pipeline.resilience.stop import StopCoordinator
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
 
@@ -61,16 +72,16 @@ class Evaluator:
         world: groups.World,
         flag: StopFlag,
         watchdog: Watchdog,
-        within: Agreement | None = None,
+        within: StopCoordinator | None = None,
     ) -> None:
         self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
         self.group = groups.new_control_group()
-        self.agreement = within or Agreement(flag, groups.new_control_group())
+        self.agreement = within or StopCoordinator(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
-        self.identity = identity(config, manifest)
+        self.identity = compute_identity(config, manifest)
         if within is None:  # a training that begins notes later what it begins with
-            self.identity |= source_identity(run)
+            self.identity |= compute_source_identity(run)
         self.task = task = make_task(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
@@ -102,16 +113,16 @@ class Evaluator:
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
-        checkpoint = self.run.checkpoints / catalog.step_name(step)
+        checkpoint = self.run.checkpoints / catalog.checkpoint_name(step)
         try:
-            sealed = verified(checkpoint, self.group)
+            sealed = load_verified_manifest(checkpoint, self.group)
         except CheckpointError as error:
             if self.world.first:  # so that training counts as not done, and goes on from the one before
-                catalog.set_aside(self.run.checkpoints, step)
+                catalog.set_checkpoint_aside(self.run.checkpoints, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
-        refuse_other(sealed, self.identity)
-        load({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
+        check_identity(sealed, self.identity)
+        load_checkpoint({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
         found = self.measure(step)
         if found is None:
             return False
@@ -120,7 +131,7 @@ class Evaluator:
             write_json(result_file(self.run, step), seal(result))
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.event("evaluated", "evaluate", step=step, **known)
-            print(result_words(result), flush=True)
+            print(format_result(result), flush=True)
         return True
 
     @torch.no_grad()
@@ -163,3 +174,247 @@ class Evaluator:
         for part in groups.all_gather_results(self.group, lambda: mine):
             merged |= part
         return held_out.result([merged[number] for number in range(batches)])
+
+
+_BLOCK = 1 << 24
+_TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
+
+
+class SampleHeldOut:
+    """The held-out samples; `sums` and `result` are what the evaluator asks."""
+
+    def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self.dataset = SampleDataset(manifest, run.data, held_out=True, transform=task.transform)
+        self.count = min(len(self.dataset), limit or len(self.dataset))
+
+    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Summed loss and metrics of these samples, and what they are sums over."""
+        arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
+        whole = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        (batch,) = self.task.micro_batches(whole, stop - start)
+        outputs = model(*self.task.inputs(batch))
+        entries, metrics = self.task.entries(batch), self.task.metrics(outputs, batch)
+        if taken := _TAKEN & metrics.keys():
+            raise UserError(f"metrics: {min(taken)} has a meaning of its own in an evaluation; choose another name")
+        loss, counted = self.task.loss(outputs, batch), stop - start if entries is None else entries
+        return {name: float(value) for name, value in {"loss": loss, "entries": counted, **metrics}.items()}
+
+    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Means over all held-out samples, or over their entries, from the sums of all batches."""
+        totals = {name: math.fsum(part[name] for part in sums) for name in sums[0]}
+        entries = totals.pop("entries")
+        means = {name: total / entries for name, total in totals.items()}
+        return {**means, "samples": self.count, "entries": int(entries)}
+
+
+class TextHeldOut:
+    """The held-out windows of text, the first `limit` of them."""
+
+    def __init__(self, run: Run, task: Task, manifest: Manifest, limit: int | None, device: torch.device) -> None:
+        self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
+        self.length = length = run.config.data.sequence_length
+        names = [part.name for part in manifest.parts for _ in range(part.held_out)]
+        self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
+        """Of a mixture, the source of each file."""
+        by_source: dict[str | None, list[ShardEntry]] = {}
+        for shard in manifest.held_out:
+            by_source.setdefault(self._sources.get(shard.name), []).append(shard)
+        taken: list[tuple[ShardEntry, int]] = []  # files, and how many of their windows; all together may be billions
+        for number, shards in enumerate(by_source.values()):
+            left = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None  # as many of each source
+            for shard in shards:
+                count = -(-shard.tokens // length)
+                if left is not None:
+                    left -= (count := min(count, left))
+                taken += [(shard, count)] if count else []
+        self._shards = [shard for shard, _ in taken]
+        self._starts = list(accumulate((count for _, count in taken), initial=0))
+        self.count = self._starts[-1]
+        whole = cache(map_whole)
+        self._arrays = {shard.name: map_file(shard, run.data / shard.file, whole) for shard in self._shards}
+        self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
+        """The files, and how many of its tokens the windows cover."""
+
+    def _window(self, number: int) -> tuple[ShardEntry, int]:
+        """The file of a window, and its first token there."""
+        at = bisect_right(self._starts, number) - 1
+        return self._shards[at], (number - self._starts[at]) * self.length
+
+    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Summed loss of these windows, and how many tokens it is of."""
+        shape = stop - start, self.length + 1
+        arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
+        beyond_BT = np.ones((stop - start, self.length), np.bool_)
+        windows = [self._window(number) for number in range(start, stop)]
+        for row, (shard, first) in enumerate(windows):
+            before = 1 if first else 0  # a file's first token follows an end-of-text token
+            for name, array in self._arrays[shard.name].items():
+                piece = array[first - before : first + self.length]
+                arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
+            beyond_BT[row, : shard.tokens - first] = False
+        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.shapes}
+        targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORE_INDEX)
+        logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
+        found = {
+            "loss": cross_entropy_sum(logits_BTV, targets_BT).item(),
+            "tokens": float((targets_BT != IGNORE_INDEX).sum()),
+        }
+        names = [self._sources.get(shard.name) for shard, _ in windows]
+        for name in filter(None, dict.fromkeys(names)):
+            rows = [row for row, other in enumerate(names) if other == name]
+            found[f"{name}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
+            found[f"{name}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
+        return found
+
+    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Mean loss and what follows from it, from the sums of all batches.
+
+        Bytes are those of what is learned. First tokens of documents that see no other, which nothing predicts, count
+        in bits per byte as the mean.
+        """
+        counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
+        for shard, covered in self._covered:
+            arrays, whole = self._arrays[shard.name], shard.tokens
+            found = arrays["tokens"][:covered]
+            if "mask" in arrays:
+                learned = arrays["mask"] & LEARNED != 0
+                found, whole = found[learned[:covered]], max(1, int(learned.sum()))
+            for start in range(0, len(found), _BLOCK):  # each is widened to int64
+                counts += np.bincount(found[start : start + _BLOCK], minlength=self.vocab_size)
+            text_bytes += round(shard.bytes * len(found) / whole)  # all of them, but for a limit
+        tokens, text_bytes = math.fsum(part["tokens"] for part in sums), max(1, text_bytes)
+        present = counts[counts > 0].astype(np.float64)
+        loss = math.fsum(part["loss"] for part in sums) / max(1, tokens)
+        more = {}
+        for name in dict.fromkeys(self._sources[shard.name] for shard in self._shards if self._sources):
+            of_source = [[part.get(f"{name}.{what}", 0.0) for part in sums] for what in ("loss", "tokens")]
+            more[f"{name}.loss"] = math.fsum(of_source[0]) / max(1, math.fsum(of_source[1]))
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) * float(present.sum()) / text_bytes,
+            "unigram_bits_per_byte": float(-(present * np.log2(present / present.sum())).sum()) / text_bytes,
+            "tokens": int(tokens),
+            "bytes": text_bytes,
+            **more,
+        }
+
+
+class TaskFile:
+    """One file of items; `sums` and `result` are what the evaluator asks, `batch` how many items at once."""
+
+    def __init__(
+        self,
+        file: Path,
+        tokenizer: Tokenizer,
+        end: int,
+        length: int,
+        rows: int,
+        answer_tokens: int,
+        together: bool,
+        bos_ids: Sequence[int] = (),
+        end_ids: Sequence[int] = (),
+    ) -> None:
+        """`end`: the token that ends a text; `rows` of at most `length` tokens go through the model at once.
+
+        bos_ids: what stands before each prompt, as before the documents of the training.
+        end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
+        together: whether all ranks must call the model equally often, for each has only a part of it.
+        """
+        self.name, self.items = file.stem, read_task_file(file)
+        self.tokenizer, self.end, self.length, self.together = tokenizer, end, length, together
+        self.answer_tokens, self.rows, self.bos_ids, self.end_ids = answer_tokens, rows, bos_ids, {end, *end_ids}
+        self.width = max(1, *(len(item.choices) for item in self.items))
+        self.count, self.batch = len(self.items), max(1, rows // self.width)
+        if not self.items[0].choices and answer_tokens >= length:
+            raise UserError(f"evaluate.answer_tokens ({answer_tokens}) must be below data.sequence_length ({length})")
+        if self.items[0].choices:
+            self._pairs = [[self._pair(item, choice) for choice in item.choices] for item in self.items]
+
+    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """How many of these items are right."""
+        items = self.items[start:stop]
+        if items[0].choices:
+            return self._chosen(model, start, stop)
+        said = self._answers(model, items)
+        right = sum(one.split("\n")[0].strip() == item.answer for item, one in zip(items, said, strict=True))
+        return {"accuracy": float(right)}
+
+    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Figures by the file's name."""
+        found: dict[str, Any] = {ITEMS_SUFFIX: self.count}
+        for key in sums[0]:
+            share = math.fsum(part[key] for part in sums) / self.count
+            found |= {
+                key: share,
+                f"{key}{STDERR_SUFFIX}": math.sqrt(share * (1 - share) / max(1, self.count - 1)),
+            }
+        return {f"{self.name}.{key}": value for key, value in found.items()}
+
+    def _ids(self, text: str) -> list[int]:
+        return encode_prompt(self.tokenizer, text, self.bos_ids)
+
+    def _pair(self, item: Item, choice: str) -> tuple[list[int], int]:
+        """Tokens of prompt and choice, and how many of them are the choice's."""
+        prompt = item.prompt.rstrip()  # a token may hold the blank that comes before a word
+        before = self._ids(prompt) or [self.end]
+        whole = self._ids(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
+        whole = whole if prompt or self.bos_ids else [self.end, *whole]
+        count = len(whole) - len(before)
+        if not 0 < count <= self.length:
+            raise UserError(
+                f"evaluate.tasks: {self.name}: a choice of {count} tokens does not fit into data.sequence_length "
+                f"({self.length}): {choice[:60]!r}"
+            )
+        return whole[-self.length - 1 :], count
+
+    def _logits(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Of rows of tokens, padded behind, which nothing before can see: `logits_BTV`."""
+        longest = max(map(len, rows))
+        tokens_BT = torch.tensor([[*row, *[self.end] * (longest - len(row))] for row in rows])
+        logits_BTV: Tensor = model(tokens_BT.to(next(model.parameters()).device))
+        return logits_BTV
+
+    def _chosen(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """By the likeliest choice, and by the likeliest for its length; a fixed number of passes."""
+        pairs = [pair for item in self._pairs[start:stop] for pair in item]
+        scores: list[float] = []
+        for first in range(0, self.batch * self.width, self.rows):
+            some = pairs[first : first + self.rows]
+            if not some and not self.together:
+                break
+            logits_BTV = self._logits(model, [ids[:-1] for ids, _ in some] or [[self.end]])
+            for (ids, count), logits_TV in zip(some, logits_BTV, strict=False):
+                at_TV = logits_TV[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(dim=-1)
+                scores.append(at_TV.gather(1, torch.tensor(ids[-count:], device=at_TV.device)[:, None]).sum().item())
+        right, right_norm, at = 0, 0, 0
+        for item in self.items[start:stop]:
+            own = scores[at : at + len(item.choices)]
+            at += len(item.choices)
+            normed = [score / len(choice) for score, choice in zip(own, item.choices, strict=True)]
+            right += own.index(max(own)) == item.right
+            right_norm += normed.index(max(normed)) == item.right
+        return {"accuracy": float(right), "accuracy_norm": float(right_norm)}
+
+    def _answers(self, model: nn.Module, items: Sequence[Item]) -> list[str]:
+        """What the model says, greedily, to the end of a line or text."""
+        rows = [(self._ids(item.prompt) or [self.end])[-self.length + self.answer_tokens :] for item in items]
+        begun = [len(row) for row in rows]
+        said = [""] * len(rows)
+        over = [False] * len(rows)
+        for _ in range(self.answer_tokens):
+            if all(over) and not self.together:
+                break
+            logits_BTV = self._logits(model, rows)
+            for number, row in enumerate(rows):
+                token = int(logits_BTV[number, len(row) - 1].argmax())
+                if over[number]:
+                    continue
+                if token in self.end_ids:  # no part of the answer, also if the tokenizer does not call it special
+                    over[number] = True
+                    continue
+                row.append(token)
+                said[number] = self.tokenizer.decode(row[begun[number] :]).lstrip()
+                over[number] = "\n" in said[number]
+        return said

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular, parse
 
-KINDS = '{"prompt": text, "choices": [two texts or more], "answer": number} or {"prompt": text, "answer": text}'
+LINE_FORMATS = '{"prompt": text, "choices": [two texts or more], "answer": number} or {"prompt": text, "answer": text}'
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Item:
     """The right one."""
 
 
-def names(files: Sequence[Path]) -> list[str]:
+def derive_task_names(files: Sequence[Path]) -> list[str]:
     """How figures of each file begin: its name without its ending. Raises UserError where two are alike."""
     found = [file.stem for file in files]
     if twins := [name for name in found if found.count(name) > 1]:
@@ -39,7 +39,7 @@ def names(files: Sequence[Path]) -> list[str]:
     return found
 
 
-def read_task(file: Path) -> list[Item]:
+def read_task_file(file: Path) -> list[Item]:
     """The items of a file. Raises UserError naming file and line of what is none."""
     try:
         with open_regular(file) as stream:
@@ -47,7 +47,7 @@ def read_task(file: Path) -> list[Item]:
     except OSError as error:
         raise UserError(f"evaluate.tasks: cannot read {file}: {error.strerror}") from error
     if not items:
-        raise UserError(f"evaluate.tasks: {file} has no items; a line is {KINDS}")
+        raise UserError(f"evaluate.tasks: {file} has no items; a line is {LINE_FORMATS}")
     if len({bool(item.choices) for item in items}) > 1:
         raise UserError(f"evaluate.tasks: {file} has items with and without choices: make two files of it")
     return items
@@ -56,13 +56,13 @@ def read_task(file: Path) -> list[Item]:
 def _item(value: Any, where: str) -> Item:
     known = {"prompt", "choices", "answer"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise UserError(f"evaluate.tasks: {where}: a line is {KINDS}")
+        raise UserError(f"evaluate.tasks: {where}: a line is {LINE_FORMATS}")
     if odd := value.keys() - known:
-        raise UserError(f"evaluate.tasks: {where}: there is no key {min(odd)}; a line is {KINDS}")
+        raise UserError(f"evaluate.tasks: {where}: there is no key {min(odd)}; a line is {LINE_FORMATS}")
     choices, answer = value.get("choices"), value.get("answer")
     if choices is None:
         if not isinstance(answer, str) or not answer.strip():
-            raise UserError(f"evaluate.tasks: {where}: answer should be a text; a line is {KINDS}")
+            raise UserError(f"evaluate.tasks: {where}: answer should be a text; a line is {LINE_FORMATS}")
         return Item(value["prompt"], (), 0, answer.strip())
     texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
     if not texts:

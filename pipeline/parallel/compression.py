@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.parallel import HookConfig
-from pipeline.parallel.replicas import ReplicaSync, State
+from pipeline.parallel.replicas import ReplicaSync, StateDict
 
 HOOKS_WITH_RESIDUALS = ("powersgd", "topk")
 _SMALL = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,12 +48,12 @@ class GradientHook(ReplicaSync):
     def __init__(self, config: HookConfig, names: Mapping[str, nn.Parameter], seed: int) -> None:
         """`names`: the parameters that DDP reduces, by names that know nothing of the layout."""
         self.config, self.rank, self.replicas = config, dist.get_rank(), dist.get_world_size()
-        self.residual: State = {}
-        self.start: State = {}
+        self.residual: StateDict = {}
+        self.start: StateDict = {}
         """PowerSGD's Q by parameter, fp32 of shape (columns, rank); the same on all replicas."""
         self._group: Any = None
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in names.items()}
-        self._next: tuple[State, State] = ({}, {})
+        self._next: tuple[StateDict, StateDict] = ({}, {})
         self._held: list[Tensor] = []
         """What callbacks read on a stream of their own: freed in backward, the compute stream could write over it."""
         if config.kind in HOOKS_WITH_RESIDUALS:
@@ -168,7 +168,7 @@ class GradientHook(ReplicaSync):
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def saved(self, state: State) -> State:
+    def saved(self, state: StateDict) -> StateDict:
         """What a checkpoint keeps: `state`, and beside the digest each replica's residuals and PowerSGD's Q."""
         mine = {f"replica.{self.rank}.residual.{name}": tensor for name, tensor in self.residual.items()}
         return state | mine | {f"start.{name}": tensor for name, tensor in self.start.items()}
@@ -178,7 +178,7 @@ class GradientHook(ReplicaSync):
         columns = self.config.rank if self.start else 0
         return {"replicas": self.replicas, "residuals": bool(self.residual), "rank": columns}
 
-    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
+    def restore(self, state: StateDict, kept: Mapping[str, Any], read: Callable[[StateDict], None]) -> None:
         """Take up what `saved` kept, on any number of replicas.
 
         `read` fills tensors by their names. Replica r's residuals go to replica r mod today's number: none is lost.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.parallel import LocalSgdConfig
-from pipeline.parallel.replicas import ReplicaSync, State
+from pipeline.parallel.replicas import ReplicaSync, StateDict
 
 AT_ONCE = 1 << 26
 """Elements of one all-reduce (256 MiB): MPI counts to 2^31 only, and copies what lies on a GPU."""
@@ -40,7 +40,7 @@ class LocalSgd(ReplicaSync):
         """`names`: the model's parameters, by names that know nothing of the layout."""
         self.config, self.rank, self.replicas = config, dist.get_rank(), dist.get_world_size()
         self.parameters = dict(names)
-        self.outer: State = {}
+        self.outer: StateDict = {}
         """`at.NAME`: θ, `momentum.NAME`; empty for plain averages."""
         if config.outer_lr != 1 or config.outer_momentum:
             self.outer = {f"momentum.{name}": torch.zeros_like(p) for name, p in names.items()}
@@ -79,7 +79,7 @@ class LocalSgd(ReplicaSync):
                 at.sub_(delta.add_(momentum, alpha=mu), alpha=lr)
             parameter.copy_(self.outer[f"at.{name}"] if self.outer else means[name])
 
-    def saved(self, state: State) -> State:
+    def saved(self, state: StateDict) -> StateDict:
         """What a checkpoint keeps, from this replica's `state`. Every replica must call it."""
         mine = {f"replica.{self.rank}.{name}": tensor for name, tensor in state.items()}
         return _mean(state, self.replicas) | mine | {f"outer.{name}": tensor for name, tensor in self.outer.items()}
@@ -89,7 +89,7 @@ class LocalSgd(ReplicaSync):
         warmup = self.config.warmup_steps
         return {"replicas": self.replicas, "local": True, "outer": bool(self.outer), "warmup": warmup}
 
-    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
+    def restore(self, state: StateDict, kept: Mapping[str, Any], read: Callable[[StateDict], None]) -> None:
         """Take up what `saved` kept; `state` holds the means already."""
         before = int(kept.get("replicas", 0)) if kept.get("local") else 0
         self._begin()
@@ -104,7 +104,7 @@ class LocalSgd(ReplicaSync):
             self.outer |= {f"at.{name}": p.detach().clone() for name, p in self.parameters.items()}
 
 
-def _mean(state: State, replicas: int) -> State:
+def _mean(state: StateDict, replicas: int) -> StateDict:
     """The mean of each tensor over the replicas, in new memory. All tensors are fp32."""
     flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
     for part in flat.split(AT_ONCE):

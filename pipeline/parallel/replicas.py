@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoint.save import State
+from pipeline.checkpoint.checkpointer import StateDict
 
 
 class ReplicaSync:
@@ -36,7 +36,7 @@ class ReplicaSync:
     def end(self, good: bool) -> None:
         """The step's update was made, or (not `good`) left out."""
 
-    def saved(self, state: State) -> State:
+    def saved(self, state: StateDict) -> StateDict:
         """What a checkpoint keeps, from this replica's `state`. Every replica must call it."""
         return state
 
@@ -44,6 +44,6 @@ class ReplicaSync:
         """What a restore must know of what `saved` adds."""
         return {}
 
-    def restore(self, state: State, kept: Mapping[str, Any], read: Callable[[State], None]) -> None:
+    def restore(self, state: StateDict, kept: Mapping[str, Any], read: Callable[[StateDict], None]) -> None:
         """Take up what `saved` kept, on any number of replicas. `kept`: what `describe` said then; `read` fills tensors
         by their names; `state` is filled already."""

@@ -15,11 +15,11 @@ from pipeline.base.errors import printable
 from pipeline.base.files import read_json, sha256_file, write_atomic
 from pipeline.base.plot import Curve, Scale, area, document, thin
 from pipeline.base.yaml12 import dump
-from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.identity import read_source
 from pipeline.config.masking import masked
 from pipeline.data.manifest import Manifest
 from pipeline.data.verify_shards import manifest_of
-from pipeline.evaluate.result import ITEMS, STANDARD_ERROR, measures_of
+from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, get_metrics_without_errors
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.machines import energy_kwh
@@ -43,7 +43,7 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     config, wanted = run.config, run.config.publish
     assert wanted is not None
     name = wanted.name or run.config.run.name
-    measures = {} if result is None else measures_of(result)
+    measures = {} if result is None else get_metrics_without_errors(result)
     front: dict[str, Any] = {"license": wanted.license} if wanted.license else {}
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -71,7 +71,10 @@ def _table(result: Mapping[str, Any], measures: Mapping[str, float]) -> str:
     """The measures of an evaluation as a table, with standard errors and numbers of items if it has any."""
     rows = []
     for name, value in measures.items():
-        error, items = result.get(f"{name}{STANDARD_ERROR}"), result.get(f"{name.rpartition('.')[0]}.{ITEMS}")
+        error, items = (
+            result.get(f"{name}{STDERR_SUFFIX}"),
+            result.get(f"{name.rpartition('.')[0]}.{ITEMS_SUFFIX}"),
+        )
         rows.append(
             [
                 escape_markdown(name),
@@ -100,7 +103,7 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
         told.append(f"{seconds / 3600:.3g} hours of steps, each counted once; ranks: {ranks}, as the config asks")
     energy = energy_kwh(run.path, [(0.0, inf)])
     told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
-    start, folder = source_of(run).get("files", {}), run.config.model.init_from
+    start, folder = read_source(run).get("files", {}), run.config.model.init_from
     return told + [
         f"began with {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"
         for name, digest in start.items()

@@ -25,12 +25,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import fsync, new_folder, parse, write_atomic, write_json
-from pipeline.checkpoint.catalog import check_files
-from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
+from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
+from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import GENERATION, model_tokens
-from pipeline.checkpoint.reader import Reader
-from pipeline.checkpoint.save import tensors
-from pipeline.checkpoint.verify import named_checkpoint
 from pipeline.config.hugging_face import ALONG, CONFIG, FORMAT, INDEX, TOKENIZER, WHOLE, config_json
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
@@ -59,8 +57,8 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
 
 def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """What `export` writes, into an empty `folder`; what was done, in words. Raises as `export` does."""
-    checkpoint, manifest = named_checkpoint(run, which)
-    entries = Reader(checkpoint).read_metadata().state_dict_metadata
+    checkpoint, manifest = find_checkpoint(run, which)
+    entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix(_PREFIX): list(entry.size)
         for name, entry in entries.items()
@@ -68,7 +66,7 @@ def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     }
     notes: Sequence[str] = ()
     with ThreadPoolExecutor(1) as other:
-        intact = other.submit(check_files, checkpoint, manifest)  # takes as long as all else
+        intact = other.submit(verify_checkpoint_files, checkpoint, manifest)  # takes as long as all else
         try:
             if run.config.model.target is None:
                 notes = _write_words(run, folder, shapes[EMBEDDING][0], dtype)
@@ -91,7 +89,7 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequenc
     write_json(folder / GENERATION, {**known, "transformers_version": FORMAT})
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
     write_json(folder / "tokenizer_config.json", {**kind, **tokens.names, "clean_up_tokenization_spaces": False})
-    kept = source_of(run).get("along", {})
+    kept = read_source(run).get("along", {})
     for name in ALONG:
         if name in kept:
             write_atomic(folder / name, _for_both(tokens.corrected(name, kept[name])))
@@ -149,7 +147,7 @@ def _write_piece(
     text += b" " * (-len(text) % 8)  # so that numbers are aligned
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in tensors(checkpoint, [_PREFIX + name for name in what]):
+        for _, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in what]):
             stream.write(tensor.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())

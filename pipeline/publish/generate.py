@@ -25,11 +25,10 @@ from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse, read_json, reading
-from pipeline.checkpoint.identity import source_of
+from pipeline.checkpoint.catalog import open_intact_checkpoint
+from pipeline.checkpoint.checkpointer import CheckpointReader, load_checkpoint
+from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import model_tokens
-from pipeline.checkpoint.reader import Reader
-from pipeline.checkpoint.save import load
-from pipeline.checkpoint.verify import intact_checkpoint
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, read_inside, section_from
 from pipeline.config.sections import ModelConfig
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, find_template
@@ -127,10 +126,10 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER, eos_token)
     assert isinstance(manifest, Manifest)
     ids, turn_ends = _encoded(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
-    checkpoint, _ = intact_checkpoint(run, step)
-    rows = Reader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
+    checkpoint, _ = open_intact_checkpoint(run, step)
+    rows = CheckpointReader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
-    load({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
+    load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
     return model, tokenizer, [*model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
 
 
@@ -168,7 +167,7 @@ def _template_of_run(run: Run) -> ChatTemplate:
     if run.config.data.records == "messages":
         chat = read_json(run.data / CHAT)
         return ChatTemplate(chat["template"], chat["tokens"])
-    return _template_in(source_of(run).get("along", {}), run.name)
+    return _template_in(read_source(run).get("along", {}), run.name)
 
 
 def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:

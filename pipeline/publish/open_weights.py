@@ -25,7 +25,7 @@ from torch import nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import reading, seal, sha256_file, write_json
-from pipeline.checkpoint.identity import SOURCE
+from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.comm.groups import all_gather_results
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
 from pipeline.model.decoder import HEAD, local_slices, local_tensor
@@ -106,7 +106,7 @@ def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     own = run.config.data.tokenizer.path == folder / TOKENIZER
     files = {CONFIG: run.config.model.init_sha256, **hashes}
     kept = {"along": along(folder), "token_ids": token_ids(folder)} if own else {"along": {}}
-    write_json(run.path / SOURCE, seal({"folder": str(folder), "files": files, **kept}))
+    write_json(run.path / SOURCE_FILE, seal({"folder": str(folder), "files": files, **kept}))
 
 
 def held_by(folder: Path, file_name: str) -> Held:

@@ -47,9 +47,9 @@ from pipeline.base.files import (
 )
 from pipeline.base.ownership import own_folder
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import newest_step, read_manifest, step_name
+from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, read_checkpoint_manifest
 from pipeline.config.checkpoints import PublishConfig
-from pipeline.evaluate.result import TEXT_FIGURES, figure, figures_of, newest_result, read_result
+from pipeline.evaluate.result import TEXT_METRICS, get_main_metric, get_metrics, read_newest_result, read_result
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
@@ -64,7 +64,7 @@ _NOT_YET = {"registered": "publish.mlflow has no entry yet", "version": "publish
 
 def missing(run: Run) -> str | None:
     """Why the stage is not done; None when the newest checkpoint is published and all ended well that comes behind."""
-    step = newest_step(run.checkpoints)
+    step = find_newest_step(run.checkpoints)
     if not step:
         return "there is no checkpoint yet"
     if (lacking := _lacking(run, step)) is not None:
@@ -76,7 +76,7 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    step = newest_step(run.checkpoints)
+    step = find_newest_step(run.checkpoints)
     published = step and _lacking(run, step) is None and _changed_file(run, step) is None
     return Progress(str(_version(run, step)) if step and published else "-")
 
@@ -89,8 +89,8 @@ def look(run: Run) -> None:
         raise UserError("publish.rules and publish.no_worse_than need an evaluation, and data.held_out is 0")
     tasks = [f"{file.stem}." for file in run.config.evaluate.task_files]
     for name in figures if run.config.model.target is None else ():
-        if name not in ("loss", *TEXT_FIGURES) and not name.startswith(tuple(tasks)):
-            there = ", ".join(["loss", *TEXT_FIGURES, *(f"{task}accuracy" for task in tasks)])
+        if name not in ("loss", *TEXT_METRICS) and not name.startswith(tuple(tasks)):
+            there = ", ".join(["loss", *TEXT_METRICS, *(f"{task}accuracy" for task in tasks)])
             raise UserError(f"publish.rules.{name}: the evaluation will have no such figure; it has {there}")
     if wanted.no_worse_than is not None:
         _bar(wanted.no_worse_than)
@@ -98,7 +98,7 @@ def look(run: Run) -> None:
 
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
-    wanted, step = _wanted(run), newest_step(run.checkpoints)
+    wanted, step = _wanted(run), find_newest_step(run.checkpoints)
     if not step:
         raise UserError(f"{run.checkpoints} holds no intact checkpoint to publish; train first")
     version = _version(run, step)
@@ -130,7 +130,7 @@ def _wanted(run: Run) -> PublishConfig:
 
 def _version(run: Run, step: int) -> Path:
     wanted = _wanted(run)
-    return wanted.to / (wanted.name or run.config.run.name) / step_name(step)
+    return wanted.to / (wanted.name or run.config.run.name) / checkpoint_name(step)
 
 
 def _make(run: Run, step: int, version: Path) -> None:
@@ -182,7 +182,7 @@ def _lacking(run: Run, step: int) -> str | None:
     if not version.is_dir():
         return f"{version} is no folder: give another publish.name or move it away"
     found = _object(version / SEAL)
-    checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
+    checkpoint = read_checkpoint_manifest(run.checkpoints / checkpoint_name(step))["sha256"]
     if not intact(found) or found.get("checkpoint") != checkpoint:
         return (
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
@@ -277,7 +277,7 @@ def _register(run: Run, version: Path, step: int) -> None:
     """Enter a version into the registry. Raises UserError where that fails."""
     from pipeline.publish.registry import register
 
-    mlflow, figures = _wanted(run).mlflow, figures_of(read_result(run, step) or {})
+    mlflow, figures = _wanted(run).mlflow, get_metrics(read_result(run, step) or {})
     assert mlflow is not None
     sums = [line for line in (version / SUMS).read_text().splitlines(keepends=True) if ".safetensors" in line]
     weights = sha256("".join(sums).encode()).hexdigest()
@@ -287,10 +287,10 @@ def _register(run: Run, version: Path, step: int) -> None:
 
 def _bar(other: Path) -> tuple[str, float]:
     """What the newest evaluation of the run in folder `other` is judged by. Raises UserError where it has none."""
-    result = newest_result(Run(other))
+    result = read_newest_result(Run(other))
     if result is None:
         raise UserError(f"publish.no_worse_than: {other} has no evaluation")
-    return figure(result)
+    return get_main_metric(result)
 
 
 def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: int) -> list[str]:
@@ -301,7 +301,7 @@ def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: i
         if any(wanted.rules.values()) or wanted.no_worse_than:
             raise UserError(f"nothing was published: step {step} is not evaluated, and publish has rules")
         return held
-    figures = figures_of(result)
+    figures = get_metrics(result)
     for name, bounds in wanted.rules.items():
         if bounds is None:
             continue
@@ -314,7 +314,7 @@ def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: i
             if bound is not None:
                 (held if good else failed).append(f"{name} {figures[name]:.6g}, {key} {bound:g}")
     if wanted.no_worse_than is not None:
-        (name, ours), (theirs_name, theirs) = figure(result), _bar(wanted.no_worse_than)
+        (name, ours), (theirs_name, theirs) = get_main_metric(result), _bar(wanted.no_worse_than)
         other = wanted.no_worse_than.name
         if name != theirs_name:
             raise UserError(f"publish.no_worse_than: this run is judged by {name}, {other} by {theirs_name}")
@@ -330,7 +330,7 @@ def _complete(run: Run, folder: Path, step: int, result: Mapping[str, Any] | Non
     from pipeline.publish.card import write_card
 
     write_card(run, folder, step, result, held)
-    checkpoint = read_manifest(run.checkpoints / step_name(step))["sha256"]
+    checkpoint = read_checkpoint_manifest(run.checkpoints / checkpoint_name(step))["sha256"]
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     what = {"run": run.config.run.name, "step": step, "checkpoint": checkpoint, "rules": held, "files": files}
     write_json(folder / SEAL, seal(what))

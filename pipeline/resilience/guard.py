@@ -33,7 +33,7 @@ LEAST = 20
 """How many losses the deviation is taken of, at most and at least."""
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same positions as sorted (position, count) ranges that do not overlap."""
     result: list[tuple[int, int]] = []
     for start, count in sorted(ranges):
@@ -44,14 +44,14 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def recent(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The last lines of metrics.jsonl with all the losses that :class:`Guard` compares with."""
     lines = list(metrics)
     good = [number for number, line in enumerate(lines) if "skipped" not in line]
     return lines[good[-WINDOW] :] if len(good) > WINDOW else lines
 
 
-class Guard:
+class BadStepGuard:
     """Judges each step; the same answers on all ranks."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Guard:
                 self._skips[int(line["position"])] = str(line["reason"])
             else:
                 ranges.append((int(line["position"]), int(line["samples"])))
-        self.left_out = merged(ranges)
+        self.left_out = merge_ranges(ranges)
         """Ranges of positions that the order jumps over: (position, number of samples), sorted and apart."""
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._row: list[int] = []

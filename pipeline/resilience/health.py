@@ -23,25 +23,25 @@ from pipeline.base.errors import LOST_MOUNT, NodeError, PeerLostError, StorageEr
 from pipeline.comm import groups
 from pipeline.run.directory import Run
 
-TOGETHER = timedelta(seconds=120)
+BARRIER_TIMEOUT = timedelta(seconds=120)
 """How long rank 0 waits for the others."""
-PATIENCE = 3 * TOGETHER
+GROUP_TIMEOUT = 3 * BARRIER_TIMEOUT
 """How long the others wait for rank 0, which may be waiting itself: the time-out of their group."""
 LEAST_FREE_BYTES, LEAST_FREE_INODES = 16 << 20, 100
 _SIZE = 256
 
 
-def check(run: Run, place: RankInfo, world: groups.World) -> None:
+def check_health(run: Run, place: RankInfo, world: groups.World) -> None:
     """The whole check. Raises NodeError, StorageError or PeerLostError."""
-    group = groups.new_control_group(PATIENCE)
+    group = groups.new_control_group(GROUP_TIMEOUT)
     hosts = groups.all_gather_results(
         group, gethostname
     )  # now that all are here: a bad device may hold one up for ever
-    check_alone(run, place, world.device)
-    check_together(world, group, hosts)
+    check_this_rank(run, place, world.device)
+    check_all_ranks(world, group, hosts)
 
 
-def check_alone(run: Run, place: RankInfo, device: torch.device) -> None:
+def check_this_rank(run: Run, place: RankInfo, device: torch.device) -> None:
     """This rank's device, and (first rank of a node) the file system. Raises NodeError or StorageError."""
     host = gethostname()
     try:
@@ -88,25 +88,27 @@ def _check_files(run: Run, host: str) -> None:
         raise StorageError(f"only {space.f_favail} inodes are free in {run.path}: remove some files")
 
 
-def check_together(world: groups.World, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
+def check_all_ranks(world: groups.World, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
     """All ranks, within a bound: `group` (Gloo, with PATIENCE) names who does not come; then the training's own group.
 
     Raises NodeError for the first of `hosts` that did not come: on rank 0, or elsewhere where that is rank 0's; else
     PeerLostError, which blames nobody.
     """
     try:
-        dist.monitored_barrier(group, timeout=TOGETHER, wait_all_ranks=True)
+        dist.monitored_barrier(group, timeout=BARRIER_TIMEOUT, wait_all_ranks=True)
     except RuntimeError as error:
         missing = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
         rank = int(missing[1]) if missing else 0
         if rank == world.rank or not (missing or "Timed out" in str(error)):
-            raise PeerLostError(f"not all ranks came within {TOGETHER}: {error}") from error
-        message = f"{hosts[rank]}: rank {rank} did not come within {TOGETHER}: {error}"
+            raise PeerLostError(f"not all ranks came within {BARRIER_TIMEOUT}: {error}") from error
+        message = f"{hosts[rank]}: rank {rank} did not come within {BARRIER_TIMEOUT}: {error}"
         raise NodeError(message, host=hosts[rank]) from error
     total = torch.ones(1 << 16, device=world.device)
     try:
-        dist.all_reduce(total, async_op=True).wait(TOGETHER)
+        dist.all_reduce(total, async_op=True).wait(BARRIER_TIMEOUT)
     except RuntimeError as error:
-        raise PeerLostError(f"an all-reduce over {world.size} ranks did not end within {TOGETHER}: {error}") from error
+        raise PeerLostError(
+            f"an all-reduce over {world.size} ranks did not end within {BARRIER_TIMEOUT}: {error}"
+        ) from error
     if not bool((total == world.size).all()):
         raise PeerLostError(f"an all-reduce over {world.size} ranks gives {total.min():g} to {total.max():g}")

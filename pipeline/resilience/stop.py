@@ -31,7 +31,7 @@ REASONS = (None, OWN_CLOCK, *(number.name for number in SIGNALS))
 """Why ranks stop, by number; where they have different reasons, the last one here holds."""
 
 
-class Clock:
+class Deadline:
     """The time that is left to this job, by the monotonic clock: those of nodes need not agree on the hour.
 
     `left_s`: seconds from the start of this process to the end of the time limit; `grace_s`: how long the job has after
@@ -68,12 +68,12 @@ class Clock:
         self._steps += 1
 
 
-class Agreement:
+class StopCoordinator:
     """What any rank knows, known to all: every rank calls `start`, and some time later `stop`."""
 
-    def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Clock | None = None) -> None:
+    def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Deadline | None = None) -> None:
         self.flag, self.group = flag, group
-        self.clock = clock or Clock(flag)
+        self.clock = clock or Deadline(flag)
         self.wants_save: Callable[[], bool] = lambda: False
         """Asked once a step: whether this rank knows of a request to save."""
         self.wants_profile: Callable[[], bool] = lambda: False
@@ -107,7 +107,7 @@ class Agreement:
         return self.reason is not None
 
 
-class Request:
+class RequestFile:
     """A file in the run directory by which anybody who may write there asks for something; rank 0 looks.
 
     `save` asks for a checkpoint, `profile` for profiled steps.

@@ -28,7 +28,7 @@ RATIO, RECOVERED, IN_A_ROW, RANK_EVERY_S = 1.3, 1.15, 3, 60.0
 """From what ratio on a rank is slow, and up to what it no longer is, if so many times in a row."""
 
 
-class OwnTime:
+class LocalComputeTimer:
     """Seconds that a rank spent on its own work since the last :meth:`take`; on CUDA by the device's own clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class OwnTime:
         return seconds
 
 
-class Stragglers:
+class StragglerDetector:
     """On every rank: gathers; on rank 0: ranks the hosts and writes events."""
 
     def __init__(self, run: Run, group: dist.ProcessGroup, peers: Sequence[int]) -> None:

@@ -110,13 +110,13 @@ class Watchdog:
             text = stacks.read().decode(errors="replace")
         facts = {"rank": self.place.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
         facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
-        write_json(self.file, {**facts, "collectives": last_collectives()})
+        write_json(self.file, {**facts, "collectives": list_recent_collectives()})
         message = f"rank {self.place.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
         print(message, file=sys.stderr, flush=True)
         report_error(self.run, self.stage, self.place, ExitCode.HANG, message)
 
 
-def last_collectives(count: int = 3) -> list[dict[str, Any]]:
+def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
     """The last collectives that this rank entered, oldest first: of torch's flight recorder, and of our MPI groups.
 
     `state` is `scheduled`, `started` or `completed` (Gloo, too, is recorded, but only as `scheduled`). Source: torch

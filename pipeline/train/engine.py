@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pipeline.checkpoint.save import State
+from pipeline.checkpoint.checkpointer import StateDict
 from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
@@ -37,16 +37,21 @@ from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replicas import ReplicaSync
 from pipeline.publish.open_weights import OpenWeights
-from pipeline.train.freeze import frozen_names
-from pipeline.train.lean_adamw import LeanAdamW
-from pipeline.train.norm import total_norm
-from pipeline.train.optimizer import LossScaler, make_optimizer, own_optimizer, try_out
+from pipeline.train.optimizer import (
+    LeanAdamW,
+    LossScaler,
+    compute_total_norm,
+    find_frozen_names,
+    initialize_custom_state,
+    make_custom_optimizer,
+    make_optimizer,
+)
 
 if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
     from pipeline.parallel.pipeline_parallel import PipelineRunner
 
 
-def step_seed(seed: int, step: int, place: int, micro: int) -> int:
+def compute_step_seed(seed: int, step: int, place: int, micro: int) -> int:
     """Seed of everything random in one micro-batch: a function of place and time, not of history."""
     text = f"{seed}/{step}/{place}/{micro}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
@@ -87,11 +92,13 @@ class Engine:
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
         self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
-        self._frozen = frozen_names(config.optimizer.freeze, task)
+        self._frozen = find_frozen_names(config.optimizer.freeze, task)
         numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
-            self.optimizer = own_optimizer(task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer)
+            self.optimizer = make_custom_optimizer(
+                task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer
+            )
         else:
             blocks = [block for part in self.parts for block in task.blocks(part)]
             named = [each for part in self.parts for each in task.weights(part)]
@@ -198,7 +205,7 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = self.task.micro_batches(batch, self.config.train.micro_batch)
         for micro, piece in enumerate(micro_batches):
-            torch.manual_seed(step_seed(self.config.run.seed, step, self._place, micro))
+            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, micro))
             with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter("forward")
                 with self.own:
@@ -212,7 +219,7 @@ class Engine:
     def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
         assert self._pipeline is not None
-        torch.manual_seed(step_seed(self.config.run.seed, step, self._place, 0))
+        torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, 0))
         enter("pipeline")
         self._batch, inputs = batch, self.task.inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
@@ -262,7 +269,7 @@ class Engine:
         Where ranks hold parts, each adds the squares of its own, divided by the number of ranks with the same values.
         """
         if not self._split:
-            return total_norm([p.grad for p in parameters if p.grad is not None])
+            return compute_total_norm([p.grad for p in parameters if p.grad is not None])
         copy, squares = self._tied_copy(), torch.zeros((), dtype=torch.float64, device=self.world.device)
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
@@ -273,7 +280,7 @@ class Engine:
             if parameter is not copy and gradient is not None:
                 by_copies.setdefault(copies, []).append(local_tensor(gradient))
         for copies, gradients in by_copies.items():
-            squares += total_norm(gradients).to(squares).square() / copies
+            squares += compute_total_norm(gradients).to(squares).square() / copies
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -326,11 +333,11 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
-        state: State = {}
+        state: StateDict = {}
         if self.config.optimizer.name == "own" and not self.optimizer.state:
-            try_out(self.optimizer)
+            initialize_custom_state(self.optimizer)
             self._tried_out = True
         for part in self.parts:
             for name, parameter in self.task.weights(part):
@@ -345,7 +352,7 @@ class Engine:
         if self._tried_out:
             self.optimizer.state.clear()
 
-    def saved_state(self) -> tuple[State, dict[str, Any]]:
+    def saved_state(self) -> tuple[StateDict, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
         return self.replicas.saved(self.state()), self.replicas.describe()
 
@@ -371,7 +378,9 @@ class Engine:
             write_parameter(values, parameter)
 
     @torch.no_grad()
-    def loaded(self, kept: Mapping[str, Any] | None = None, read: Callable[[State], None] | None = None) -> str | None:
+    def loaded(
+        self, kept: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
+    ) -> str | None:
         """Call after `state()` was filled: a tied copy that it does not name follows its original.
 
         `kept`: what `saved_state` said of the replicas; `read` fills tensors by the names of `saved_state`. Returns in

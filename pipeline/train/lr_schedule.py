@@ -7,7 +7,7 @@ import math
 from pipeline.config.sections import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1, of a training of `steps` steps.
 
     Each schedule is a function of a position p. With `schedule_counts_from: 1`, p is `step`; with 0, it is `step` - 1,

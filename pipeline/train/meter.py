@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.comm.groups import World
 
 
-class Meter:
+class ExposedCommMeter:
     """This rank's account of waiting, one step at a time."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -41,7 +41,7 @@ class Meter:
         return {"exposed_comm_s": round(self._exposed_s, 6)} if self._known else {}
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
+def measure_peak_memory(device: torch.device) -> dict[str, float]:
     """The most memory, in GB: on a GPU since the last call, what tensors took and what torch's allocator had reserved
     for them (the rest of the card is free to others); elsewhere that of the process since it began."""
     if device.type == "cpu":

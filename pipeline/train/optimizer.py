@@ -6,25 +6,203 @@ run that stops and goes on sees the same rates. The trainer calls :func:`set_lea
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.base.errors import UserError
-from pipeline.config.sections import OptimizerConfig
-from pipeline.config.types import StateConfig
-from pipeline.model.decoder import full_tensor, write_parameter
-from pipeline.train.lean_adamw import LeanAdamW, zero_moments
-from pipeline.train.lr_schedule import learning_rate as learning_rate
+from pipeline.config.sections import ModelConfig, OptimizerConfig
+from pipeline.config.types import INT8_BLOCK, StateConfig
+from pipeline.model.decoder import Decoder, full_tensor, local_tensor, select_local_part, write_parameter
+from pipeline.model.task import Task
+
+_AT_ONCE = 1 << 24
+"""Entries that are updated together: each takes some 40 bytes meanwhile. Compiled, it takes none."""
+
+
+class LeanAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on fp32 or bf16, with moments as `zero_moments` makes them."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], config: OptimizerConfig, keys: Mapping[nn.Parameter, int], compiled: bool
+    ) -> None:
+        """`keys`: what seeds the rounding of each parameter; `compiled`: whether torch.compile joins the operations."""
+        super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
+        self.keys = keys
+        self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
+        self._at_once = 1 << 62 if compiled else _AT_ONCE
+        self._places: dict[nn.Parameter, list[Tensor]] = {}
+        self.factor = torch.ones(())
+        """What gradients are multiplied with, in the update."""
+
+    def clip_with_norm(self, limit: float, norm: Tensor) -> None:
+        """What torch's `clip_grads_with_norm_` does, in the next step: no pass of its own, and no rounding to bf16."""
+        self.factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of every parameter with a gradient."""
+        made: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                state["step"] += 1
+                parts = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
+                held = [torch.atleast_1d(local_tensor(tensor)) for tensor in parts]
+                now = int(state["step"]), group["weight_decay"], held[0].device
+                if now not in made:
+                    numbers = _numbers(group, now[0]).to(now[2], non_blocking=True)
+                    numbers[0] = self.factor
+                    made[now] = numbers, _step_keys(now[0]).to(now[2], non_blocking=True)
+                if parameter not in self._places:
+                    self._places[parameter] = _places(parameter, self.keys[parameter])
+                first, *rest = self._places[parameter]
+                rows = max(1, self._at_once // max(1, held[0][:1].numel()))
+                for pieces in zip(*(tensor.split(rows) for tensor in (first, *held)), strict=True):
+                    self._update(*made[now], rest, *pieces)
+
+
+def _numbers(group: Mapping[str, Any], step: int) -> Tensor:
+    """What an update multiplies with, the gradient's factor first: a tensor, since numbers would be compiled in."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    kept, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
+    return torch.tensor([1.0, 1 - beta1, 1 - beta2, kept, rate, 1 / math.sqrt(1 - beta2**step), group["eps"]])
+
+
+def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Both moments before the first step, on the ranks and in the shape of `parameter`; with int8 their scales, too.
+
+    Raises UserError as `_zero_scales` does.
+    """
+    names, low = ("exp_avg", "exp_avg_sq"), dtype == torch.int8
+    if low and parameter.ndim < 2:
+        dtype, low = torch.float32, False
+    state = {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+    return state | ({f"{name}_scale": _zero_scales(parameter) for name in names} if low else {})
+
+
+def _zero_scales(parameter: Tensor) -> Tensor:
+    """One for each block of a row, that is of all dimensions but the first: fp32.
+
+    Raises UserError, on all ranks, where a block would lie on two of them.
+    """
+    rows = local_tensor(parameter).flatten(1)
+    scales = rows.new_zeros(len(rows), -(-rows.shape[1] // INT8_BLOCK), dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return scales
+    mesh, placements = parameter.device_mesh, parameter.placements
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        in_rows = getattr(placement, "dim", 0) > 0
+        if in_rows and (parameter.ndim > 2 or -(-parameter.shape[1] // size) % INT8_BLOCK):
+            raise UserError(
+                f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale; rows of a parameter of "
+                f"shape {tuple(parameter.shape)} are cut elsewhere over {size} ranks: take bf16, or cut otherwise"
+            )
+    whole = torch.Size((len(parameter), -(-math.prod(parameter.shape[1:]) // INT8_BLOCK)))
+    made = DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1))
+    return made.to(parameter.device)  # with `offload` not the mesh's
+
+
+def _update(
+    numbers: Tensor,
+    step_keys: Tensor,
+    columns: list[Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *scales: Tensor,
+) -> None:
+    """Update weights and both moments in place; int32 `rows` and `columns` add up to each entry's place."""
+    factor, new1, new2, kept, rate, root, eps = numbers.unbind()
+    gradient, mean, square = gradient.float() * factor, first.float(), second.float()
+    if scales:
+        mean = mean * mean.abs() * _spread(scales[0], mean)
+        square = ((square + 128).square() * _spread(scales[1], square)).square()
+    mean = mean + new1 * (gradient - mean)
+    square = square + new2 * (gradient * gradient - square)
+    moved = weight.float() * kept - rate * mean / (square.sqrt() * root + eps)
+    place = _mix(sum(columns, rows))
+    draws = [_mix(place ^ key) for key in step_keys.unbind()]
+    if scales:
+        mean = _in_levels(mean, draws[1], 127, scales[0])
+        deviation = square.sqrt()
+        square = torch.maximum(_in_levels(deviation, draws[2], 255, scales[1]), (deviation > 0).float()) - 128
+    for kept_in, values, draw in zip((weight, first, second), (moved, mean, square), draws, strict=True):
+        kept_in.copy_(rounded(values, draw) if kept_in.dtype == torch.bfloat16 else values)
+
+
+def _in_levels(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Tensor:
+    """Levels, -levels to levels, of fp32 `values`; `scale` becomes what their squares are multiplied with.
+
+    Of the two levels around a value the upper one is taken with the probability that keeps the mean.
+    """
+    rows = values.flatten(1)
+    blocks = F.pad(rows, (0, -rows.shape[1] % INT8_BLOCK)).unflatten(1, (scale.shape[1], INT8_BLOCK))
+    scale.copy_(blocks.abs().amax(dim=2) / levels**2)
+    squares = values.abs() / _spread(scale, values).clamp(min=1e-38)
+    lower = squares.sqrt().floor()
+    chance = (random & 0xFFFFFF).float() / 2**24
+    upper = chance * (2 * lower + 1) < squares - lower * lower
+    return values.sign() * (lower + upper).clamp(max=levels)
+
+
+def _spread(scale: Tensor, values: Tensor) -> Tensor:
+    """Each block's scale for each of its values."""
+    long = scale.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
+    return long[:, : values[:1].numel()].reshape(values.shape)
+
+
+def rounded(values: Tensor, random: Tensor) -> Tensor:
+    """fp32 `values` in bf16, rounded up with the probability of what is cut off; `random`: uniform int32."""
+    return ((values.view(torch.int32) + (random & 0xFFFF)) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A hash of int32 numbers: the finalizer of MurmurHash3 (Appleby, public domain); products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * -0x7A143595
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * -0x3D4D51CB
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _step_keys(step: int) -> Tensor:
+    """Three numbers that tell apart what the weights and each moment draw in this step: int32."""
+    digest = hashlib.sha256(f"rounding of step {step}".encode()).digest()
+    return torch.frombuffer(bytearray(digest[:12]), dtype=torch.int32)
+
+
+def _places(parameter: Tensor, key: int) -> list[Tensor]:
+    """Along each dimension of what this rank holds, int32: together the place of an entry in the whole, and the key."""
+    found = []
+    for dim, size in enumerate(parameter.shape):
+        line = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device)
+        line = line * (math.prod(parameter.shape[dim + 1 :]) % 2**31)
+        if dim == 0:
+            line = line + (key % 2**31)
+        shape = [1] * parameter.ndim
+        shape[dim] = size
+        held = line.view(shape).expand(parameter.shape)
+        held = select_local_part(held, parameter) if isinstance(parameter, DTensor) else held
+        for other in set(range(parameter.ndim)) - {dim}:
+            held = held.narrow(other, 0, min(1, held.shape[other]))
+        found.append(held)
+    return found or [torch.tensor([key % 2**31], dtype=torch.int32, device=parameter.device)]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """An optimizer of `optimizer.name`."""
 
     make: Callable[[list[dict[str, Any]], OptimizerConfig, bool | None], torch.optim.Optimizer]
@@ -95,10 +273,10 @@ class _Joined(torch.optim.Optimizer):
             part.step()
 
 
-KINDS = {
-    "adamw": Kind(_adamw, ("exp_avg", "exp_avg_sq")),
-    "sgd": Kind(_sgd, ("momentum_buffer",), counts=False),
-    "muon": Kind(_muon, ("momentum_buffer",), counts=False),
+OPTIMIZERS = {
+    "adamw": OptimizerKind(_adamw, ("exp_avg", "exp_avg_sq")),
+    "sgd": OptimizerKind(_sgd, ("momentum_buffer",), counts=False),
+    "muon": OptimizerKind(_muon, ("momentum_buffer",), counts=False),
 }
 
 
@@ -118,18 +296,18 @@ def make_optimizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.state != StateConfig():
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
-        kind = Kind(lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled), (), fuses=False)
+        kind = OptimizerKind(lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled), (), fuses=False)
         return _make(replace(kind, zeros=partial(zero_moments, dtype=dtype)), parameters, config, device)
     if config.name != "muon":
-        return _make(KINDS[config.name], parameters, config, device)
+        return _make(OPTIMIZERS[config.name], parameters, config, device)
     matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     shares = {"muon": [p for p in parameters if id(p) in matrices]}
     shares["adamw"] = [p for p in parameters if id(p) not in matrices]
-    return _Joined([_make(KINDS[name], share, config, device) for name, share in shares.items()])
+    return _Joined([_make(OPTIMIZERS[name], share, config, device) for name, share in shares.items()])
 
 
 def _make(
-    kind: Kind, parameters: Sequence[nn.Parameter], config: OptimizerConfig, device: torch.device
+    kind: OptimizerKind, parameters: Sequence[nn.Parameter], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
     """One optimizer of these parameters.
 
@@ -151,7 +329,7 @@ def _make(
     return optimizer
 
 
-def own_optimizer(
+def make_custom_optimizer(
     make: Callable[..., Any], named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """What `make`, of the user's module, makes. Raises UserError for what is no optimizer of all parameters."""
@@ -174,7 +352,7 @@ def _settings(group: dict[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def try_out(optimizer: torch.optim.Optimizer) -> None:
+def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer of the user's own the state that a checkpoint is loaded into: one step, of which nothing stays.
 
     Its values are not those before the first step. Raises UserError for what no checkpoint would hold, state that is no
@@ -248,3 +426,51 @@ class LossScaler:
     def load(self, state: Mapping[str, float]) -> None:
         """Take up what `state` returned."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+_CHUNK_ENTRIES = 2**15
+"""Entries whose squares are added up one after the other."""
+
+
+def compute_total_norm(gradients: list[Tensor]) -> Tensor:
+    """Their common norm: 0-d. On CPUs torch adds up squares one after the other: a large tensor in pieces.
+
+    In fp32 a whole norm of 2²⁷ entries is 1.4 % too small; of pieces it is right to 1e-7.
+    """
+    if any(gradient.device.type == "cpu" for gradient in gradients):
+        gradients = [piece for gradient in gradients for piece in gradient.flatten().split(_CHUNK_ENTRIES)]
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    # torch would round each tensor's norm to its type
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
+    """Names of the whole model's parameters that do not move; no rank need hold them all.
+
+    Raises UserError as `_matching` does.
+    """
+    whole = range(task.config.model.layers)
+    return _matching(patterns, [name for name, _ in task.weights(task.build(whole))]) if patterns else set()
+
+
+def check_freeze(patterns: str, model: str) -> None:
+    """Raise UserError where `patterns` do not fit the decoder of the section `model`; both are JSON."""
+    with torch.device("meta"):
+        whole = Decoder(ModelConfig.model_validate_json(model), 1, 1)
+    _matching(json.loads(patterns), [name for name, _ in whole.named_weights()])
+
+
+def _matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
+    """Raises UserError for a pattern that matches nothing, and where nothing is left to train."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            there = shorten(", ".join(names), 300, placeholder=" …")
+            raise UserError(f"optimizer.freeze: {pattern!r} matches no parameter; there are {there}")
+        found.update(matched)
+    if found == set(names):
+        raise UserError("optimizer.freeze: all parameters match, so nothing would be trained: leave some out")
+    return found

@@ -33,10 +33,10 @@ from pipeline.base.files import open_regular, write_json
 from pipeline.comm.groups import World, broadcast_from_rank0
 from pipeline.mpi.work import MpiWork
 from pipeline.parallel.mesh import Layout
-from pipeline.resilience.stop import Agreement, Request
-from pipeline.resilience.watchdog import last_collectives
+from pipeline.resilience.stop import RequestFile, StopCoordinator
+from pipeline.resilience.watchdog import list_recent_collectives
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import GROUP, PIPELINE, STEP, mean, parts, read
+from pipeline.train.step_trace import GROUP, PIPELINE, STEP, average_ranks, divide_step, parse_trace
 
 ROUND_TRIPS, CALLS = 5, 1000
 MOST_SPANS, MOST_STEPS = 100_000, 20
@@ -50,10 +50,10 @@ LEAST_S = 30.0
 class Profiler:
     """This rank's part; all ranks call everything together."""
 
-    def __init__(self, run: Run, layout: Layout, world: World, agreement: Agreement) -> None:
+    def __init__(self, run: Run, layout: Layout, world: World, agreement: StopCoordinator) -> None:
         """`agreement`: its group is for control, of all ranks; none is begun that its clock has no time for."""
         self.run, self.layout, self.world, self.group, self.clock = run, layout, world, agreement.group, agreement.clock
-        self.request = Request(run.profile_file)
+        self.request = RequestFile(run.profile_file)
         self.seconds = 0.0
         """What profiling took, but for the step itself, since somebody set it to 0."""
         self._longest_s = LEAST_S
@@ -143,7 +143,7 @@ class Profiler:
                     self.run.profile_taken.unlink(missing_ok=True)
         self.seconds += time.perf_counter() - began
         self._longest_s = max(self._longest_s, self.seconds)
-        return {"profile": mean(list(known.values()))} if known else {}
+        return {"profile": average_ranks(list(known.values()))} if known else {}
 
     @contextmanager
     def _careful(self, what: str) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Profiler:
                 raise ValueError(f"torch's trace has {size:,} bytes, more than {MOST_BYTES:,}: fewer micro-batches")
             trace = json.loads(Path(exported.name).read_bytes())  # torch puts another file there
         base, events = trace["baseTimeNanoseconds"], [one for one in trace["traceEvents"] if one["ph"] == "X"]
-        called = [(call["time_ns"], call["operation"], call["group"]) for call in last_collectives(CALLS)]
+        called = [(call["time_ns"], call["operation"], call["group"]) for call in list_recent_collectives(CALLS)]
         for event in events:
             if event["name"].startswith("gloo:"):
                 at = bisect_right(called, base + 1000 * event["ts"], key=lambda call: call[0])
@@ -193,7 +193,7 @@ class Profiler:
             more = {GROUP: PIPELINE if "tag" in what else named.get(group, group)}
             times = {"ts": (start - base) / 1000, "dur": (end - start) / 1000}
             events.append({"name": what, "cat": "communication", "args": more, **times})
-        begin, step_us, spans = read(events)
+        begin, step_us, spans = parse_trace(events)
         error, offset = self._clock
         position = self.layout.coordinates(self.world.rank)
         told = {
@@ -203,4 +203,4 @@ class Profiler:
             "spans": sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS],
         }  # fmt: skip
         file.write_bytes(gzip.compress(json.dumps(told).encode(), 1))
-        return parts(spans, step_us)
+        return divide_step(spans, step_us)

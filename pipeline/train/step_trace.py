@@ -27,7 +27,7 @@ PIPELINE = "pp"
 """The group whose exposed communication is the bubble."""
 TRAINING = "training"
 """The row of the thread that trains, the first of its process."""
-PARTS = ("compute", "communication_exposed", "copy", "bubble", "idle")
+STEP_PARTS = ("compute", "communication_exposed", "copy", "bubble", "idle")
 GROUP = "Process Group Description"
 """Kineto's name for it, among the arguments of an NCCL kernel."""
 _ON_GPU = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     end: float
 
 
-def read(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[Span]]:
+def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[Span]]:
     """When the step began, in the trace's own microseconds, how long it took, and its spans.
 
     events: the complete ones (`ph` is X) of a trace. Raises ValueError where the trace does not hold the step.
@@ -80,10 +80,10 @@ def _kind(event: Mapping[str, Any], gpu: bool) -> tuple[str, str]:
     return "compute" if alone and (works or name.startswith(_COMPILED)) else "host", thread
 
 
-def parts(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
+def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     """Seconds of the step by `PARTS`, which add up to it; and the exposed communication of each group."""
     edges = [(at, change, (s.kind, s.row)) for s in spans for at, change in ((s.start, 1), (s.end, -1))]
-    found, by_group = dict.fromkeys(PARTS, 0.0), Counter[str]()
+    found, by_group = dict.fromkeys(STEP_PARTS, 0.0), Counter[str]()
     under_way, before = Counter[tuple[str, str]](), 0.0
     for at, change, key in [*sorted(edges), (step_us, 0, ("", ""))]:
         if at > before:
@@ -104,8 +104,10 @@ def parts(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     return found | {"exposed_by_group": dict(by_group)}
 
 
-def mean(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def average_ranks(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each figure over all ranks; a group that a rank is not in counts as none of its time."""
     names = dict.fromkeys(name for one in found for name in one)
     inner = {n: [one.get(n, {}) for one in found] for n in names if isinstance(found[0].get(n), dict)}
-    return {n: mean(inner[n]) if n in inner else round(fmean(one.get(n, 0.0) for one in found), 6) for n in names}
+    return {
+        n: average_ranks(inner[n]) if n in inner else round(fmean(one.get(n, 0.0) for one in found), 6) for n in names
+    }

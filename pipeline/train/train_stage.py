@@ -10,7 +10,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import last_object
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import gone, newest_step
+from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step
 from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import ask_child
@@ -18,16 +18,16 @@ from pipeline.run.directory import Run
 from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
 from pipeline.run.stages import Progress
-from pipeline.train.lr_schedule import learning_rate
+from pipeline.train.lr_schedule import compute_learning_rate
 
 
 def missing(run: Run) -> str | None:
     """Why training is not done; None when the checkpoint of the last step is there."""
-    step, steps = newest_step(run.checkpoints), steps_of(run.config, run.data)
+    step, steps = find_newest_step(run.checkpoints), steps_of(run.config, run.data)
     if steps and step >= steps:
         return None
     words = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
-    return words if step else gone(run) or words
+    return words if step else describe_missing_checkpoints(run) or words
 
 
 def progress(run: Run) -> Progress:
@@ -53,14 +53,14 @@ def note(run: Run) -> str | None:
     step, before = (last["step"], last.get("lr")) if last else (0, None)
     if optimizer.schedule == "own" or not steps or step >= steps:
         return None
-    if last is None and steps > 1 and learning_rate(optimizer, steps, steps) == 0:
+    if last is None and steps > 1 and compute_learning_rate(optimizer, steps, steps) == 0:
         return (
             f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended: "
             "optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
         )
     if not before or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
         return None
-    if (lr := learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
+    if (lr := compute_learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
         return None
     return f"note: the learning rate goes from {before:.3g} (step {step}) to {lr:.3g}: its schedule now ends at {steps}"
 
@@ -69,7 +69,7 @@ def look(run: Run) -> None:
     """Raise UserError for patterns of `optimizer.freeze` that do not fit the decoder, asked of torch, elsewhere."""
     if run.config.optimizer.freeze and run.user_model is None:
         patterns, model = json.dumps(run.config.optimizer.freeze), run.config.model.model_dump_json()
-        ask_child("pipeline.train.freeze", "check_freeze", patterns, model)
+        ask_child("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
@@ -98,7 +98,7 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
     world = groups.join_process_group(place, run.config)
     mark("rendezvous")
     if run.config.recovery.preflight:
-        health.check(run, place, world)
+        health.check_health(run, place, world)
         mark("preflight")
     trainer = Trainer(run, manifest, place, world, flag, watchdog)
     groups.finish_startup(world.device)

@@ -23,9 +23,14 @@ from pipeline.base.dist_env import RankInfo, time_left
 from pipeline.base.errors import CheckpointError, ExitCode
 from pipeline.base.files import last_object
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import gone
-from pipeline.checkpoint.identity import identity, other_versions, refuse_other, source_identity
-from pipeline.checkpoint.save import Checkpointer, versions
+from pipeline.checkpoint.catalog import describe_missing_checkpoints
+from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
+from pipeline.checkpoint.identity import (
+    check_identity,
+    compute_identity,
+    compute_source_identity,
+    describe_version_changes,
+)
 from pipeline.comm import groups
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.local_copy import LocalCopies
@@ -34,21 +39,22 @@ from pipeline.data.mixture import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
-from pipeline.evaluate.result import HELD_OUT, held_out_words, metrics_of
+from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
 from pipeline.model.task import Batch, make_task
 from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.publish.open_weights import open_weights
-from pipeline.resilience.guard import Guard, recent
-from pipeline.resilience.stop import Agreement, Clock, Request
-from pipeline.resilience.stragglers import OwnTime, Stragglers
+from pipeline.resilience.guard import BadStepGuard, select_recent_metrics
+from pipeline.resilience.stop import Deadline, RequestFile, StopCoordinator
+from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import Metrics, lost_lines, rewind
 from pipeline.train.engine import Engine
-from pipeline.train.meter import Meter, peak_memory
-from pipeline.train.optimizer import learning_rate, set_learning_rate
+from pipeline.train.lr_schedule import compute_learning_rate
+from pipeline.train.meter import ExposedCommMeter, measure_peak_memory
+from pipeline.train.optimizer import set_learning_rate
 from pipeline.train.profiler import Profiler
 
 
@@ -75,17 +81,17 @@ class Trainer:
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
         own = config.optimizer.schedule == "own"
-        self.learning_rate = self.task.module.learning_rate if own else learning_rate
-        self.clock = Clock(flag, time_left(os.environ), config.recovery.grace_s)
-        self.agreement = Agreement(flag, groups.new_control_group(), self.clock)
-        self.save_request = Request(run.save_file)
+        self.learning_rate = self.task.module.learning_rate if own else compute_learning_rate
+        self.clock = Deadline(flag, time_left(os.environ), config.recovery.grace_s)
+        self.agreement = StopCoordinator(flag, groups.new_control_group(), self.clock)
+        self.save_request = RequestFile(run.save_file)
         self.profiler = Profiler(run, self.layout, world, self.agreement)
         if world.first:
             self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
-        self.own = OwnTime(world.device)
+        self.own = LocalComputeTimer(world.device)
         peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
-        self.stragglers = Stragglers(run, self.agreement.group, peers)
+        self.stragglers = StragglerDetector(run, self.agreement.group, peers)
         self.checkpointer = Checkpointer(
             run.checkpoints,
             groups.new_control_group(),
@@ -93,7 +99,7 @@ class Trainer:
             background=config.checkpoint.mode == "async",
             describe={
                 "layout": describe_layout_identity(self.layout, config, world.backend, world.device.type),
-                **identity(config, manifest),
+                **compute_identity(config, manifest),
             },
             on_saved=self._log_saved,
         )
@@ -112,11 +118,11 @@ class Trainer:
         self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
         if source is not None:
             source.note()
-        self.checkpointer.describe |= source_identity(run)
+        self.checkpointer.describe |= compute_source_identity(run)
         self.evaluator: Evaluator | None = None
         if config.train.evaluate_every is not None:
             self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
-        self.meter = Meter(self.engine.model, world)
+        self.meter = ExposedCommMeter(self.engine.model, world)
         self.samples_consumed = 0
         self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
@@ -136,7 +142,7 @@ class Trainer:
         config, engine = self.config, self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
-        peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
+        measure_peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
         mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
         self.meter.reduced()
         grad_norm = engine.clip(config.optimizer.clip_norm)
@@ -155,7 +161,7 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         line |= {self.task.unit: step * self.task.per_step, **self.meter.take()}
-        line |= peak_memory(self.world.device)
+        line |= measure_peak_memory(self.world.device)
         return line if bad is None else {**line, "skipped": bad}
 
     def _enter(self, step: int, phase: str) -> None:
@@ -192,7 +198,7 @@ class Trainer:
         steps, every = self.steps, self.config.checkpoint.every_steps
         if self.world.first:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
-            told = {key: value for key, value in how.items() if value} | peak_memory(self.world.device)
+            told = {key: value for key, value in how.items() if value} | measure_peak_memory(self.world.device)
             if self.mixture:
                 at_end = self.mixture.epochs(self.config.train.global_batch * steps)
                 now, weights = self.mixture.epochs(self.samples_consumed), self.mixture.weights.model_dump()["weights"]
@@ -238,8 +244,11 @@ class Trainer:
         self._evaluate_s += time.perf_counter() - started
         if found is None:
             return {}
-        line = {f"{HELD_OUT}{name}": value for name, value in {"loss": found["loss"], **metrics_of(found)}.items()}
-        self._print(f"step {step}: {held_out_words(line)}")
+        line = {
+            f"{HELD_OUT_PREFIX}{name}": value
+            for name, value in {"loss": found["loss"], **get_extra_metrics(found)}.items()
+        }
+        self._print(f"step {step}: {format_held_out(line)}")
         return line
 
     def _make_up(self) -> bool:
@@ -247,7 +256,7 @@ class Trainer:
         step, lacks = self.start_step, False
         if self.evaluator is not None and step and self.world.first:
             line = last_object(self.run.metrics, lines.metric) or {}
-            lacks = line.get("step") == step and f"{HELD_OUT}loss" not in line
+            lacks = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
             return True
         if (more := self._held_out(step)) and self.world.first:
@@ -323,7 +332,7 @@ class Trainer:
         """Raise CheckpointError, on rank 0, where a training would begin anew because its checkpoints went away."""
         if not self.world.first:
             return
-        if words := gone(self.run):
+        if words := describe_missing_checkpoints(self.run):
             raise CheckpointError(words)
 
     def _restore(self, fresh: bool) -> int:
@@ -333,7 +342,9 @@ class Trainer:
             self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
             self.run.event("damaged", "train", step=step, reason=reason)
 
-        fits = partial(refuse_other, now=self.checkpointer.describe)  # first: other weights may not even have its shape
+        fits = partial(
+            check_identity, now=self.checkpointer.describe
+        )  # first: other weights may not even have its shape
         started = time.perf_counter()
         notes: dict[str, str | None] = {}
         manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged, fits)
@@ -350,7 +361,7 @@ class Trainer:
             self.samples_consumed = int(manifest["samples_consumed"])
             read = partial(self.checkpointer.read, step)
             notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)
-            notes["versions"] = other_versions(manifest["versions"], versions())
+            notes["versions"] = describe_version_changes(manifest["versions"], collect_versions())
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
         if self.world.first:
@@ -372,17 +383,17 @@ class Trainer:
 
     # -- words -------------------------------------------------------------------------------------------
 
-    def _make_guard(self) -> Guard:
+    def _make_guard(self) -> BadStepGuard:
         """The judge of bad numbers, from what rank 0 reads of the steps before."""
 
         def read() -> tuple[list[Any], list[Any]]:
             if not self.world.first:
                 return [], []
-            metrics = recent(lines.read(self.run.metrics, lines.metric))
+            metrics = select_recent_metrics(lines.read(self.run.metrics, lines.metric))
             return lines.read_all(self.run.decisions, lines.decision), metrics
 
         decisions, metrics = groups.all_gather_results(self.agreement.group, read)[0]
-        return Guard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
+        return BadStepGuard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
 
     def _log_saved(self, step: int, seconds: float) -> None:
         self.clock.save_s, self.clock.saving = max(self.clock.save_s, seconds), False

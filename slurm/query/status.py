@@ -27,7 +27,7 @@ from rich.text import Text
 from pipeline.base.command import command
 from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import figure, metrics_of, newest_result
+from pipeline.evaluate.result import get_extra_metrics, get_main_metric, read_newest_result
 from pipeline.run import attempts, stages
 from pipeline.run import lines as known
 from pipeline.run import points as sweep
@@ -372,12 +372,12 @@ def tabulate_points(run: Run, rows: Sequence[StageStatus]) -> list[list[str]]:
         return []
     values_of, found = run.config.sweep.points(), []
     for row, values in zip(rows, values_of, strict=True):
-        far, result = stages.load("train").progress(row.run), newest_result(row.run)
-        came_to = figure(result)[1] if result else math.inf
+        far, result = stages.load("train").progress(row.run), read_newest_result(row.run)
+        came_to = get_main_metric(result)[1] if result else math.inf
         state = row.state if row.state in ("done", "waiting") else f"{row.stage} {row.state}"
         cells = [*map(str, values.values()), state, f"{far.done}/{far.total}", far.loss or "-"]
         cells.append("-" if result is None else f"{came_to:.4f}")
-        found.append((came_to, [row.run.path.name, *cells], metrics_of(result or {})))
+        found.append((came_to, [row.run.path.name, *cells], get_extra_metrics(result or {})))
     compared = "bits per byte" if run.config.model.target is None else "held-out loss"
     found.sort(key=lambda one: one[0])
     names = list(found[0][2])  # of the best one: where that was not evaluated, none was

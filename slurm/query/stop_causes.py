@@ -23,7 +23,7 @@ from typing import Any
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import saved_steps
+from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
@@ -66,7 +66,7 @@ def standing(run: Run, stage: str) -> str:
             newest = max(newest, event["step"])
             repaired += event["step"] in damaged
             damaged.discard(event["step"])
-    newest = max(newest, *saved_steps(run.checkpoints), 0)
+    newest = max(newest, *list_checkpoint_steps(run.checkpoints), 0)
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
 
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.catalog import saved_steps
+from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
 from slurm.query.job_states import claims, query, since_submitted
@@ -57,7 +57,7 @@ class Evaluations:
                     self.run.event("evaluation_not_submitted", "evaluate", message=message)
 
     def _submit_newest(self) -> None:
-        newest = next(iter(saved_steps(self.run.checkpoints)), 0)
+        newest = next(iter(list_checkpoint_steps(self.run.checkpoints)), 0)
         if not self._last_step < newest < (steps_of(self.run.config, self.run.data) or 0):
             return
         from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open

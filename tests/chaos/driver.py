@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import newest_step
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run.attempts import ENDS, GOES_ON
 from pipeline.run.code import CODE_ROOT
@@ -114,7 +114,7 @@ class Story:
 
         def over() -> bool:
             self._undrain()
-            return newest_step(self.run.checkpoints) == self.steps
+            return find_newest_step(self.run.checkpoints) == self.steps
 
         scene.wait("the end of the training", over, 240)
         scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
@@ -211,7 +211,7 @@ def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> st
     where = [] if cluster else ["--executor", "local"]
     submit(cluster, like.folder, str(like.config), *OVERRIDES, f"run.root={folder}", *where)
     deadline = time.monotonic() + 240
-    while newest_step(run.checkpoints) < like.steps and time.monotonic() < deadline:
+    while find_newest_step(run.checkpoints) < like.steps and time.monotonic() < deadline:
         time.sleep(0.2)
     return digest(run)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import newest_step, saved_steps, step_name
+from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 
@@ -163,12 +163,12 @@ def die_in_a_save(scene: Scene) -> str:
 
 def damage_the_newest_checkpoint(scene: Scene) -> str:
     """A file of the newest checkpoint is truncated, flipped or gone when the training starts again."""
-    scene.wait("a second checkpoint", lambda: len(saved_steps(scene.run.checkpoints)) > 1)
+    scene.wait("a second checkpoint", lambda: len(list_checkpoint_steps(scene.run.checkpoints)) > 1)
     ranks = scene.ranks()
     for process in ranks.values():
         process.send_signal(signal.SIGSTOP)  # nothing is saved while it is being damaged
-    step = newest_step(scene.run.checkpoints)
-    file = scene.random.choice(sorted((scene.run.checkpoints / step_name(step)).iterdir()))
+    step = find_newest_step(scene.run.checkpoints)
+    file = scene.random.choice(sorted((scene.run.checkpoints / checkpoint_name(step)).iterdir()))
     size = file.stat().st_size
     how = scene.random.choice(["truncated", "flipped", "missing"])
     if how == "missing":

@@ -36,7 +36,7 @@ def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
 def checkpointer(place: RankInfo, folder: Path, background: bool = False, keep: int = 3) -> Any:
     import torch.distributed as dist
 
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
 
     if not dist.is_initialized():
         store = dist.TCPStore("127.0.0.1", place.master_port, place.world_size, is_master=place.rank == 0)
@@ -48,12 +48,12 @@ def checkpointer(place: RankInfo, folder: Path, background: bool = False, keep: 
 
 
 def save_rank(place: RankInfo, folder: Path, background: bool) -> str:
-    from pipeline.checkpoint.save import digest
+    from pipeline.checkpoint.checkpointer import compute_digest
 
     saver = checkpointer(place, folder, background)
     saver.save(make_state(), step=5, samples_consumed=40, extra={})
     saver.finish()
-    return digest(folder / files.step_name(5))
+    return compute_digest(folder / files.checkpoint_name(5))
 
 
 def load_rank(place: RankInfo, folder: Path) -> bool:
@@ -75,7 +75,7 @@ def test_any_number_of_ranks_saves_and_loads_the_same(tmp_path: Path) -> None:
 
 
 def digest_rank(place: RankInfo, folder: Path, change: str | None) -> str:
-    from pipeline.checkpoint.save import digest
+    from pipeline.checkpoint.checkpointer import compute_digest
 
     state = make_state()
     if change == "value":
@@ -88,7 +88,7 @@ def digest_rank(place: RankInfo, folder: Path, change: str | None) -> str:
         state["residual.layer0"] = torch.ones(3)  # no weight and no optimizer state: outside the digest
     saver = checkpointer(place, folder)
     saver.save(state, step=1, samples_consumed=0, extra={})
-    return digest(folder / files.step_name(1))
+    return compute_digest(folder / files.checkpoint_name(1))
 
 
 def test_the_digest_covers_weights_optimizer_and_names_and_nothing_else(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_background_save_holds_the_moment_it_was_asked_for(tmp_path: Path) -> 
 
 def writing_rank(place: RankInfo, folder: Path) -> tuple[int, bool]:
     """How far the writer copies ahead, and whether what it writes keeps the state itself alive."""
-    from pipeline.checkpoint import save as checkpoint
+    from pipeline.checkpoint import checkpointer as checkpoint
 
     saver, looked, ahead = checkpointer(place, folder, background=True), threading.Event(), []
     save = checkpoint.dcp.save
@@ -157,15 +157,15 @@ def retention_rank(place: RankInfo, folder: Path) -> None:
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     run_ranks(2, retention_rank, tmp_path)
-    assert files.saved_steps(tmp_path) == [5, 4]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [files.step_name(4), files.step_name(5)]
+    assert files.list_checkpoint_steps(tmp_path) == [5, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [files.checkpoint_name(4), files.checkpoint_name(5)]
 
 
 def slow_phase_rank(place: RankInfo, folder: Path, phase: str) -> None:
     """Save step 1, then die inside one phase of saving step 2 (the parent kills us there)."""
     import torch.distributed.checkpoint as dcp
 
-    from pipeline.checkpoint import save as checkpoint
+    from pipeline.checkpoint import checkpointer as checkpoint
 
     saver = checkpointer(place, folder)
     saver.save(make_state(1), step=1, samples_consumed=1, extra={})
@@ -202,7 +202,7 @@ def test_killed_in_any_phase_of_a_save(tmp_path: Path, phase: str) -> None:
     for process in ranks.processes:  # after the rename rank 1 may be done and gone
         process.kill()
     ranks.results(failures_expected=True)
-    assert files.saved_steps(tmp_path) == ([2, 1] if phase == "after rename" else [1])
+    assert files.list_checkpoint_steps(tmp_path) == ([2, 1] if phase == "after rename" else [1])
     assert run_ranks(2, newest_rank, tmp_path) == [2 if phase == "after rename" else 1] * 2
     assert not list(tmp_path.glob(".tmp-*")), "what the crash left is cleared at the next start"
 
@@ -218,7 +218,7 @@ def newest_rank(place: RankInfo, folder: Path) -> int:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(2, save_rank, folder, False)
-    return folder / files.step_name(5)
+    return folder / files.checkpoint_name(5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -231,18 +231,18 @@ def test_any_flipped_bit_in_any_file_is_found(saved: Path, position: float, bit:
     victim.write_bytes(data)
     try:
         with pytest.raises(CheckpointError, match=victim.name):
-            files.check_files(saved, files.read_manifest(saved))
+            files.verify_checkpoint_files(saved, files.read_checkpoint_manifest(saved))
     finally:
         victim.write_bytes(original)
-    files.check_files(saved, files.read_manifest(saved))
+    files.verify_checkpoint_files(saved, files.read_checkpoint_manifest(saved))
 
 
 def test_the_newest_step_needs_its_files(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / files.step_name(5))
-    assert files.newest_step(tmp_path) == 5
+    shutil.copytree(saved, tmp_path / files.checkpoint_name(5))
+    assert files.find_newest_step(tmp_path) == 5
     name = next(iter(json.loads((saved / "manifest.json").read_text())["files"]))
-    (tmp_path / files.step_name(5) / name).unlink()
-    assert files.newest_step(tmp_path) == 0
+    (tmp_path / files.checkpoint_name(5) / name).unlink()
+    assert files.find_newest_step(tmp_path) == 0
 
 
 class Malice:
@@ -257,7 +257,7 @@ class Malice:
 
 def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
     """A copy of a checkpoint whose `.metadata` executes something, with a manifest that fits."""
-    checkpoint = Path(shutil.copytree(saved, folder / files.step_name(5)))
+    checkpoint = Path(shutil.copytree(saved, folder / files.checkpoint_name(5)))
     metadata = checkpoint / ".metadata"
     metadata.write_bytes(pickle.dumps(Malice(folder / "executed")))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -270,18 +270,18 @@ def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
 
 def doors_rank(place: RankInfo, checkpoint: Path) -> list[str]:
     """What all that reads a checkpoint says to it, after the files were compared with the manifest."""
-    from pipeline.checkpoint.save import digest, load, verified
+    from pipeline.checkpoint.checkpointer import compute_digest, load_checkpoint, load_verified_manifest
 
     saver = checkpointer(place, checkpoint.parent)
     told = []
     for read, *arguments in (
-        (load, make_state(), checkpoint, saver.group),
-        (load, make_state(), checkpoint, None),
-        (digest, checkpoint),
+        (load_checkpoint, make_state(), checkpoint, saver.group),
+        (load_checkpoint, make_state(), checkpoint, None),
+        (compute_digest, checkpoint),
         (saver.restore, make_state(), lambda *_: None),
     ):
         try:
-            verified(checkpoint, saver.group)
+            load_verified_manifest(checkpoint, saver.group)
             read(*arguments)
             told.append("read")
         except CheckpointError as error:
@@ -301,7 +301,7 @@ def test_a_pickle_that_executes_something_is_refused_by_name(saved: Path, tmp_pa
 
 def test_a_manifest_that_does_not_list_the_pickle_is_refused(saved: Path, tmp_path: Path) -> None:
     checkpoint = forged(saved, tmp_path, listed=False)
-    assert files.newest_step(tmp_path) == 0
+    assert files.find_newest_step(tmp_path) == 0
     for words in run_ranks(1, doors_rank, checkpoint)[0][:1]:
         assert f"{checkpoint}/manifest.json does not list .metadata" in words
     assert not (tmp_path / "executed").exists()
@@ -319,44 +319,44 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_manifest_of_another_shape_is_refused_though_its_hash_fits(saved: Path, tmp_path: Path, shape: str) -> None:
-    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.checkpoint_name(5)))
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | SHAPES[shape]
     (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
-    assert files.newest_step(tmp_path) == 0
+    assert files.find_newest_step(tmp_path) == 0
     with pytest.raises(CheckpointError, match=rf"{checkpoint}/manifest\.json does not say what a checkpoint's"):
-        files.check_files(checkpoint, files.read_manifest(checkpoint))
+        files.verify_checkpoint_files(checkpoint, files.read_checkpoint_manifest(checkpoint))
 
 
 def test_a_pipe_among_the_files_keeps_nobody_waiting(saved: Path, tmp_path: Path) -> None:
-    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.checkpoint_name(5)))
     os.mkfifo(checkpoint / "x")
-    manifest = files.read_manifest(checkpoint)
+    manifest = files.read_checkpoint_manifest(checkpoint)
     manifest["files"]["x"] = {"size": 0, "sha256": ""}
     with pytest.raises(CheckpointError, match="x is no ordinary file"):
-        files.check_files(checkpoint, manifest)
+        files.verify_checkpoint_files(checkpoint, manifest)
 
 
 def test_files_beside_the_listed_ones_and_names_that_lead_elsewhere_are_refused(saved: Path, tmp_path: Path) -> None:
-    checkpoint = Path(shutil.copytree(saved, tmp_path / files.step_name(5)))
-    manifest = files.read_manifest(checkpoint)
-    files.check_files(checkpoint, manifest)
+    checkpoint = Path(shutil.copytree(saved, tmp_path / files.checkpoint_name(5)))
+    manifest = files.read_checkpoint_manifest(checkpoint)
+    files.verify_checkpoint_files(checkpoint, manifest)
     (checkpoint / "__0.metadata").touch()
     with pytest.raises(CheckpointError, match=r"__0\.metadata is not listed in manifest\.json"):
-        files.check_files(checkpoint, manifest)
+        files.verify_checkpoint_files(checkpoint, manifest)
     (checkpoint / "__0.metadata").rename(tmp_path / "outside")
     manifest["files"]["../outside"] = {"size": 0, "sha256": sha256_file(tmp_path / "outside")}
     with pytest.raises(CheckpointError, match=r"\.\./outside is missing"):
-        files.check_files(checkpoint, manifest)
+        files.verify_checkpoint_files(checkpoint, manifest)
 
 
 def test_metadata_that_points_out_of_the_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    from pipeline.checkpoint.reader import Reader
+    from pipeline.checkpoint.checkpointer import CheckpointReader
 
     metadata = FileSystemReader(saved).read_metadata()
-    assert Reader(saved).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    assert CheckpointReader(saved).read_metadata().state_dict_metadata == metadata.state_dict_metadata
     next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"it points to \.\./__0_0\.distcp"):
-        Reader(tmp_path).read_metadata()
+        CheckpointReader(tmp_path).read_metadata()

@@ -9,7 +9,12 @@ import pytest
 
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import gone, newest_step, saved_steps, set_aside
+from pipeline.checkpoint.catalog import (
+    describe_missing_checkpoints,
+    find_newest_step,
+    list_checkpoint_steps,
+    set_checkpoint_aside,
+)
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
@@ -33,9 +38,9 @@ def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
         run_ranks(2, stage_rank, run.path, "train")
     assert run.metrics.read_bytes() == kept and not run.read_events("train", "began_anew")
     run.metrics.unlink()  # the way out that is told
-    assert gone(run) is None
+    assert describe_missing_checkpoints(run) is None
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    assert newest_step(run.checkpoints) == 4 and len(list(read_jsonl(run.metrics))) == 4
+    assert find_newest_step(run.checkpoints) == 4 and len(list(read_jsonl(run.metrics))) == 4
     assert [event["event"] for event in run.read_events("train")].count("began_anew") == 1
 
 
@@ -45,11 +50,11 @@ def test_before_the_first_save_a_training_begins_where_it_stands(tmp_path: Path)
     run.event("saved", "train", step=2, seconds=1.0)
     run.event("began_anew", "train")
     run.metrics.write_text("{}\n")
-    assert gone(run) is None
+    assert describe_missing_checkpoints(run) is None
     run.event("restored", "train", step=2, seconds=1.0, lost_steps=0)  # a copy was put back
-    assert "step 2 was saved" in str(gone(run))
+    assert "step 2 was saved" in str(describe_missing_checkpoints(run))
     (run.checkpoints / "damaged-step-00000002").mkdir(parents=True)
-    assert gone(run) is None, "the restore has words of its own"
+    assert describe_missing_checkpoints(run) is None, "the restore has words of its own"
 
 
 def test_what_began_anew_gets_ahead_with_each_save(tmp_path: Path) -> None:
@@ -70,15 +75,15 @@ def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:
     run.metrics.write_text("{}\n")
     for key in ("stages.train.time=00:30:00", "optimizer.lr=0.5"):
         corrected = Run.create(load_config(write_config(tmp_path), (*STEPS, key)))
-        assert corrected.path == run.path and gone(corrected) is not None
+        assert corrected.path == run.path and describe_missing_checkpoints(corrected) is not None
 
 
 def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
     """Nor is it said that something began; who removes what is told begins anew."""
     run = make_run(tmp_path, overrides=STEPS)
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    for step in saved_steps(run.checkpoints):
-        set_aside(run.checkpoints, step)
+    for step in list_checkpoint_steps(run.checkpoints):
+        set_checkpoint_aside(run.checkpoints, step)
     with pytest.raises(AssertionError, match=r"(?s)no checkpoint is intact.* remove .*damaged-\* and .*metrics.jsonl"):
         run_ranks(2, stage_rank, run.path, "train")
     assert not run.read_events("train", "began_anew")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.base.errors import CheckpointError, UserError
-from pipeline.checkpoint.identity import identity, refuse_other
+from pipeline.checkpoint.identity import check_identity, compute_identity
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
 from pipeline.data.samples import TokenDataset
@@ -77,13 +77,13 @@ def test_before_that_samples_are_cut_anew(tmp_path: Path) -> None:
 def test_a_config_that_was_changed_by_hand_is_told_by_key_and_values(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     manifest = load_manifest(run.data)
-    saved = {"step": 3, **identity(run.config, manifest)}
-    refuse_other(json.loads(json.dumps(saved)), identity(run.config, manifest))
+    saved = {"step": 3, **compute_identity(run.config, manifest)}
+    check_identity(json.loads(json.dumps(saved)), compute_identity(run.config, manifest))
     text = run.config_file.read_text()
     run.config_file.write_text(text.replace("sequence_length: 32", "sequence_length: 48").replace("seed: 3", "seed: 4"))
-    now = identity(Run.open(run.path).config, manifest)
+    now = compute_identity(Run.open(run.path).config, manifest)
     with pytest.raises(CheckpointError, match=r"this run now, data\.sequence_length 32 → 48, seed 3 → 4: its config"):
-        refuse_other(saved, now)
+        check_identity(saved, now)
     del saved["config"]  # one that older code saved
     with pytest.raises(CheckpointError, match=r"this run now: its config"):
-        refuse_other(saved, now)
+        check_identity(saved, now)

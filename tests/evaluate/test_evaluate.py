@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.checkpoint.catalog import saved_steps, step_name
+from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
 from pipeline.evaluate.evaluate_stage import wanted
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
@@ -40,7 +40,7 @@ def reference_rank(place: RankInfo, path: Path) -> tuple[float, int, float]:
     """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
     import torch
 
-    from pipeline.checkpoint.save import load as load_checkpoint
+    from pipeline.checkpoint.checkpointer import load_checkpoint as load_checkpoint
     from pipeline.data.manifest import load_manifest
     from pipeline.model.decoder import Decoder
 
@@ -48,7 +48,7 @@ def reference_rank(place: RankInfo, path: Path) -> tuple[float, int, float]:
     config, manifest = run.config, load_manifest(run.data)
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints / step_name(saved_steps(run.checkpoints)[0]), None)
+    load_checkpoint(weights, run.checkpoints / checkpoint_name(list_checkpoint_steps(run.checkpoints)[0]), None)
     total, count, everything = 0.0, 0, []
     for shard in manifest.held_out:
         tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
@@ -102,9 +102,9 @@ def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
 @pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
 def test_a_pass_has_no_more_windows_than_their_logits_have_room(trained: Run, windows: int, largest: int) -> None:
     whole = evaluate(trained, 1)
-    (trained.evaluation / f"{step_name(21)}.json").unlink()
+    (trained.evaluation / f"{checkpoint_name(21)}.json").unlink()
     assert run_ranks(1, narrow_rank, trained.path, windows) == [largest]
-    found = json.loads((trained.evaluation / f"{step_name(21)}.json").read_text())
+    found = json.loads((trained.evaluation / f"{checkpoint_name(21)}.json").read_text())
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
@@ -120,9 +120,9 @@ def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
 
 
 def test_which_checkpoints_are_evaluated(trained: Run) -> None:
-    steps = sorted(saved_steps(trained.checkpoints))
+    steps = sorted(list_checkpoint_steps(trained.checkpoints))
     evaluate(trained, 2, "every")
-    assert [p.name for p in sorted(trained.evaluation.iterdir())] == [f"{step_name(s)}.json" for s in steps]
+    assert [p.name for p in sorted(trained.evaluation.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]
     assert evaluate(trained, 1, str(steps[0]))["step"] == steps[0]
     assert load("evaluate").missing(trained) is not None, "the newest one is not evaluated"
     assert evaluate(trained, 1)["step"] == steps[-1]
@@ -134,7 +134,7 @@ def test_which_checkpoints_are_evaluated(trained: Run) -> None:
 
 def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:
     evaluate(trained, 1)
-    path = trained.evaluation / f"{step_name(21)}.json"
+    path = trained.evaluation / f"{checkpoint_name(21)}.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
     assert load("evaluate").missing(trained) is not None

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import ConfigError, load_config
 from pipeline.evaluate import evaluate_stage
-from pipeline.evaluate.result import result_words
-from pipeline.evaluate.task_files import names, read_task
-from pipeline.evaluate.tasks import TaskFile
+from pipeline.evaluate.evaluator import TaskFile
+from pipeline.evaluate.result import format_result
+from pipeline.evaluate.task_files import derive_task_names, read_task_file
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder
 from pipeline.run.directory import Run
@@ -149,7 +149,7 @@ def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) ->
         assert result[f"chosen.{key}"] == pytest.approx(share)
         assert result[f"chosen.{key}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(items) - 1)))
     assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
-    assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in result_words(result)
+    assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
     for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # split over ranks, and each a part of the model
         run = trained
         run.change([f"stages.evaluate.tasks_per_node={ranks}", *more])
@@ -246,7 +246,7 @@ def test_lines_that_are_no_items_are_named(tmp_path: Path, line: str, words: str
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n' + line)
     with pytest.raises(UserError, match=words):
-        read_task(file)
+        read_task_file(file)
 
 
 def test_tasks_are_looked_at_before_anything_is_made(tmp_path: Path) -> None:
@@ -254,6 +254,6 @@ def test_tasks_are_looked_at_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evaluate.tasks: cannot read .*missing.jsonl: No such file"):
         evaluate_stage.look(run)
     with pytest.raises(UserError, match="two files are called a"):
-        names([Path("x/a.jsonl"), Path("y/a.jsonl")])
+        derive_task_names([Path("x/a.jsonl"), Path("y/a.jsonl")])
     with pytest.raises(ConfigError, match=r"not with data\.held_out 0"):
         load_config(tmp_path / "tiny.yaml", ["evaluate.tasks=a.jsonl", "data.held_out=0"])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.manifest import Part, ShardEntry
-from pipeline.evaluate.held_out import TextHeldOut
+from pipeline.evaluate.evaluator import TextHeldOut
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.checkpoint.save import Checkpointer, versions
+from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.comm import gpu_assignment, groups
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
@@ -23,7 +23,7 @@ from pipeline.model.task import Task
 from pipeline.parallel import compression
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
-from pipeline.train.meter import peak_memory
+from pipeline.train.meter import measure_peak_memory
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import place
 
@@ -48,8 +48,8 @@ def closest(rank: str, port: str) -> None:
     here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
     device = groups.join_process_group(here, tiny_config(2)).device
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
-    assert versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
-    assert versions().keys() > {"cudnn", "nccl"}
+    assert collect_versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
+    assert collect_versions().keys() > {"cudnn", "nccl"}
     note(f"joined {device.index}")
     dist.barrier(groups.new_control_group())  # the fake's NCCL waits for nobody, and rank 0 takes the store along
 
@@ -118,11 +118,11 @@ def draw() -> None:
 def memory() -> None:
     """Peaks of two phases: one takes 1 GB and frees it, the next takes 0.1."""
     device = join().device
-    peak_memory(device)
+    measure_peak_memory(device)
     for size, most in ((1e9, 1.0), (1e8, 0.1)):
         taken = torch.empty(int(size), dtype=torch.uint8, device=device)
         del taken
-        found = peak_memory(device)
+        found = measure_peak_memory(device)
         assert most <= found["memory_gb"] < most + 0.05, found
         assert found["memory_reserved_gb"] >= 1.0, "the allocator keeps what was freed"
 

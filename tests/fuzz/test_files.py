@@ -23,7 +23,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError, storage_error
 from pipeline.base.files import intact
 from pipeline.checkpoint import catalog
-from pipeline.evaluate.result import newest_result
+from pipeline.evaluate.result import read_newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from slurm.query.status import print_status
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
-    from pipeline.checkpoint.verify import verify
+    from pipeline.checkpoint.checkpointer import verify_checkpoint
     from pipeline.run.failure import explain
     from planning.plan import plan
 
@@ -70,13 +70,18 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
         for stage in ("train", "evaluate"):
             assert stage_rank(place, path, stage) == ExitCode.DONE
         run = Run.open(path)
-        verify(run, None)
+        verify_checkpoint(run, None)
         list(plan(run.config))
-        step, result = catalog.newest_step(run.checkpoints), newest_result(run)
-        from pipeline.checkpoint.save import digest
+        step, result = catalog.find_newest_step(run.checkpoints), read_newest_result(run)
+        from pipeline.checkpoint.checkpointer import compute_digest
 
         assert result is not None
-        return "numbers", (step, digest(run.checkpoints / catalog.step_name(step)), result["step"], result["loss"])
+        return "numbers", (
+            step,
+            compute_digest(run.checkpoints / catalog.checkpoint_name(step)),
+            result["step"],
+            result["loss"],
+        )
     except BaseException as error:
         code, words = explain(error)
         return ("refused" if words.startswith("error: ") and code != ExitCode.CRASHED else "traceback"), words

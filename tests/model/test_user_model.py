@@ -24,7 +24,7 @@ from examples import make_images
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.files import read_jsonl, seal
-from pipeline.checkpoint.catalog import step_name
+from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
 from pipeline.config.user_model import UNREAD_OPTIONS, find, found_for
 from pipeline.data.sample_order import deal
@@ -105,7 +105,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     from pipeline.data.sample_order import perm, sample_indices
     from pipeline.data.verify_shards import manifest_of
     from pipeline.model.task import make_task
-    from pipeline.train.optimizer import learning_rate
+    from pipeline.train.lr_schedule import compute_learning_rate
 
     run = Run.open(path)
     config, facts = run.config, run.user_model
@@ -126,7 +126,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: Any = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    factors, rate = [1.0, 1.0], learning_rate
+    factors, rate = [1.0, 1.0], compute_learning_rate
     if config.optimizer.name == "own":
         optimizer, factors = module.optimizer(list(model.named_parameters()), config.optimizer), [1.0, 0.5]
         rate = module.learning_rate
@@ -208,7 +208,7 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
         shutil.rmtree(calm.evaluation)
         calm.evaluation.mkdir()
         assert set(run_ranks(ranks, stage_rank, calm.path, "evaluate")) == {ExitCode.DONE}
-        found.append(json.loads((calm.evaluation / f"{step_name(60)}.json").read_text()))
+        found.append(json.loads((calm.evaluation / f"{checkpoint_name(60)}.json").read_text()))
     assert found[0] == found[1], "equal to the last bit"
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
     assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words

@@ -18,7 +18,7 @@ import torch
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
-from pipeline.train.norm import total_norm
+from pipeline.train.optimizer import compute_total_norm
 from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -151,8 +151,8 @@ def test_the_norm_of_a_large_gradient_is_that_of_its_parts() -> None:
     """As layouts that cut it have it. Whole, torch's own would be 7e-4 too small."""
     whole = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
     parts = torch.stack([row.double().square().sum() for row in whole.split(64)]).sum().sqrt().item()
-    assert total_norm([whole]).item() == pytest.approx(parts, rel=1e-6)
-    assert total_norm([whole.T, torch.zeros(3)]).item() == pytest.approx(parts, rel=1e-6)
+    assert compute_total_norm([whole]).item() == pytest.approx(parts, rel=1e-6)
+    assert compute_total_norm([whole.T, torch.zeros(3)]).item() == pytest.approx(parts, rel=1e-6)
 
 
 @pytest.mark.long
@@ -382,7 +382,7 @@ def places_rank(place: RankInfo, configs: list[Config]) -> list[int]:
     """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
-    from pipeline.train.lean_adamw import _places
+    from pipeline.train.optimizer import _places
     from tests.support.layouts import train
 
     world = groups.join_process_group(place, configs[0])

@@ -310,7 +310,7 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
 
     import torch.distributed as dist
 
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
 
     engine = engine_of(place, config)
     saver = Checkpointer(
@@ -391,7 +391,7 @@ def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[s
     """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
     import torch.distributed as dist
 
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
 
     engines = {way: engine_of(place, config_of(2, **parallel)) for way, parallel in WAYS.items()}
     group, found = dist.new_group(backend="gloo"), {}

@@ -19,7 +19,7 @@ from pipeline.base.files import read_json, write_json
 from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.special_tokens import end_of_turn
-from pipeline.evaluate.tasks import TaskFile
+from pipeline.evaluate.evaluator import TaskFile
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder, _of_run, generate
 from pipeline.run.directory import Run

@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
-    from pipeline.checkpoint.save import Checkpointer
+    from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of
     from pipeline.train.trainer import Trainer
@@ -171,7 +171,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
         module.export(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
     # by the login node's door, from a checkpoint that is damaged
-    checkpoint = run.checkpoints / catalog.step_name(1)
+    checkpoint = run.checkpoints / catalog.checkpoint_name(1)
     victim = next(checkpoint.glob("*.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1

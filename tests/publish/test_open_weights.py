@@ -17,7 +17,7 @@ from data_prep.text.tokenizer import train_bpe
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.files import read_json, write_json
-from pipeline.checkpoint.identity import SOURCE
+from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.publish.card import write_card
@@ -332,7 +332,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     assert _of_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
     # the weights that it began with are part of what it is
-    note = read_json(calm.path / SOURCE)
+    note = read_json(calm.path / SOURCE_FILE)
     assert set(note["files"]) == {"config.json", "model.safetensors"}
     run.change([f"publish={{to: {tmp_path}}}"])
     write_card(Run.open(run.path), tmp_path, 8, None, [])
@@ -340,8 +340,8 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     assert "base_model: some/open\n" in card
     for name, sha256 in note["files"].items():
         assert f"began with 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
-    (run.path / SOURCE).write_text("{}")
-    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE} is missing or damaged"):
+    (run.path / SOURCE_FILE).write_text("{}")
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE_FILE} is missing or damaged"):
         run_ranks(1, stage_rank, run.path, "train")
 
 

@@ -22,7 +22,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.data.sample_order import position_of
-from pipeline.resilience.guard import Guard, merged
+from pipeline.resilience.guard import BadStepGuard, merge_ranges
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from slurm.supervise.failures import blame
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tuple[int, int]], consumed: int) -> None:
     gone = {p for start, count in left_out for p in range(start, start + count)}
     kept = [p for p in range(1000) if p not in gone]
-    assert position_of(consumed, merged(left_out)) == kept[consumed]
+    assert position_of(consumed, merge_ranges(left_out)) == kept[consumed]
 
 
 @settings(deadline=None, max_examples=50)
@@ -69,8 +69,8 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     found: list[int] = []
     for rank in range(ranks):
         sampler = GlobalOrderSampler(
-            dataset, global_batch=8, seed=3, samples_consumed=8 * step, left_out=merged(left_out), num_replicas=ranks,
-            rank=rank,
+            dataset, global_batch=8, seed=3, samples_consumed=8 * step, left_out=merge_ranges(left_out),
+            num_replicas=ranks, rank=rank,
         )  # fmt: skip
         found += next(iter(sampler)).tolist()
     expected = indices_of(3, np.array(kept[8 * step : 8 * step + 8]), 97)
@@ -138,7 +138,8 @@ def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], devia
 
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config, decisions=Path(os.devnull), event=lambda *_, **__: None)
-    guard = Guard(run, decisions=[], metrics=[{"step": i, "loss": x} for i, x in enumerate(losses, 1)], writes=False)  # type: ignore[arg-type]
+    metrics = [{"step": i, "loss": x} for i, x in enumerate(losses, 1)]
+    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
     mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
     if abs(deviations - 5) < 1e-6 or deviation < 1e-6:
         return
@@ -152,7 +153,7 @@ def test_few_losses_know_no_spike() -> None:
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config)
     metrics = [{"step": i, "loss": 1.0 + i / 100} for i in range(1, 20)]
-    guard = Guard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
+    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
     assert guard.judge(20, 1000.0, 1.0) is None
 
 
@@ -269,10 +270,10 @@ def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
         if what == "file system":
             real = Path.read_bytes
             Path.read_bytes = lambda self: real(self)[::-1]  # type: ignore[method-assign]
-            health.check_alone(run, place, torch.device("cpu"))
+            health.check_this_rank(run, place, torch.device("cpu"))
         elif what == "device":
             torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]
-            health.check_alone(run, place, torch.device("cpu"))
+            health.check_this_rank(run, place, torch.device("cpu"))
         elif what == "port":
             with socket.socket() as other:
                 other.bind(("0.0.0.0", 0))
@@ -282,13 +283,13 @@ def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
             world = groups.join_process_group(place, run.config)
             from datetime import timedelta
 
-            health.TOGETHER = timedelta(seconds=2)
+            health.BARRIER_TIMEOUT = timedelta(seconds=2)
             group = groups.new_control_group(timedelta(seconds=30))
             hosts = groups.all_gather_results(group, health.gethostname)
             if place.rank == 2:
                 time.sleep(6)
                 return "slept"
-            health.check_together(world, group, hosts)
+            health.check_all_ranks(world, group, hosts)
     except UserError as error:
         return f"{error.exit_code.name}: {error}"
     return "passed"

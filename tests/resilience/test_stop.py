@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
-from pipeline.checkpoint.catalog import saved_steps
+from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.sections import Config
-from pipeline.resilience.stop import Request
+from pipeline.resilience.stop import RequestFile
 from pipeline.run.directory import Run
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
@@ -37,7 +37,7 @@ def agree_rank(place: RankInfo) -> list[Any]:
     """What each of SAID leads to on this rank, and whether it raised its hand."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
-    from pipeline.resilience.stop import Agreement, Clock
+    from pipeline.resilience.stop import Deadline, StopCoordinator
 
     groups.join_process_group(place, tiny_config(3, train={"global_batch": 12}))
     group, found = groups.new_control_group(), []
@@ -45,7 +45,7 @@ def agree_rank(place: RankInfo) -> list[Any]:
         flag = StopFlag()
         flag.since = time.monotonic()
         flag.reason = signals.get(place.rank)
-        agreement = Agreement(flag, group, Clock(flag, left.get(place.rank), None))
+        agreement = StopCoordinator(flag, group, Deadline(flag, left.get(place.rank), None))
         agreement.wants_save = lambda asked=place.rank in saves: asked  # type: ignore[misc]
         hand = agreement.hand()
         agreement.start()
@@ -99,12 +99,12 @@ def test_a_raised_hand_is_seen_by_all_and_changes_no_bit() -> None:
 
 def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    request = Request(run.save_file)
+    request = RequestFile(run.save_file)
     assert not request()
     run.save_file.touch()
     assert not request(), "the file system is asked once a second"
-    monkeypatch.setattr(Request, "EVERY_S", 0.0)
-    request = Request(run.save_file)
+    monkeypatch.setattr(RequestFile, "EVERY_S", 0.0)
+    request = RequestFile(run.save_file)
     assert request() and request()
     request.begun()
     assert run.save_file.exists() and not request(), "its save is under way; killed now, the next start would find it"
@@ -130,7 +130,7 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     now = 0.0
     monkeypatch.setattr(stop.time, "monotonic", lambda: now)
     flag = StopFlag()
-    clock = stop.Clock(flag, 100.0, 20.0)
+    clock = stop.Deadline(flag, 100.0, 20.0)
     for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
         clock.stepped(seconds)
         assert clock.step_s == pytest.approx(longest)
@@ -168,7 +168,7 @@ def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path
     run = make_run(tmp_path)
     for moment, saved in [("build", []), ("first step", [1])]:
         assert set(run_ranks(2, told_rank, run.path, moment)) == {ExitCode.STOPPED}
-        assert saved_steps(run.checkpoints) == saved
+        assert list_checkpoint_steps(run.checkpoints) == saved
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {ExitCode.STOPPED}
     assert not list(run.evaluation.iterdir())

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import load_config
-from pipeline.resilience.stragglers import Stragglers
+from pipeline.resilience.stragglers import StragglerDetector
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 from slurm.query import exclusion
@@ -97,9 +97,9 @@ def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkey
     assert exclusion.at_submission([plain], "train") is None
 
 
-def judge_of(run: Run, peers: list[int], hosts: list[str]) -> Stragglers:
+def judge_of(run: Run, peers: list[int], hosts: list[str]) -> StragglerDetector:
     """Rank 0's part alone."""
-    judge = Stragglers.__new__(Stragglers)
+    judge = StragglerDetector.__new__(StragglerDetector)
     judge.run, judge.peers, judge.hosts, judge._slow = run, peers, hosts, set()
     judge._otherwise, judge._sums, judge._next = {}, {}, 0.0
     return judge

@@ -13,7 +13,7 @@ from pipeline.base.errors import CheckpointError, InputError
 from pipeline.base.files import append_line, seal, write_json
 from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
-from pipeline.evaluate.result import newest_result, result_file
+from pipeline.evaluate.result import read_newest_result, result_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.metrics import lost_lines, own_times_file, rewind
@@ -58,10 +58,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.event("ready", "train", step=0)
     append_line(run.metrics, json.dumps(STEP))
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
-    checkpoint = run.checkpoints / catalog.step_name(1)
+    checkpoint = run.checkpoints / catalog.checkpoint_name(1)
     checkpoint.mkdir()
-    write_json(checkpoint / catalog.MANIFEST, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
-    sha256 = catalog.read_manifest(checkpoint)["sha256"]
+    write_json(checkpoint / catalog.MANIFEST_FILE, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
+    sha256 = catalog.read_checkpoint_manifest(checkpoint)["sha256"]
     write_json(result_file(run, 1), seal({**RESULT, "checkpoint": sha256}))
     return run
 
@@ -105,9 +105,9 @@ def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
      json.dumps({**RESULT, "bits_per_byte": "1.4", "checkpoint": "x"})],
 )  # fmt: skip
 def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
-    assert newest_result(run) is not None
+    assert read_newest_result(run) is not None
     result_file(run, 1).write_text(content)
-    assert newest_result(run) is None
+    assert read_newest_result(run) is None
     assert "evaluation/step-00000001.json is left out" in shown(run)
 
 
@@ -137,7 +137,7 @@ def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:
-    (run.checkpoints / catalog.step_name(1)).rename(run.checkpoints / catalog.step_name(30))
+    (run.checkpoints / catalog.checkpoint_name(1)).rename(run.checkpoints / catalog.checkpoint_name(30))
     with pytest.raises(CheckpointError, match="is of step 1: this folder had another name"):
-        catalog.read_manifest(run.checkpoints / catalog.step_name(30))
-    assert catalog.newest_step(run.checkpoints) == 0
+        catalog.read_checkpoint_manifest(run.checkpoints / catalog.checkpoint_name(30))
+    assert catalog.find_newest_step(run.checkpoints) == 0

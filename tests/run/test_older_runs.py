@@ -11,7 +11,7 @@ import pytest
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.errors import UserError
 from pipeline.base.files import seal, sha256_json
-from pipeline.checkpoint.identity import identity
+from pipeline.checkpoint.identity import compute_identity
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.directory import Run
@@ -46,8 +46,8 @@ def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
     )
     assert folder.prepare_missing() is None and folder.shard_missing() is None
     assert load_manifest(old.data).bos_ids == ()
-    now = identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data))
-    assert identity(old.config, load_manifest(old.data)) == now, "checkpoints of before would be refused"
+    now = compute_identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data))
+    assert compute_identity(old.config, load_manifest(old.data)) == now, "checkpoints of before would be refused"
     assert not any("add_special_tokens" in key for key in now["config"])
 
 

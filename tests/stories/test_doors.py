@@ -24,7 +24,7 @@ from rich.console import Console
 
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import newest_step
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -259,7 +259,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     terminal.press_ctrl_c()
     assert terminal.wait() == ExitCode.STOPPED, terminal.text
     assert "submit.py resume runs/tiny" in terminal.text
-    stopped_at = newest_step(run / "checkpoints")
+    stopped_at = find_newest_step(run / "checkpoints")
     assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
     assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
     assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s +[\d:]+ left", terminal.text)
@@ -299,7 +299,7 @@ def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path,
     output = (tmp_path / "second").read_text()
     assert "Ctrl-C stops it, for all" in output and "submit.py status runs/tiny --watch" in output, output
     assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
-    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+    assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
 
 
@@ -326,7 +326,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     for steps in (9, 17):  # after the checkpoints of steps 7 and 14
         wait_for_steps(run, steps)
-        while newest_step(run / "checkpoints") < steps - 3:
+        while find_newest_step(run / "checkpoints") < steps - 3:
             time.sleep(0.02)
         ranks = {p.environ()["SLUICE_RANK"]: p for p in processes_of(run) if "pipeline" in p.cmdline()}
         ranks["1"].kill()
@@ -386,7 +386,7 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
     done = submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
-    assert newest_step(tmp_path / "runs/tiny/checkpoints") == 70
+    assert find_newest_step(tmp_path / "runs/tiny/checkpoints") == 70
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
 
 
@@ -458,10 +458,10 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     supervisor.kill()
     _, alive = psutil.wait_procs(ranks, timeout=240)
     assert not alive, "ranks go on without their supervisor"
-    assert newest_step(run / "checkpoints") < 60, "they trained to the end"
+    assert find_newest_step(run / "checkpoints") < 60, "they trained to the end"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
-    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
+    assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 

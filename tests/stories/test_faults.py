@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import ExitCode, storage_error
-from pipeline.checkpoint.catalog import newest_step, saved_steps, step_name
+from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_checkpoint_steps
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -105,8 +105,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     tmp_path: Path, stopped: Run, calm: tuple[str, list[Any]], damage: str
 ) -> None:
     run = Run(shutil.copytree(stopped.path, tmp_path / "damaged", symlinks=True))
-    newest, before = saved_steps(run.checkpoints)[:2]
-    folder = run.checkpoints / step_name(newest)
+    newest, before = list_checkpoint_steps(run.checkpoints)[:2]
+    folder = run.checkpoints / checkpoint_name(newest)
     victim = {"manifest": folder / "manifest.json", "metadata": folder / ".metadata"}.get(
         damage, folder / "__1_0.distcp"
     )
@@ -121,15 +121,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     assert [e["step"] for e in events if e["event"] == "damaged"] == [newest]
     assert victim.name in next(e["reason"] for e in events if e["event"] == "damaged")
     assert [e["step"] for e in events if e["event"] == "restored"] == [before]
-    assert (run.checkpoints / f"damaged-{step_name(newest)}").is_dir(), "set aside, not removed"
+    assert (run.checkpoints / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
     assert (digest(run), lines(run)) == calm
 
 
 def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "lost", data)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    for step in saved_steps(run.checkpoints):
-        flip_bit(run.checkpoints / step_name(step) / "__0_0.distcp")
+    for step in list_checkpoint_steps(run.checkpoints):
+        flip_bit(run.checkpoints / checkpoint_name(step) / "__0_0.distcp")
     before = lines(run)
     for _attempt in range(2):  # the second one finds no step-… at all, and must not take that for a fresh start
         for code, message in run_ranks(2, door_rank, run.path, "train"):
@@ -144,7 +144,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    saved = newest_step(run.checkpoints)
+    saved = find_newest_step(run.checkpoints)
     filler = small_disk / "filler"
     with open(filler, "wb") as file, pytest.raises(OSError):
         while True:
@@ -154,7 +154,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     assert {code for code, _ in answers} <= {ExitCode.STORAGE, ExitCode.PEER_LOST}, answers
     message = next(message for code, message in answers if code == ExitCode.STORAGE)
     assert "no space" in message and str(small_disk) in message and "Traceback" not in message
-    assert newest_step(run.checkpoints) == saved
+    assert find_newest_step(run.checkpoints) == saved
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert (digest(run), lines(run)) == calm
@@ -246,12 +246,12 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_killed_while_written_is_never_read(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "torn", data)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    newest = saved_steps(run.checkpoints)[0]
-    shutil.copytree(run.checkpoints / step_name(newest), run.checkpoints / ".tmp-step-00000050")
+    newest = list_checkpoint_steps(run.checkpoints)[0]
+    shutil.copytree(run.checkpoints / checkpoint_name(newest), run.checkpoints / ".tmp-step-00000050")
     ranks = Ranks(2, stage_rank, run.path, "train")
     assert set(ranks.results()) == {ExitCode.DONE}
     assert not list(run.checkpoints.glob(".tmp-*"))
-    assert max(saved_steps(run.checkpoints)) == STEPS
+    assert max(list_checkpoint_steps(run.checkpoints)) == STEPS
 
 
 def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

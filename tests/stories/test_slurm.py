@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import newest_step
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.data.manifest import load_manifest
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -315,7 +315,7 @@ def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cl
     assert submit(cluster, tmp_path, "cancel", "runs/ended").returncode == 0
     wait_for("its end", lambda: "cancelled" in events(run, "train"), 60)
     wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), 240)
-    assert newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
+    assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
     assert submit(cluster, tmp_path, str(config), *NODES).returncode == ExitCode.USER_ERROR
 
 

@@ -70,7 +70,7 @@ def move_rank(
     import torch.distributed as dist
 
     from pipeline.checkpoint import catalog
-    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
 
     groups.configure_determinism(first)
@@ -92,7 +92,9 @@ def move_rank(
             assert saver.restore(engine.state(), lambda *_: None) is not None
             engine.loaded()
         saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
-        results.append((digest(folder / catalog.step_name(number + 1)), train_on(engine, place, trained, steps)))
+        results.append(
+            (compute_digest(folder / catalog.checkpoint_name(number + 1)), train_on(engine, place, trained, steps))
+        )
         saver.close()
     return results
 
@@ -100,7 +102,7 @@ def move_rank(
 def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
     from pipeline.checkpoint import catalog
-    from pipeline.checkpoint.save import Checkpointer, digest
+    from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of
     from pipeline.run.directory import Run
@@ -115,7 +117,7 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
-    return digest(folder / catalog.step_name(1))
+    return compute_digest(folder / catalog.checkpoint_name(1))
 
 
 def train_on(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:

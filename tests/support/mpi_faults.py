@@ -22,7 +22,7 @@ from pipeline.base.dist_env import read_rank_info
 from pipeline.mpi import backend as mpi
 from pipeline.mpi import process_group as mpi_group
 from pipeline.mpi.work import MpiError, MpiTimeout
-from pipeline.resilience.watchdog import last_collectives
+from pipeline.resilience.watchdog import list_recent_collectives
 
 SHORT = timedelta(seconds=2)
 
@@ -163,7 +163,7 @@ def stalled() -> None:
     for work in works:
         raises(MpiTimeout, "all ranks called it, but it does not end", work.wait)
     raises(RuntimeError, "it does not end", future.wait)
-    seen = [(entry["operation"], entry["number"], entry["state"]) for entry in last_collectives()]
+    seen = [(entry["operation"], entry["number"], entry["state"]) for entry in list_recent_collectives()]
     ours = [("all_reduce over MPI", 1, "started"), ("all_reduce over MPI", 2, "scheduled")]
     assert seen[0][0] == "gloo:all_reduce" and seen[1:] == ours, seen
     raises(MpiTimeout, "cannot be used after an error", lambda: dist.barrier(group))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipeline.base.signals import StopFlag
 from pipeline.comm.groups import World
 from pipeline.parallel.mesh import resolve_layout
-from pipeline.resilience.stop import Agreement
+from pipeline.resilience.stop import StopCoordinator
 from pipeline.run.directory import Run
 from pipeline.train.profiler import Profiler
 from tests.support.layouts import tiny_config
@@ -32,7 +32,7 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
     under way: seconds by part as the profile says, and as this rank measured."""
     config = tiny_config(2, train={"profile_every": 1})
-    agreement, world = Agreement(StopFlag(), side), World(rank, 2, torch.device("cpu"), "")
+    agreement, world = StopCoordinator(StopFlag(), side), World(rank, 2, torch.device("cpu"), "")
     profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, agreement)
     compute(0.1)
     profiler.begin(1)
@@ -59,10 +59,10 @@ def profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
     import gzip
     import json
 
-    from pipeline.train.step_trace import Span, parts
+    from pipeline.train.step_trace import Span, divide_step
 
     told = [json.loads(gzip.decompress(path.read_bytes())) for path in folder.glob(f"profiles/*/rank-{rank}.json.gz")]
-    return [parts([Span(*span) for span in one["spans"]], one["step_us"]) for one in told]
+    return [divide_step([Span(*span) for span in one["spans"]], one["step_us"]) for one in told]
 
 
 def check(found: dict[str, Any], known: dict[str, float], group: str = "world") -> None:

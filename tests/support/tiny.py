@@ -89,9 +89,9 @@ def digest(run: Run) -> str:
 
 def _digest(where: RankInfo, path: Path) -> str:
     from pipeline.checkpoint import catalog as checkpoint_files
-    from pipeline.checkpoint import save as checkpoint
+    from pipeline.checkpoint import checkpointer as checkpoint
 
     folder = Run.open(path).checkpoints
-    newest = folder / checkpoint_files.step_name(checkpoint_files.saved_steps(folder)[0])
-    checkpoint_files.check_files(newest, checkpoint_files.read_manifest(newest))
-    return checkpoint.digest(newest)
+    newest = folder / checkpoint_files.checkpoint_name(checkpoint_files.list_checkpoint_steps(folder)[0])
+    checkpoint_files.verify_checkpoint_files(newest, checkpoint_files.read_checkpoint_manifest(newest))
+    return checkpoint.compute_digest(newest)

@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import append_line, read_jsonl
-from pipeline.checkpoint.catalog import newest_step
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.data.manifest import load_manifest
 from pipeline.data.sample_order import sample_indices
 from pipeline.run.directory import Run
@@ -110,7 +110,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
     for _ in range(3):
         victims = list(range(size)) if who == "all" else [draw.randrange(size)]
         interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(8, 16), victims)
-        left.append((newest_step(run.checkpoints), lines(run)[-1][0]))
+        left.append((find_newest_step(run.checkpoints), lines(run)[-1][0]))
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]

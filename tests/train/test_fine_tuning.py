@@ -15,7 +15,7 @@ import torch
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import saved_steps, step_name
+from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
 from pipeline.config.read import load_config
 from pipeline.data.manifest import BEGINS, LEARNED, load_manifest
 from pipeline.run.code import CODE_ROOT
@@ -63,14 +63,14 @@ def result_of(run: Run, size: int) -> dict[str, Any]:
 
 def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
     """Summed loss of the held-out answers and their tokens, one document after another, by the plainest code."""
-    from pipeline.checkpoint.save import load as load_checkpoint
+    from pipeline.checkpoint.checkpointer import load_checkpoint as load_checkpoint
     from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
     manifest = load_manifest(run.data)
     model = Decoder(run.config.model, manifest.vocab_size, run.config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints / step_name(saved_steps(run.checkpoints)[0]), None)
+    load_checkpoint(weights, run.checkpoints / checkpoint_name(list_checkpoint_steps(run.checkpoints)[0]), None)
     total, count = 0.0, 0
     for shard in manifest.held_out:
         tokens, mask = (

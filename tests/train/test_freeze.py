@@ -13,7 +13,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder, cross_entropy_sum, full_tensor, init_weights
 from pipeline.model.task import Task
-from pipeline.train.freeze import check_freeze, frozen_names
+from pipeline.train.optimizer import check_freeze, find_frozen_names
 from tests.support.layouts import STEPS, VOCAB, batches, move_rank, tiny_config, train, train_rank
 from tests.support.ranks import run_ranks
 
@@ -84,7 +84,7 @@ def test_the_others_move_as_if_they_were_alone(cases: list[dict[str, Any]]) -> N
     configs = [config(2, HALF, **case) for case in cases]
     results = run_ranks(2, weights_rank, configs, timeout=600)
     for number, one in enumerate(configs):
-        frozen = frozen_names(HALF, Task(one, VOCAB))
+        frozen = find_frozen_names(HALF, Task(one, VOCAB))
         assert len(frozen) > 0
         expected, weights = plain(one, frozen)
         start = Decoder(one.model, VOCAB, 16)
@@ -143,7 +143,7 @@ def test_patterns_that_fit_nothing_are_refused() -> None:
         (["*"], "all parameters match"),
     ):
         with pytest.raises(UserError, match=match):
-            frozen_names(patterns, Task(tied, VOCAB))
+            find_frozen_names(patterns, Task(tied, VOCAB))
     with pytest.raises(UserError, match="matches no parameter"):
         check_freeze('["nothing"]', tied.model.model_dump_json())
     check_freeze('["*norm*"]', tied.model.model_dump_json())

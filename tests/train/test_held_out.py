@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import saved_steps
+from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -58,7 +58,7 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
     for run in (plain, looking):
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(looking) == digest(plain) and lines(looking) == lines(plain)
-    assert not curve(plain) and set(curve(looking)) == set(saved_steps(looking.checkpoints)) == {4, 8}
+    assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints)) == {4, 8}
     assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     evaluated = [json.loads(path.read_text()) for path in looking.evaluation.iterdir()]
     assert curve(looking) == {one["step"]: one["loss"] for one in evaluated}

@@ -31,11 +31,11 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
     """Train two steps, the second one inside `around`, with a meter on: its line, and how long it took."""
     from pipeline.model.task import Task
     from pipeline.train.engine import Engine
-    from pipeline.train.meter import Meter
+    from pipeline.train.meter import ExposedCommMeter
 
     layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
     engine = Engine(config, layout, world, Task(config, VOCAB))
-    meter = Meter(engine.model, world)
+    meter = ExposedCommMeter(engine.model, world)
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
         engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(place.rank).dp]}, step, enter)
@@ -153,10 +153,10 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
 
     from pipeline.comm.groups import World
     from pipeline.model.decoder import EMBEDDING
-    from pipeline.train.meter import Meter
+    from pipeline.train.meter import ExposedCommMeter
 
     engine = engine_of(place, config)
-    meter = Meter(engine.model, World(place.rank, 2, torch.device("cpu"), "gloo"))
+    meter = ExposedCommMeter(engine.model, World(place.rank, 2, torch.device("cpu"), "gloo"))
     computed = 0.0
 
     def compute(_: Any) -> None:

@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 from pipeline.config.sections import ModelConfig, OptimizerConfig
 from pipeline.model.decoder import Decoder, init_weights
-from pipeline.train.lean_adamw import LeanAdamW, zero_moments
-from pipeline.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from pipeline.train.lr_schedule import compute_learning_rate
+from pipeline.train.optimizer import LeanAdamW, make_optimizer, set_learning_rate, zero_moments
 
 CPU = torch.device("cpu")
 
@@ -224,7 +224,7 @@ def test_schedules_are_those_of_torch(warmup: int, after: int, ratio: float, lr:
 
     def ours(schedule: str, first: int, last: int) -> list[float]:
         config = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
-        return [learning_rate(config, step, steps) for step in range(first, last + 1)]
+        return [compute_learning_rate(config, step, steps) for step in range(first, last + 1)]
 
     if warmup:
         expected = rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
@@ -266,21 +266,21 @@ def test_counted_from_0_schedules_are_those_of_transformers(
         for counts_from in (0, 1):
             given_config = {"lr": lr, "min_lr_ratio": low, "warmup_steps": warmup, "decay_fraction": fraction}
             config = OptimizerConfig(**given_config, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
-            found = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+            found = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
             first = warmup if schedule == "wsd" else 0  # transformers' wsd warms up from the smallest rate, not from 0
             wanted = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
             assert found[first:] == wanted, (schedule, counts_from)
     linear = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule="linear", schedule_counts_from=0)
     expected = rates(theirs.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup)
     above = [ratio * lr + (1 - ratio) * rate for rate in expected]
-    found = [learning_rate(linear, step, steps) for step in range(1, steps + 1)]
+    found = [compute_learning_rate(linear, step, steps) for step in range(1, steps + 1)]
     assert found[:warmup] == pytest.approx(expected[:warmup]) and found[warmup:] == pytest.approx(above[warmup:])
 
 
 def test_without_the_key_steps_are_counted_from_1() -> None:
     """As in runs that were made before the key existed, to the last bit; so they resume unchanged."""
     config = OptimizerConfig(lr=0.3, min_lr_ratio=0.0, warmup_steps=3, schedule="linear")
-    assert [learning_rate(config, step, 7) for step in range(1, 8)] == [
+    assert [compute_learning_rate(config, step, 7) for step in range(1, 8)] == [
         *(0.3 * step / 3 for step in (1, 2, 3)),
         *(0.3 * (1 - (1 - (7 - step) / 4)) for step in (4, 5, 6)),
         0.0,
@@ -291,7 +291,7 @@ def test_without_the_key_steps_are_counted_from_1() -> None:
 
 def test_wsd_is_stable_then_falls() -> None:
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.2, warmup_steps=10, schedule="wsd", decay_fraction=0.25)
-    values = [learning_rate(config, step, 100) for step in range(1, 101)]
+    values = [compute_learning_rate(config, step, 100) for step in range(1, 101)]
     assert values[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert values[10:75] == [1.0] * 65
     assert values[75:] == pytest.approx([1 - 0.8 * i / 25 for i in range(1, 26)])
@@ -308,7 +308,7 @@ def test_bounds_and_ends(data: st.DataObject, schedule: str, steps: int, fractio
         schedule=schedule,  # type: ignore[arg-type]
         decay_fraction=fraction,
     )
-    values = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+    values = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
     assert all(0 < value <= 2.0 and math.isfinite(value) for value in values)
     if warmup:
         assert values[warmup - 1] == 2.0

@@ -19,9 +19,9 @@ from cli.profile import ask, merge
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
-from pipeline.resilience.stop import Agreement, Clock
+from pipeline.resilience.stop import Deadline, StopCoordinator
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import PARTS, PIPELINE, STEP, Span, mean, parts, read
+from pipeline.train.step_trace import PIPELINE, STEP, STEP_PARTS, Span, average_ranks, divide_step, parse_trace
 from tests.support.layouts import tiny_config
 from tests.support.mpirun import mpirun
 from tests.support.ranks import run_ranks
@@ -43,7 +43,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 @given(spans())
 def test_parts_are_those_of_every_moment(found: list[Span]) -> None:
-    counted: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    counted: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
     by_group: dict[str, float] = {}
     for moment in range(WIDE):
         now = [span for span in found if span.start <= moment < span.end]
@@ -60,7 +60,7 @@ def test_parts_are_those_of_every_moment(found: list[Span]) -> None:
             counted["copy"] += 1
         else:
             counted["bubble" if groups else "idle"] += 1
-    result = parts(found, float(WIDE))
+    result = divide_step(found, float(WIDE))
     assert result.pop("exposed_by_group") == pytest.approx({g: n / 1e6 for g, n in by_group.items()})
     assert result == pytest.approx({part: n / 1e6 for part, n in counted.items()})
     assert sum(result.values()) == pytest.approx(WIDE / 1e6)
@@ -85,9 +85,11 @@ def test_a_trace_of_a_gpu() -> None:
         of("kernel", "ncclDevKernel_AllGather_RING_LL", 600, 50, 21, "default_pg"),
         of("cuda_runtime", "cudaDeviceSynchronize", 600, 400, 77),
     ]
-    begin, wide, found = read(events)
+    begin, wide, found = parse_trace(events)
     assert (begin, wide) == (1e6, 1000.0)
-    result = {name: one if isinstance(one, dict) else round(1e6 * one) for name, one in parts(found, wide).items()}
+    result = {
+        name: one if isinstance(one, dict) else round(1e6 * one) for name, one in divide_step(found, wide).items()
+    }
     groups = {name: round(1e6 * one) for name, one in result.pop("exposed_by_group").items()}
     assert groups == {"dp_shard": 150, "pp": 100, "world": 50}
     assert result == {"compute": 150, "communication_exposed": 200, "copy": 100, "bubble": 100, "idle": 450}
@@ -96,11 +98,11 @@ def test_a_trace_of_a_gpu() -> None:
 
 def test_a_trace_without_its_step_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold the step"):
-        read([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}])
+        parse_trace([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}])
 
 
 def test_a_mean_is_of_all_ranks() -> None:
-    found = mean([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
+    found = average_ranks([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
     assert found == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
 
 
@@ -148,10 +150,10 @@ def test_lines_of_metrics_have_the_parts(four: Run) -> None:
     for line in lines:
         if "profile" in line:
             profile = line["profile"]
-            assert min(profile[part] for part in PARTS) >= 0 and profile["compute"] > 0 and profile["bubble"] > 0
+            assert min(profile[part] for part in STEP_PARTS) >= 0 and profile["compute"] > 0 and profile["bubble"] > 0
             assert PIPELINE in profile["exposed_by_group"] and line["profile_s"] > 0
             took = line["step_time_s"] - line["profile_s"]
-            assert 0.1 * took < sum(profile[part] for part in PARTS) < took + 0.02
+            assert 0.1 * took < sum(profile[part] for part in STEP_PARTS) < took + 0.02
 
 
 def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
@@ -286,7 +288,7 @@ def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
 
     profiler.Profiler._keep = slow  # type: ignore[method-assign,assignment]
     # rank 0's word counts
-    Clock.due = lambda self, before_s=0.0: place.rank == 0 and before_s > room_s  # type: ignore[method-assign]
+    Deadline.due = lambda self, before_s=0.0: place.rank == 0 and before_s > room_s  # type: ignore[method-assign]
     return stage_rank(place, path, "train")
 
 
@@ -317,7 +319,7 @@ def shifted_rank(place: RankInfo, shift_ns: int) -> tuple[int, int]:
 
     config = tiny_config(3, train={"global_batch": 12})
     world = groups.join_process_group(place, config)
-    agreement = Agreement(StopFlag(), groups.new_control_group())
+    agreement = StopCoordinator(StopFlag(), groups.new_control_group())
     one = profiler.Profiler(Run(Path("/nowhere"), config), resolve_layout(config, 3, 3, 64), world, agreement)
     if place.rank == 1:
         profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]

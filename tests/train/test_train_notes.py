@@ -10,13 +10,13 @@ import pytest
 from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load, notes
-from pipeline.train.lr_schedule import learning_rate
+from pipeline.train.lr_schedule import compute_learning_rate
 from tests.support.tiny import make_run
 
 
 def trained(run: Run, step: int, steps: int) -> None:
     """Its metrics as a training of `steps` leaves them after `step`."""
-    lr = learning_rate(run.config.optimizer, step, steps)
+    lr = compute_learning_rate(run.config.optimizer, step, steps)
     line = {"step": step, "loss": 2.5, "lr": lr, "step_time_s": 1.0, "tokens_per_s": 100.0}
     run.metrics.write_text(json.dumps(line) + "\n")
 
@@ -33,7 +33,7 @@ def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path,
         assert notes(run) == []
         return
     (told,) = notes(run)
-    lr = learning_rate(run.config.optimizer, 31, 60)
+    lr = compute_learning_rate(run.config.optimizer, 31, 60)
     assert told == f"note: the learning rate goes from 0.001 (step 30) to {lr:.3g}: its schedule now ends at 60"
     assert lr > 0.005
 

@@ -41,7 +41,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     from pipeline.data.manifest import load_manifest
     from pipeline.data.sample_order import sample_indices
     from pipeline.model.decoder import Decoder, init_weights
-    from pipeline.train.optimizer import learning_rate
+    from pipeline.train.lr_schedule import compute_learning_rate
 
     run = Run.open(path)
     config, manifest = run.config, load_manifest(run.data)
@@ -70,7 +70,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
         chosen = sample_indices(config.run.seed, (step - 1) * size, size, len(samples))
         batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(config.optimizer, step, steps)
+            group["lr"] = compute_learning_rate(config.optimizer, step, steps)
         loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
@@ -210,8 +210,8 @@ def other_gpu_rank(place: RankInfo, path: Path) -> int:
     """A training on another GPU than that of the checkpoint, by its words."""
     from pipeline.train import trainer
 
-    own = trainer.versions()
-    trainer.versions = lambda: {**own, "gpu": "NVIDIA H200", "torch": "3.0"}
+    own = trainer.collect_versions()
+    trainer.collect_versions = lambda: {**own, "gpu": "NVIDIA H200", "torch": "3.0"}
     return stage_rank(place, path, "train")
 
 

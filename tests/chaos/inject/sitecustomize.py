@@ -94,7 +94,7 @@ def patch_run(module):
 PATCHES = {
     "pipeline.run.directory": patch_run,
     "pipeline.model.decoder": patch_model,
-    "pipeline.checkpoint.save": patch_checkpoint,
+    "pipeline.checkpoint.checkpointer": patch_checkpoint,
     "pipeline.train.trainer": patch_trainer,
 }
 

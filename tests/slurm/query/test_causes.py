@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import append_line
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import step_name
+from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
@@ -296,7 +296,7 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
     assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
     assert not tell("saved", 8)
-    (run.checkpoints / step_name(12)).mkdir()
+    (run.checkpoints / checkpoint_name(12)).mkdir()
     seen.append(standing(run, "train"))
     assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
     append_line(run.decisions, "{}")

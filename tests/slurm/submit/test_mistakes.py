@@ -30,7 +30,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.base.signals import SIGNALS
-from pipeline.checkpoint.catalog import newest_step
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run import attempts, stages
 from pipeline.run.code import CODE_ROOT
@@ -160,7 +160,7 @@ def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.
         newest = max(Path().glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)
         steps = [line["step"] for line in read_jsonl(newest)]
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 2
-        assert newest_step(newest.parent / "checkpoints") == len(steps)
+        assert find_newest_step(newest.parent / "checkpoints") == len(steps)
         assert (newest.parent / f"evaluation/step-{len(steps):08d}.json").exists()
     else:
         assert Stages.began or back == "status"
@@ -202,7 +202,7 @@ def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.Captur
     assert submit_py(SWEPT) == ExitCode.CRASHED
     said = answer(capsys)
     points = Path("runs/own/points")
-    done = {point.name: newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
+    done = {point.name: find_newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
     assert done == {"000": 2, "001": 0, "002": 2}
     assert "continues from points/00" in said and "correct it and submit it under another run.name" in said
     assert said.rindex("point 001: train failed (crashed): ") > said.index("point 002\n"), "and told at the end"
@@ -215,7 +215,7 @@ def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.Captur
     Path("own.py").write_text(MODULE + EIGHT.replace("== 8", "== 9"))
     for _ in range(2):
         assert submit_py(back) == ExitCode.DONE, answer(capsys)
-    assert newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
+    assert find_newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
 
 
 def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(

@@ -18,7 +18,7 @@ from cli.dry_run import print_plan
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.verify import verify
+from pipeline.checkpoint.checkpointer import verify_checkpoint
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
@@ -150,7 +150,7 @@ def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: P
 def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
     with pytest.raises(UserError, match=r"is a sweep.* verify .*points/000 and so on, up to 003"):
-        verify(run, None)
+        verify_checkpoint(run, None)
 
 
 def test_a_dry_run_names_the_points(tmp_path: Path, data: Path) -> None:

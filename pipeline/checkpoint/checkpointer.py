@@ -15,7 +15,7 @@ save (a full disk) raises at the next `save` or `finish`, and the checkpoints be
 A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
 over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
 Where there are checkpoints but none is intact, that is an error: never a silent start from zero; nor where they are
-gone (`saved.gone`).
+gone (`catalog.describe_missing_checkpoints`).
 
 The state is a flat dict of tensors with layout-independent names: `model.<parameter>` and
 `optimizer.<parameter>.<state>`; what replicas have of their own has other names, outside the digest. DCP hashes nothing
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import platform
 import shutil
 import threading
@@ -42,16 +43,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import CheckpointError, StorageError, storage_error
 from pipeline.base.files import fsync, seal, sha256_file, write_json
 from pipeline.checkpoint import catalog
-from pipeline.checkpoint.reader import Reader
+from pipeline.checkpoint.catalog import METADATA_FILE
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
+from pipeline.run.directory import Run
 
-State = dict[str, torch.Tensor]
+StateDict = dict[str, torch.Tensor]
 
 
 class Checkpointer:
@@ -78,13 +80,13 @@ class Checkpointer:
         # torch 2.11 forgets its buffers with each save, so that all host memory would be pinned anew
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._staged: Future[State] | None = None
+        self._staged: Future[StateDict] | None = None
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def save(self, state: State, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
+    def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
         """Start saving `state`; with background writing, return while it is staged and written.
 
         Raises StorageError where this save, or the one before it, could not be written.
@@ -97,7 +99,7 @@ class Checkpointer:
             "samples_consumed": samples_consumed,
             "extra": dict(extra),
             **self.describe,
-            "versions": versions(),
+            "versions": collect_versions(),
         }
         staged = self._staged = Future()
         stream = self._stream
@@ -110,7 +112,7 @@ class Checkpointer:
                 with torch.cuda.stream(stream):  # None changes nothing
                     if stream is not None and made is not None:
                         stream.wait_event(made)
-                    copied = cast(State, self._stager.stage(state))
+                    copied = cast(StateDict, self._stager.stage(state))
                 del state  # what training replaces need not stay for as long as the write takes
                 staged.set_result(copied)
                 self._write(copied, manifest, started)
@@ -149,10 +151,10 @@ class Checkpointer:
         finally:
             self._stager.close()
 
-    def _write(self, state: State, manifest: dict[str, Any], started: float) -> None:
+    def _write(self, state: StateDict, manifest: dict[str, Any], started: float) -> None:
         """Steps 2 to 4, on every rank. An error on any rank is an error on all."""
         step = manifest["step"]
-        target = self.folder / catalog.step_name(step)
+        target = self.folder / catalog.checkpoint_name(step)
         temporary = self.folder / f".tmp-{target.name}"
         if self.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -175,10 +177,10 @@ class Checkpointer:
             raise
         if self.rank == 0:
             self.on_saved(step, time.monotonic() - started)
-            catalog.remove_old(self.folder, self.keep)
+            catalog.remove_old_checkpoints(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-        write_json(temporary / catalog.MANIFEST, seal(manifest))
+        write_json(temporary / catalog.MANIFEST_FILE, seal(manifest))
         fsync(temporary)
         os.rename(temporary, target)
         fsync(self.folder)
@@ -187,11 +189,11 @@ class Checkpointer:
 
     def found(self) -> bool:
         """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
-        return broadcast_from_rank0(self.group, bool(catalog.saved_steps(self.folder)))
+        return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
     def restore(
         self,
-        state: State,
+        state: StateDict,
         on_damaged: Callable[[int, str], None],
         check: Callable[[Mapping[str, Any]], None] = lambda manifest: None,
     ) -> dict[str, Any] | None:
@@ -202,23 +204,23 @@ class Checkpointer:
         CheckpointError where there are checkpoints and none is intact.
         """
         if self.rank == 0:
-            catalog.remove_temporary(self.folder)
+            catalog.remove_partial_checkpoints(self.folder)
         damaged: list[str] = []
         while True:
-            step = broadcast_from_rank0(self.group, (catalog.saved_steps(self.folder) or [0])[0])
+            step = broadcast_from_rank0(self.group, (catalog.list_checkpoint_steps(self.folder) or [0])[0])
             if step == 0:
                 break
-            checkpoint = self.folder / catalog.step_name(step)
+            checkpoint = self.folder / catalog.checkpoint_name(step)
             try:
-                manifest = verified(checkpoint, self.group)
+                manifest = load_verified_manifest(checkpoint, self.group)
             except CheckpointError as error:
                 damaged.append(str(error))
                 if self.rank == 0:
-                    catalog.set_aside(self.folder, step)
+                    catalog.set_checkpoint_aside(self.folder, step)
                     on_damaged(step, str(error))
                 continue
             check(manifest)
-            load(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
+            load_checkpoint(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
             return manifest
         left = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
         if left:
@@ -230,31 +232,31 @@ class Checkpointer:
             )
         return None
 
-    def read(self, step: int, state: State) -> None:
+    def read(self, step: int, state: StateDict) -> None:
         """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
         if state:
-            load(state, self.folder / catalog.step_name(step), None)
+            load_checkpoint(state, self.folder / catalog.checkpoint_name(step), None)
 
 
-def verified(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def load_verified_manifest(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     """The manifest, once every file passed its hash on one of the ranks; CheckpointError on all ranks if not."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def check() -> dict[str, Any]:
-        manifest = catalog.read_manifest(checkpoint)
-        catalog.check_files(checkpoint, manifest, part=rank, parts=size)
+        manifest = catalog.read_checkpoint_manifest(checkpoint)
+        catalog.verify_checkpoint_files(checkpoint, manifest, part=rank, parts=size)
         return manifest
 
     return all_gather_results(group, check)[0]
 
 
-def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of `state` from `checkpoint`, whatever layout saved it.
 
-    Raises CheckpointError, on all ranks, where its metadata is not DCP's (pipeline/checkpoint/reader.py); RuntimeError
+    Raises CheckpointError, on all ranks, where its metadata is not DCP's ; RuntimeError
     where it does not hold them. DCP's own exception is no `Exception`.
     """
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     if group is None:
         reader.read_metadata()
     else:
@@ -268,41 +270,43 @@ def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None) -> Non
         raise RuntimeError(f"{checkpoint} cannot be loaded: {reasons}") from error
 
 
-def digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
+def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     """SHA-256 over weights and optimizer state, independent of the layout that saved them; 64 hex digits.
 
     Per tensor, in the order of the names: name, dtype and shape as one line, then its bytes. Tensors are read
     whole, one after another, at most `batch_bytes` (or one tensor) at a time.
     """
-    metadata = Reader(checkpoint).read_metadata().state_dict_metadata
+    metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = sorted(
         name
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer."))
     )
     total = hashlib.sha256()
-    for name, tensor in tensors(checkpoint, names, batch_bytes=batch_bytes):
+    for name, tensor in iterate_tensors(checkpoint, names, batch_bytes=batch_bytes):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
-def tensors(checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(
+    checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29
+) -> Iterator[tuple[str, Tensor]]:
     """These tensors of a checkpoint, whole, with their names, in this order; at most `batch_bytes` are there at a time,
     or one tensor."""
-    metadata: Any = Reader(checkpoint).read_metadata().state_dict_metadata
-    batch, size = cast(State, {}), 0
+    metadata: Any = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    batch, size = cast(StateDict, {}), 0
     for name in names:
         batch[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
         size += batch[name].nbytes
         if size >= batch_bytes or name == names[-1]:
-            load(batch, checkpoint, None)
+            load_checkpoint(batch, checkpoint, None)
             for loaded in list(batch):
                 yield loaded, batch.pop(loaded)
             size = 0
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """What must be equal for a bit-identical continuation; the GPU is this rank's."""
     found = {"torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
@@ -316,7 +320,7 @@ def versions() -> dict[str, str]:
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA] if rank == 0 else [])
+    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA_FILE] if rank == 0 else [])
     for path in own:
         fsync(path)
     return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}
@@ -334,3 +338,74 @@ def _readable(error: BaseException, folder: Path) -> BaseException:
             free = shutil.disk_usage(folder).free
             return StorageError(f"cannot write {folder}: no space is left, it seems ({free:,} bytes are free)")
     return RuntimeError(f"saving failed: {causes[0]!r}")
+
+
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    f"{_DCP}.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+"""What `.metadata` may name, by module; types of numbers (`torch.float32`) besides."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        number_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _ALLOWED.get(module, ()) and not number_type:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """DCP's own reader of a checkpoint's files, with a `.metadata` that was read with care and only once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self._file = checkpoint / METADATA_FILE
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:  # without arguments: DCP then asks for no other file
+        """The metadata. Raises CheckpointError, naming the file and what it asks for, where DCP did not write it."""
+        if self._metadata is None:
+            self._metadata = _read(self._file)
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def _read(file: Path) -> Metadata:
+    try:
+        with open(file, "rb") as stream:
+            found = _Unpickler(stream).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+        paths = {info.relative_path for info in found.storage_data.values()}
+        if outside := [path for path in paths if Path(path).name != path]:
+            raise pickle.UnpicklingError(f"it points to {min(outside)}")
+    except OSError:
+        raise
+    except Exception as error:  # a crafted pickle may raise anything
+        raise CheckpointError(
+            f"{file} was not written by a training ({error}): nothing of it was executed; put an intact copy of this "
+            f"checkpoint in its place, or move {file.parent} away"
+        ) from error
+    return found
+
+
+def verify_checkpoint(run: Run, which: str | None) -> None:
+    """Check one checkpoint and say so. Raises what `catalog.open_intact_checkpoint` does."""
+    checkpoint, manifest = catalog.open_intact_checkpoint(run, which)
+    total = sum(entry["size"] for entry in manifest["files"].values())
+    layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())
+    print(
+        f"{run.name}/checkpoints/{checkpoint.name}: {len(manifest['files'])} files, {total:,} bytes, all hashes right"
+    )
+    print(f"step {manifest['step']}, samples {manifest['samples_consumed']}, saved by: {layout}")
+    print(f"digest {compute_digest(checkpoint)}")
