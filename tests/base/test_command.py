@@ -150,7 +150,7 @@ def test_the_readme_lists_every_command() -> None:
 
 def test_help_and_docs_say_what_resume_takes() -> None:
     """All that it takes itself, and no more."""
-    section = (CODE_ROOT / "docs/living.md").read_text().split("## What `resume` may change")[1]
+    section = (CODE_ROOT / "docs/changing.md").read_text().split("## What `resume` may change")[1]
     rows = [line.split("|")[1] for line in section.split("It also accepts")[0].splitlines() if line.startswith("|")]
     assert sorted(re.findall(r"`([^`]*)`", "".join(rows))) == sorted(changeable_keys())
     words = (submit.resume.__doc__ or "").split("may change")[1].split("and enlarge")[0]
